@@ -30,7 +30,3 @@ class NotNow(ValveError):
 
 class AlreadyRunning(ValveError):
     """Another valved owns the run folder."""
-
-
-class DriverMismatch(ValveError):
-    """The driver is not one whose layouts are known: observe only."""

@@ -15,7 +15,7 @@ from cluster_pods import PODS
 from goldens import golden
 from valve_kube import names
 from valve_kube.objects import mode_in_force
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import CRDS, offline_pod
 
@@ -78,7 +78,7 @@ def test_the_server_takes_every_rendered_object_to_the_letter(control_plane: Con
         assert stored["kind"] == one["kind"]
 
     path = f"{resource_path(control_plane, asked[0])}/{asked[0]['metadata']['name']}?{how}"
-    with pytest.raises(Refused, match="spce"):
+    with pytest.raises(ApiRefused, match="spce"):
         api.call("PATCH", path, {**asked[0], "spce": {}}, content_type="application/apply-patch+yaml")
 
 
@@ -252,7 +252,7 @@ def test_an_object_that_cannot_be_is_refused_by_the_schema(
     kinds = {"offlineworkloads": "OfflineWorkload", "offlineprofiles": "OfflineProfile"}
     identity = {"apiVersion": names.API_VERSION, "kind": kinds[kind], "metadata": {"name": "bad"}}
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiRefused) as refused:
         control_plane.api.post(f"/apis/{names.API_VERSION}/namespaces/default/{kind}", identity | body)
 
     assert refused.value.status == 422

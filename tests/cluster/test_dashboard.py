@@ -18,7 +18,7 @@ from cluster_helm import CHART, Helm
 from cluster_pods import PODS, submit, wait_bound
 from node_rig import Offline, Online
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, free_port, wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, delete_nodes, offline_pod
 from valve_tools.cluster.webhook import start_webhook
@@ -146,13 +146,13 @@ def place_and_refuse(plane: ControlPlane) -> None:
     try:
         account = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": "usage"}}
         plane.api.post(accounts, account)
-    except Refused as refused:
+    except ApiRefused as refused:
         if refused.status != 409:  # accounts outlive pods, and tests
             raise
     figures = {"harvestSeconds": 60.0, "savedSeconds": 30.0}
     plane.api.patch(f"{accounts}/usage/status", {"status": {"offline": figures}})
     plane.api.post(PODS, offline_pod("wishful", sla="0.9", profile="missing"))
-    with pytest.raises(Refused):
+    with pytest.raises(ApiRefused):
         plane.api.post(PODS, offline_pod("wrong", sla="2"))
 
 

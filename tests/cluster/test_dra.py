@@ -13,7 +13,7 @@ from cluster_pods import PODS
 from valve_kube import names
 from valve_kube.access import from_kubeconfig
 from valve_kube.client import KubeClient
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.webhook import start_webhook
 
@@ -173,7 +173,7 @@ def test_an_online_pod_that_only_claims_its_gpus_is_injected(dra: ControlPlane, 
             for volume in dra.api.post(f"{PODS}?dryRun=All", plain)["spec"].get("volumes") or []
         ), "a pod that says nothing may claim a network card"
         if engine == "webhook":
-            with pytest.raises(Refused, match="resourceClaims"):
+            with pytest.raises(ApiRefused, match="resourceClaims"):
                 dra.api.post(f"{PODS}?dryRun=All", claiming_pod("batch", role=names.OFFLINE))
             dra.kill("webhook")
     finally:

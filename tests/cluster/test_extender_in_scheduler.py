@@ -13,7 +13,7 @@ import yaml
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_kube import names
 from valve_scheduler.placement.rank import REASON_TEXT, Reason
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
 
@@ -67,7 +67,7 @@ def test_a_second_binding_is_a_conflict_and_changes_nothing(control_plane: Contr
     second = {"metadata": {"name": "p0", "annotations": {names.GPUS: "GPU-b"}}}
     api.post(f"{PODS}/p0/binding", BINDING | first | {"target": BINDING["target"] | {"name": "one"}})
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiRefused) as refused:
         api.post(f"{PODS}/p0/binding", BINDING | second | {"target": BINDING["target"] | {"name": "two"}})
 
     pod = api.get(f"{PODS}/p0")
@@ -80,7 +80,7 @@ def test_a_binding_for_a_pod_that_was_replaced_is_refused_by_its_uid(control_pla
     api.post(PODS, left_to_us("p0"))
     stale = {"metadata": {"name": "p0", "uid": "11111111-2222-3333-4444-555555555555"}}
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiRefused) as refused:
         api.post(f"{PODS}/p0/binding", BINDING | stale | {"target": BINDING["target"] | {"name": "n"}})
 
     assert refused.value.status == 409

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cluster_pods import PODS, held_gpus, submit, wait_bound
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import delete_pods, offline_pod
 
@@ -69,6 +69,6 @@ def answers_500(plane: ControlPlane) -> bool:
     binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "probe"}, "target": target}
     try:
         plane.api.post(f"{PODS}/probe/binding?dryRun=All", binding)
-    except Refused as refused:
+    except ApiRefused as refused:
         return "failed calling webhook" in str(refused)
     return False

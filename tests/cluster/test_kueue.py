@@ -13,7 +13,7 @@ import yaml
 from cluster_kueue import NAME, start_kueue, stop_kueue
 from cluster_pods import PODS, held_gpus
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, delete_pods, offline_pod
 
@@ -74,7 +74,7 @@ def test_a_field_that_kueue_does_not_know_is_refused(kueue: ControlPlane) -> Non
     queue = next(one for one in manifests() if one["kind"] == "ClusterQueue")
     queue["spec"]["cohortNme"] = "research"
 
-    with pytest.raises(Refused, match="cohortNme"):
+    with pytest.raises(ApiRefused, match="cohortNme"):
         kueue.api.post(path_of(queue), queue)
 
 
@@ -222,7 +222,7 @@ def test_a_queue_that_kueue_finds_wrong_is_refused(jobs: ControlPlane) -> None:
     queue = next(one for one in manifests() if one["kind"] == "ClusterQueue")
     queue["spec"]["preemption"] = {"reclaimWithinCohort": "Never", "borrowWithinCohort": {"policy": "LowerPriority"}}
 
-    with pytest.raises(Refused, match="reclaimWithinCohort"):
+    with pytest.raises(ApiRefused, match="reclaimWithinCohort"):
         jobs.api.post(path_of(queue | {"metadata": {"name": "wrong"}}), queue | {"metadata": {"name": "wrong"}})
 
 

@@ -21,7 +21,7 @@ from cluster_pods import held_gpus, submit, wait_bound
 from valve_kube import names
 from valve_kube.access import from_kubeconfig
 from valve_kube.client import KubeClient
-from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, node_name
 
@@ -110,12 +110,12 @@ class Crowd(threading.Thread):
 
     def __init__(self, port: int, token: str) -> None:
         super().__init__(daemon=True)
-        self._api = Api(port, token)
+        self._api = ClusterApi(port, token)
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(0.01):
-            with contextlib.suppress(Refused, OSError, http.client.HTTPException):
+            with contextlib.suppress(ApiRefused, OSError, http.client.HTTPException):
                 self._api.get("/api/v1/nodes?resourceVersion=999999999&resourceVersionMatch=NotOlderThan")
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ def jail(control_plane: ControlPlane, ours: Daemon) -> Iterator[Any]:
 
     def undo() -> None:
         for path in (f"{SCHEMAS}/{JAIL}", f"{SCHEMAS}/the-crowd", f"{LEVELS}/{JAIL}"):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(ApiRefused):
                 api.delete(path)
         for one in crowd:
             if one.is_alive():
@@ -224,7 +224,7 @@ def broken(control_plane: ControlPlane) -> Iterator[Any]:
     }
 
     def undo() -> None:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ApiRefused):
             api.delete(f"{HOOKS}/nobody")
 
     yield lambda: api.post(HOOKS, {"metadata": {"name": "nobody"}, "webhooks": [hook]}), undo

@@ -11,7 +11,7 @@ import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS, submit, wait_bound
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import node_name, offline_pod
 from valve_tools.cluster.listeners import READY, heard
@@ -233,5 +233,5 @@ def test_a_pod_that_waits_for_its_profile_is_placed_once_it_is_brought_by_hand(
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_by_the_schema(control_plane: ControlPlane, spec: Json) -> None:
-    with pytest.raises(Refused, match="422"):
+    with pytest.raises(ApiRefused, match="422"):
         policy(control_plane, "bad", **spec)

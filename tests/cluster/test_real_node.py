@@ -18,7 +18,7 @@ import pytest
 from cluster_helm import Helm
 from node_pods import OfflinePod, OnlinePod
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.node import NAME, RealNode
 from valve_tools.cluster.webhook import start_webhook
@@ -383,5 +383,5 @@ def test_a_user_may_not_forge_a_placement(scheduled: RealNode) -> None:
         "thief", ["/box/sh"], annotations={names.ROLE: names.OFFLINE, names.GPUS: scheduled.uuids[0]}
     )
 
-    with pytest.raises(Refused):
+    with pytest.raises(ApiRefused):
         scheduled.pods.create(forged)

@@ -16,7 +16,7 @@ from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_kube import names
 from valve_scheduler.controller.belief import PARTS, POLICY
 from valve_scheduler.controller.workloads import new_workload
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import delete_pods, node_name, offline_pod, report
 
@@ -143,7 +143,7 @@ def refusal(plane: ControlPlane, namespace: str, name: str, spec: Json) -> str:
     wait_for("the account", lambda: plane.api.get(f"{path}/serviceaccounts/default"))
     try:
         plane.api.post(f"{path}/pods?dryRun=All", {"apiVersion": "v1", "kind": "Pod", **pod})
-    except Refused as refused:
+    except ApiRefused as refused:
         return str(refused)
     return ""
 
@@ -233,14 +233,14 @@ def test_a_tenant_never_calls_its_own_profile_measured(control_plane: ControlPla
     status = f"{profiles}/mine/status"
     tenant.patch(status, {"status": {"phase": "Ready", "source": "Manual"}})
 
-    with pytest.raises(Refused, match="only Valve calls a profile MeasuredByNode"):
+    with pytest.raises(ApiRefused, match="only Valve calls a profile MeasuredByNode"):
         tenant.patch(status, {"status": {"source": "MeasuredByNode"}})
     version = {"resourceVersion": made["metadata"]["resourceVersion"]}  # the tenant has written since
-    with pytest.raises(Refused, match="object has been modified"):
+    with pytest.raises(ApiRefused, match="object has been modified"):
         controller.patch(status, {"metadata": version, "status": {"source": "MeasuredByNode"}})
     tenant.patch(status, {"status": {"source": "Measured"}})  # a former release's word is anybody's
     controller.patch(status, {"status": {"source": "MeasuredByNode"}})
-    with pytest.raises(Refused, match="only Valve calls a profile MeasuredByNode"):
+    with pytest.raises(ApiRefused, match="only Valve calls a profile MeasuredByNode"):
         tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
     tenant.patch(status, {"status": {"source": "Manual"}})
     tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
@@ -344,7 +344,7 @@ def test_valve_may_touch_one_annotation_of_nodes_and_nothing_else(
         {"metadata": {"labels": {"a": "b"}}},
         {"metadata": {"annotations": {"a": "b"}}},
     ):
-        with pytest.raises(Refused, match="and nothing else"):
+        with pytest.raises(ApiRefused, match="and nothing else"):
             api.patch(path, forbidden)
     api.patch(path, {"metadata": {"annotations": {names.EPOCH: None}}})
 
@@ -356,9 +356,9 @@ def test_a_daemon_reports_for_its_own_node_only(control_plane: ControlPlane, nod
     groups = ("system:serviceaccounts", "system:authenticated")
     daemon = control_plane.api.user(user("valve-daemon"), *groups)
 
-    with pytest.raises(Refused, match="own node only"):
+    with pytest.raises(ApiRefused, match="own node only"):
         daemon.patch(path, patch)
-    with pytest.raises(Refused, match="own node only"):
+    with pytest.raises(ApiRefused, match="own node only"):
         daemon.with_extra("authentication.kubernetes.io/node-name", node_name(2)).patch(path, patch)
 
     daemon.with_extra("authentication.kubernetes.io/node-name", node_name(1)).patch(path, patch)
@@ -375,7 +375,7 @@ def test_what_is_made_with_an_owner_passes_where_owners_are_guarded(control_plan
     (owner,) = stored["metadata"]["ownerReferences"]
     assert owner["uid"] == pod["metadata"]["uid"]
     blocking = {"name": "blocks", "ownerReferences": [{**owner, "blockOwnerDeletion": True}]}
-    with pytest.raises(Refused, match="cannot set blockOwnerDeletion"):  # the guard is up
+    with pytest.raises(ApiRefused, match="cannot set blockOwnerDeletion"):  # the guard is up
         controller.post(WORKLOADS, {**workload, "metadata": blocking})
 
     api.delete(f"{WORKLOADS}/{stored['metadata']['name']}")
@@ -400,11 +400,11 @@ def test_the_drain_hook_needs_no_more_than_its_role(control_plane: ControlPlane)
 @pytest.mark.parametrize("key", [names.GPUS, names.PREDICTED, names.DECISION])
 def test_nobody_writes_a_placement_by_hand(control_plane: ControlPlane, key: str) -> None:
     api = control_plane.api
-    with pytest.raises(Refused, match="written by Valve alone"):
+    with pytest.raises(ApiRefused, match="written by Valve alone"):
         api.post(PODS, offline_pod("forged") | {"metadata": {"name": "forged", "annotations": {key: "x"}, **role()}})
     api.post(PODS, offline_pod("honest"))
 
-    with pytest.raises(Refused, match="written by Valve alone"):
+    with pytest.raises(ApiRefused, match="written by Valve alone"):
         api.patch(f"{PODS}/honest", {"metadata": {"annotations": {key: "x"}}})
 
 
@@ -415,7 +415,7 @@ def role() -> Json:
 def test_the_placement_and_the_role_of_a_placed_pod_never_change(control_plane: ControlPlane) -> None:
     api = control_plane.api
     api.post(PODS, offline_pod("p0"))
-    with pytest.raises(Refused, match="cannot change"):  # nor of one that waits: it would hold GPUs unseen
+    with pytest.raises(ApiRefused, match="cannot change"):  # nor of one that waits: it would hold GPUs unseen
         api.patch(f"{PODS}/p0", {"metadata": {"labels": {names.ROLE: None}}})
     binding = {
         "apiVersion": "v1",
@@ -426,9 +426,9 @@ def test_the_placement_and_the_role_of_a_placed_pod_never_change(control_plane: 
     api.post(f"{PODS}/p0/binding", binding)
 
     for change in ({"annotations": {names.GPUS: None}}, {"annotations": {names.GPUS: "GPU-b"}}):
-        with pytest.raises(Refused, match="written by Valve alone"):
+        with pytest.raises(ApiRefused, match="written by Valve alone"):
             api.patch(f"{PODS}/p0", {"metadata": change})
-    with pytest.raises(Refused, match="cannot change"):
+    with pytest.raises(ApiRefused, match="cannot change"):
         api.patch(f"{PODS}/p0", {"metadata": {"labels": {names.ROLE: None}}})
     api.patch(f"{PODS}/p0", {"metadata": {"annotations": {"mine": "x"}}})
 
@@ -440,5 +440,5 @@ def test_a_pod_that_is_offline_by_an_annotation_alone_is_never_let_in_while_the_
     pod = offline_pod("hidden") | {"metadata": {"name": "hidden", "annotations": {names.ROLE: names.OFFLINE}}}
     pod["spec"]["containers"][0].pop("resources")
 
-    with pytest.raises(Refused, match="of offline work must say offline"):
+    with pytest.raises(ApiRefused, match="of offline work must say offline"):
         control_plane.api.post(PODS, pod)

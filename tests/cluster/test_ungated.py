@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from node_pods import OfflinePod
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.node import NAME, RealNode
 from valve_tools.cluster.workpods import PODS
@@ -46,7 +46,7 @@ def states_of(pod: OfflinePod) -> set[str]:
 def is_gone(node: RealNode, name: str) -> bool:
     try:
         pod: dict[str, Any] = node.plane.api.get(f"{PODS}/{name}")
-    except Refused:
+    except ApiRefused:
         return True
     return "deletionTimestamp" in pod["metadata"]
 

@@ -10,7 +10,7 @@ from cluster_helm import Helm
 from cluster_pods import PODS
 from valve_kube import names
 from valve_scheduler.webhook.certificates import LEAF_LIFE, expires_at, renew
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod
 from valve_tools.cluster.webhook import CONFIGURATION, start_webhook
@@ -95,7 +95,7 @@ def test_a_bare_offline_pod_becomes_one_that_valve_schedules(webhook: ControlPla
     ],
 )
 def test_a_user_who_got_it_wrong_is_told_at_once(webhook: ControlPlane, annotations: dict[str, str], why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(ApiRefused, match=why):
         webhook.api.post(PODS, minimal_offline("p0", **annotations))
 
 
@@ -143,7 +143,7 @@ def wait_refused(plane: ControlPlane, pod: Json, why: str) -> None:
     def is_refused() -> bool:
         try:
             plane.api.post(f"{PODS}?dryRun=All", pod)
-        except Refused as error:
+        except ApiRefused as error:
             return why in str(error)
         return False
 
@@ -238,7 +238,7 @@ def test_while_it_is_down_online_pods_start_and_offline_ones_are_refused_clearly
     webhook.kill("webhook")
     try:
         online = webhook.api.post(PODS, online_pod("o0"))
-        with pytest.raises(Refused, match="failed calling webhook") as refused:
+        with pytest.raises(ApiRefused, match="failed calling webhook") as refused:
             webhook.api.post(PODS, minimal_offline("p0"))
     finally:
         webhook.restart("webhook")

@@ -26,7 +26,7 @@ from rm_process import (
     gate_params,
     grow_tree,
 )
-from valve_tools.emulator.client import Channel, Emulator, State
+from valve_tools.emulator.client import Emulator, NodeMoment, RunlistChannel
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def wait_for_a_beat(tree: Tree, emulator: Emulator) -> None:
     emulator.wait(lambda _: beats(tree) > before, "the kernel moves")
 
 
-def channel(state: State, cid: int) -> Channel:
+def channel(state: NodeMoment, cid: int) -> RunlistChannel:
     return next(one for one in state.channels if one.cid == cid)
 
 

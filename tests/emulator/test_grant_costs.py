@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from rm_process import OK, RmProcess, Tree, grow_tree
-from valve_tools.emulator.client import Emulator, State
+from valve_tools.emulator.client import Emulator, NodeMoment
 
 SET_TIMESLICE = 0xA06C0103
 LONG_MS = 60
@@ -26,7 +26,7 @@ def offline(another: RmProcess) -> Tree:
     return grow_tree(another, channels=1)
 
 
-def granted(tree: Tree, state: State) -> bool:
+def granted(tree: Tree, state: NodeMoment) -> bool:
     return any(one.granted for one in state.channels if one.cid in tree.cids)
 
 
@@ -101,7 +101,7 @@ def test_who_has_the_longer_slice_has_the_larger_share(
 
     counts = {"online": 0, "offline": 0}
 
-    def looked(state: State) -> bool:
+    def looked(state: NodeMoment) -> bool:
         for name, tree in (("online", online), ("offline", offline)):
             counts[name] += granted(tree, state)
         return sum(counts.values()) >= 200 and counts[long] > 2 * (sum(counts.values()) - counts[long])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rm_process import RmProcess, Tree, grow_tree, use_uvm
-from valve_tools.emulator.client import Emulator, Gate
+from valve_tools.emulator.client import Emulator, GateCall
 from valve_tools.emulator.node import NO_LATENCY, Options
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def gate_all(emulator: Emulator, trees: list[Tree], held: int) -> list[Future[An
     return calls
 
 
-def overlap(first: Gate, second: Gate) -> bool:
+def overlap(first: GateCall, second: GateCall) -> bool:
     return first.locked_ns < second.done_ns and second.locked_ns < first.done_ns
 
 

@@ -18,7 +18,7 @@ from cuda_driver import Cuda
 from emulated import child_env, on_gpu
 from gate_process import gate_of
 from rm_process import OK, RmProcess, Tree, grow_tree
-from valve_tools.emulator.client import Channel, Emulator, State
+from valve_tools.emulator.client import Emulator, NodeMoment, RunlistChannel
 from valve_tools.emulator.node import NO_LATENCY, Options, node
 
 LIBCUDA = Path(valve_tools.emulator.__file__).parent / "lib" / "libcuda.so.1"
@@ -90,7 +90,7 @@ class Job:
     def progress(self) -> int:
         return int(struct.unpack_from("<Q", self._page)[0])
 
-    def channels(self, state: State) -> list[Channel]:
+    def channels(self, state: NodeMoment) -> list[RunlistChannel]:
         return [channel for channel in state.of(self.process.pid) if channel.is_compute]
 
     def checksum(self) -> str:
@@ -99,7 +99,7 @@ class Job:
         return out
 
 
-def gate(tree: Tree, channels: list[Channel], *, on: bool) -> int:
+def gate(tree: Tree, channels: list[RunlistChannel], *, on: bool) -> int:
     """The status; OK while the program lives."""
     return tree.gate([(channel.h_client, channel.h_channel) for channel in channels], on=on)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, Plan, start_online
+from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, MemoryPlan, start_online
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
 from valve_tools.emulator.node import Options
@@ -56,7 +56,7 @@ def test_a_batch_outlives_daemons_and_each_request_is_answered_once(engines, tmp
 
 def beside_bursts(engines, folder, *, seconds, count, **knobs):
     """Bursts of another program's KV demand beside a batch: reclaims, and what the batch answered alone and there."""
-    plan = Plan(seconds=seconds, every_s=3.0)
+    plan = MemoryPlan(seconds=seconds, every_s=3.0)
     requests = [f"{at:.3f},{prompt},{answer}" for at, prompt, answer in plan.requests()]
     (folder / "requests.csv").write_text("\n".join(["t_s,in_tokens,out_tokens", *requests, ""]))
     cache = ["--kv-blocks", BLOCKS, "--kv-planes", PLANES, "--block-kib", BLOCK_KIB]

@@ -12,7 +12,7 @@ import random
 import sys
 from collections import deque
 
-from scheduler_rig import Engine, make_scheduler
+from scheduler_rig import RiggedScheduler, make_scheduler
 
 BLOCK, ANSWER, RUNNING = 16, 48, 24
 OUT_FOR, EVERY = 20, 30  # steps
@@ -86,7 +86,7 @@ class Thief:
 def hit_rate(model, workload, column, *, reclaim, size):
     blocks, make = WORKLOADS[workload]
     scheduler = make_scheduler(model, blocks=blocks, seqs=RUNNING, budget=2048, length=4096, block_tokens=BLOCK)
-    engine = Engine(scheduler, column=column)
+    engine = RiggedScheduler(scheduler, column=column)
     thief = Thief(engine, size)
     for name, prompt in enumerate(make(random.Random(1))):
         engine.add(str(name), prompt, ANSWER)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from valve_tools.demo.memory import Plan, main, perform
+from valve_tools.demo.memory import MemoryPlan, main, perform
 from valve_tools.sim.traces import Trace, read_file
 
 
 def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
-    figures = perform(Plan(seconds=8.0, every_s=2.0), tmp_path)
+    figures = perform(MemoryPlan(seconds=8.0, every_s=2.0), tmp_path)
 
     assert figures.problems == []
     assert sum(figures.per_window) >= 1
@@ -22,7 +22,7 @@ def test_a_recorded_hour_becomes_a_minute_and_its_tokens_shrink_with_the_pool(tm
     trace = read_file(tmp_path / "day.csv")
     assert isinstance(trace, Trace)
 
-    requests = Plan(seconds=61.0, trace=trace).requests()
+    requests = MemoryPlan(seconds=61.0, trace=trace).requests()
 
     assert requests == [(1.0, 100, 2), (60.0, 1, 1)]
 

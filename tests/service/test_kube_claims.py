@@ -6,7 +6,7 @@ import pytest
 from fakeapi import until
 from kube_node import ONLINE_UID, WHOLE, group, kube_node, pod, registered, scenario, uuid_of
 
-from valved.kube.claims import Allocation, Device, allocated, read_slice
+from valved.kube.claims import Allocation, DraDevice, allocated, read_slice
 from valved.kube.pods import read_pod
 from valved.model.ids import Role
 
@@ -192,7 +192,7 @@ def test_only_the_newest_generation_of_a_pool_counts():
 
     (_, first), (key, second) = read_slice(old), read_slice(new)
 
-    device = Device(driver=DRIVER, pool="n", name="gpu-0")
+    device = DraDevice(driver=DRIVER, pool="n", name="gpu-0")
     assert (first[device], second[device], key) == ("GPU-old", "GPU-new", (DRIVER, "n", 2))
 
 

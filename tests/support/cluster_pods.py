@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from valve_kube import names
-from valve_tools.cluster.api import Api
+from valve_tools.cluster.api import ClusterApi
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import bound_pods, gpu_uuids, offline_pod
 
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 _numbers = itertools.count()
 
 
-def submit(api: Api, count: int, **options: Any) -> list[str]:
+def submit(api: ClusterApi, count: int, **options: Any) -> list[str]:
     """Their names. None is used twice: kube-scheduler 1.36 gives up and exits when a pod that it knows comes back from
     a new list as another of its name on another node."""
     found = [f"p{next(_numbers)}" for _ in range(count)]
@@ -24,7 +24,7 @@ def submit(api: Api, count: int, **options: Any) -> list[str]:
     return found
 
 
-def wait_bound(api: Api, count: int) -> list[Json]:
+def wait_bound(api: ClusterApi, count: int) -> list[Json]:
     def all_bound() -> list[Json]:
         found = list(bound_pods(api))
         return found if len(found) >= count else []

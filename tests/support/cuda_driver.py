@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
-from valve_tools.emulator.client import Channel, Emulator
+from valve_tools.emulator.client import Emulator, RunlistChannel
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
 NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS = 500, 600, 700
@@ -113,7 +113,7 @@ class Cuda:
     def write(self, address: int, data: bytes) -> None:
         self.cuMemcpyHtoD_v2(address, c_char_p(data), len(data))
 
-    def channels(self) -> tuple[Channel, ...]:
+    def channels(self) -> tuple[RunlistChannel, ...]:
         return self.emulator.state().of(os.getpid())
 
     def free_bytes(self) -> int:

@@ -10,7 +10,7 @@ import os
 from functools import partial
 
 from lent_fds import lend
-from valve_tools.bench.waking import PolicyWaker, Shown
+from valve_tools.bench.waking import ClientPages, PolicyWaker
 
 from valved.machine.ports import (
     ArmResult,
@@ -235,7 +235,7 @@ class FakeGate:
 
     def _members(self, service):
         return [
-            Shown(entry.view, is_launcher=entry.role is Role.ONLINE, is_hinting=entry.is_hinting)
+            ClientPages(entry.view, is_launcher=entry.role is Role.ONLINE, is_hinting=entry.is_hinting)
             for entry in self.clients.values()
             if entry.service == service and entry.role is not Role.OFFLINE
         ]

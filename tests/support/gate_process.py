@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cuda_driver import Cuda
 from rm_process import RmProcess, Tree, grow_tree
-from valve_tools.emulator.client import State
+from valve_tools.emulator.client import NodeMoment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Gate:
     def open(self) -> None:
         self._switch(True)
 
-    def wait(self, what: str, **wanted: int) -> State:
+    def wait(self, what: str, **wanted: int) -> NodeMoment:
         """Until a field, summed over our compute channels, has the value: wait("queued", pending=3)."""
 
-        def holds(state: State) -> bool:
+        def holds(state: NodeMoment) -> bool:
             mine = [c for c in state.of(os.getpid()) if c.is_compute]
             return all(sum(getattr(c, name) for c in mine) == value for name, value in wanted.items())
 

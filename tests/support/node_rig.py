@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.emulator.client import State
+from valve_tools.emulator.client import NodeMoment
 
 WORKLOAD = Path(__file__).parent / "node_workload.py"
 
@@ -53,11 +53,11 @@ class Offline:
             lambda state: self._is_off(state) or self._was_off(state), "the offline channels are off and idle"
         )
 
-    def _is_off(self, state: State) -> bool:
+    def _is_off(self, state: NodeMoment) -> bool:
         compute = [channel for channel in state.of(self.process.pid) if channel.is_compute]
         return any(c.disabled for c in compute) and not any(c.active for c in compute)
 
-    def _was_off(self, state: State) -> bool:
+    def _was_off(self, state: NodeMoment) -> bool:
         done = [gate for gate in state.gates if gate.status == 0 and gate.channels]
         stops = [gate.stopped_ns for gate in done if not gate.on and gate.stopped_ns > self._ran_ns]
         return bool(stops) and any(gate.on and gate.done_ns > stops[0] for gate in done)

@@ -30,7 +30,7 @@ def test_a_narrow_terminal_shows_every_figure_and_the_whole_note(monkeypatch, ca
 
 @pytest.mark.parametrize(("ratios", "is_void", "is_ok"), [([1.0] * 10, False, True), ([0.9, 1.0] * 5, True, False)])
 def test_a_figure_whose_interval_is_wider_than_its_mark_is_void_and_never_a_pass(ratios, is_void, is_ok):
-    (row,) = rungs.rows_of("sparse", {(1.0, "sparse"): rungs.Found(ratios=ratios, requests=10)})
+    (row,) = rungs.rows_of("sparse", {(1.0, "sparse"): rungs.WayFound(ratios=ratios, requests=10)})
 
     assert (row.is_void, row.ok) == (is_void, is_ok)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from valve_tools.bench.tune import closed, common, host_shares, length, lines_of, rest, shares
-from valve_tools.demo.figures import Request, Served
+from valve_tools.demo.figures import AnsweredRequest, OnlineRun
 
 
 def record(kind: str, at_s: float) -> dict[str, object]:
@@ -24,8 +24,8 @@ def test_spans_that_overlap_are_never_counted_twice() -> None:
 
 def test_the_shares_of_a_calm_stretch() -> None:
     """Ten seconds, two of them busy; the gate opens half a second late; the job has pauses of a second in all."""
-    request = Request(arrival_s=2.0, ttft_ms=1000.0, tpot_ms=500.0, out_tokens=3)
-    served = Served(requests=(request,), start_s=100.0, wall_s=10.0)
+    request = AnsweredRequest(arrival_s=2.0, ttft_ms=1000.0, tpot_ms=500.0, out_tokens=3)
+    served = OnlineRun(requests=(request,), start_s=100.0, wall_s=10.0)
     open_, used = shares(served, [(99.0, 101.0), (102.0, 120.0)], [(102.0, 104.5)])
     assert open_ == pytest.approx(7.5 / 8)
     assert used == pytest.approx(6.5 / 7.5)

@@ -104,10 +104,13 @@ def test_a_first_line_that_says_what_the_file_does_is_no_finding(name: str, text
     assert firstlines.judge(name, text) == ""
 
 
-def test_no_second_class_of_one_name_comes_into_the_product() -> None:
+def test_no_second_class_of_one_name_comes_into_product_or_tools() -> None:
     one, other, third = "valved/kv/a.py", "patches/hook/b.py", "tune/valve_tune/c.py"
 
-    assert names.judge([(one, "Place"), (other, "Engine"), ("tools/sim/d.py", "Place")], {}) == []
+    assert names.judge([(one, "Place"), (other, "Engine"), ("tools/lab/granted/d.py", "Place")], {}) == []
+    assert names.judge([(one, "Place"), ("tools/sim/d.py", "Place")], {}) == [
+        "class Place is in tools/sim/d.py, valved/kv/a.py: give each a name of its own"
+    ]
     assert names.judge([(one, "Place"), (other, "Place")], {}) == [
         f"class Place is in {other}, {one}: give each a name of its own"
     ]

@@ -2,9 +2,9 @@
 
 import pytest
 from valve_tools.demo.figures import (
+    AnsweredRequest,
+    DemoRun,
     Latency,
-    Request,
-    Run,
     harvested_share,
     idle_beyond,
     parse_gates,
@@ -16,7 +16,7 @@ from valve_tools.demo.figures import (
 
 
 def request(arrival_s, ttft_ms=100.0, tpot_ms=10.0, out_tokens=11):
-    return Request(arrival_s=arrival_s, ttft_ms=ttft_ms, tpot_ms=tpot_ms, out_tokens=out_tokens)
+    return AnsweredRequest(arrival_s=arrival_s, ttft_ms=ttft_ms, tpot_ms=tpot_ms, out_tokens=out_tokens)
 
 
 def test_a_request_ends_after_its_first_token_and_all_the_others():
@@ -34,16 +34,16 @@ def test_idle_time_is_what_lies_between_requests_less_one_cooldown_each():
 
 def test_the_harvested_share_is_work_done_over_room_under_valve_only():
     runs = [
-        Run(condition="valve", requests=(request(1.0),), wall_s=2.0, units=90.0),
-        Run(condition="ungated", requests=(request(1.0),), wall_s=2.0, units=500.0),
+        DemoRun(condition="valve", requests=(request(1.0),), wall_s=2.0, units=90.0),
+        DemoRun(condition="ungated", requests=(request(1.0),), wall_s=2.0, units=500.0),
     ]
 
     assert pytest.approx(harvested_share(runs, units_per_s=100.0)) == 0.5
 
 
 def test_latency_over_alone_is_in_percent_figure_by_figure():
-    alone = Run(condition="alone", requests=(request(0.0), request(1.0)), wall_s=2.0)
-    valve = Run(condition="valve", requests=(request(0.0, ttft_ms=110.0), request(1.0, ttft_ms=110.0)), wall_s=2.0)
+    alone = DemoRun(condition="alone", requests=(request(0.0), request(1.0)), wall_s=2.0)
+    valve = DemoRun(condition="valve", requests=(request(0.0, ttft_ms=110.0), request(1.0, ttft_ms=110.0)), wall_s=2.0)
 
     over = pooled([alone, valve], "valve").over(pooled([alone, valve], "alone"))
 
@@ -51,7 +51,7 @@ def test_latency_over_alone_is_in_percent_figure_by_figure():
 
 
 def test_the_spread_of_a_condition_is_its_largest_difference_between_runs():
-    runs = [Run(condition="alone", requests=(request(0.0, ttft_ms=value),), wall_s=1.0) for value in (100.0, 104.0)]
+    runs = [DemoRun(condition="alone", requests=(request(0.0, ttft_ms=value),), wall_s=1.0) for value in (100.0, 104.0)]
 
     assert pytest.approx(spread(runs, "alone")["ttft-mean"]) == 4.0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from valve_tools.gpu import catalog, report
-from valve_tools.gpu.outcome import Figure, Row, Verdict
+from valve_tools.gpu.outcome import Figure, LabRow, LabVerdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +15,7 @@ def row(name="D4", *, dry_run=False, date="2031-01-02", **more):
     values = {
         "experiment": name,
         "batch": "contact",
-        "verdict": Verdict.OK,
+        "verdict": LabVerdict.OK,
         "detail": "path a: 200 pauses | all frozen",
         "dry_run": dry_run,
         "date": date,
@@ -26,7 +26,7 @@ def row(name="D4", *, dry_run=False, date="2031-01-02", **more):
         "figures": {"off_us": figure},
         **more,
     }
-    return Row(**values)
+    return LabRow(**values)
 
 
 def keep(folder, name, *rows):

@@ -8,18 +8,27 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from valve_tools.engines.figures import Verdict
-from valve_tools.engines.granted_demo import PROMPTS, Answer, Clients, Outcome, Plan, Served
+from valve_tools.engines.figures import RuleResult
+from valve_tools.engines.granted_demo import (
+    PROMPTS,
+    OpenClients,
+    StreamedAnswer,
+    VllmGrantOutcome,
+    VllmGrantPlan,
+    VllmRound,
+)
 
-PLAN = Plan()
-ANSWERS = [Answer(prompt=number % 11, text=f"text {number % 11}", tpot_ms=60.0) for number in range(110)]
-WITHOUT = Served(consents=False, answers=ANSWERS, grants=0, broken=0, granted_s=0.0, batch_tokens_s=20.0, outlived=True)
+PLAN = VllmGrantPlan()
+ANSWERS = [StreamedAnswer(prompt=number % 11, text=f"text {number % 11}", tpot_ms=60.0) for number in range(110)]
+WITHOUT = VllmRound(
+    consents=False, answers=ANSWERS, grants=0, broken=0, granted_s=0.0, batch_tokens_s=20.0, outlived=True
+)
 WITH = replace(WITHOUT, consents=True, grants=70, granted_s=5.0, batch_tokens_s=90.0)
 BATCH = {"c0": ["a"], "c1": ["b"]}
 
 
 def outcome(without=WITHOUT, with_it=WITH, batch=BATCH):
-    return Outcome(pairs=[(WITHOUT, WITH), (without, with_it)], batches=[BATCH, batch], undisturbed=BATCH)
+    return VllmGrantOutcome(pairs=[(WITHOUT, WITH), (without, with_it)], batches=[BATCH, batch], undisturbed=BATCH)
 
 
 def late(count):
@@ -27,7 +36,7 @@ def late(count):
 
 
 def test_two_rounds_in_which_all_is_as_promised_are_kept():
-    assert outcome().verdict(PLAN) is Verdict.KEPT
+    assert outcome().verdict(PLAN) is RuleResult.KEPT
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,7 @@ def test_two_rounds_in_which_all_is_as_promised_are_kept():
 )
 def test_no_noise_excuses_a_grant_without_consent_or_another_answer(broken):
     noisy = replace(broken.pop("without", WITHOUT), answers=late(50))
-    assert outcome(without=noisy, **broken).verdict(PLAN) is Verdict.BROKEN
+    assert outcome(without=noisy, **broken).verdict(PLAN) is RuleResult.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -51,12 +60,12 @@ def test_no_noise_excuses_a_grant_without_consent_or_another_answer(broken):
     ids=["nothing granted", "late", "no gain"],
 )
 def test_a_promise_that_is_missed_is_void_only_where_the_service_alone_misses_too(missed):
-    assert outcome(with_it=missed).verdict(PLAN) is Verdict.BROKEN
-    assert outcome(without=replace(WITHOUT, answers=late(4)), with_it=missed).verdict(PLAN) is Verdict.VOID
+    assert outcome(with_it=missed).verdict(PLAN) is RuleResult.BROKEN
+    assert outcome(without=replace(WITHOUT, answers=late(4)), with_it=missed).verdict(PLAN) is RuleResult.VOID
 
 
 def test_a_batch_that_was_over_too_soon_is_never_a_pass():
-    assert outcome(with_it=replace(WITH, outlived=False)).verdict(PLAN) is Verdict.VOID
+    assert outcome(with_it=replace(WITH, outlived=False)).verdict(PLAN) is RuleResult.VOID
 
 
 class Streaming(BaseHTTPRequestHandler):
@@ -83,7 +92,7 @@ def test_each_client_reads_its_whole_answer_and_the_same_come_to_every_server():
     with Server(("127.0.0.1", 0), Streaming) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         plan = replace(PLAN, rate=1e6, tokens=3)
-        first, second = (Clients(port=server.server_port, plan=plan).send(22) for _ in range(2))
+        first, second = (OpenClients(port=server.server_port, plan=plan).send(22) for _ in range(2))
         server.shutdown()
 
     assert {(each.prompt, each.text) for each in first} == {(each.prompt, each.text) for each in second}

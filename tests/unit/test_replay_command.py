@@ -12,10 +12,10 @@ from valve_tools.replay import eviction as eviction_page
 from valve_tools.replay.command import EXPERIMENTS, main
 from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.question import Question, bounds_of, machine_of
-from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_most, markdown, text, write
+from valve_tools.replay.report import Chart, Claim, Report, ReportTable, at_least, at_most, markdown, text, write
 from valve_tools.replay.store import _key
 from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
-from valve_tools.replay.whatif import Answer, Task, recommend, refusals, run_task, verdict
+from valve_tools.replay.whatif import SeedAnswer, WhatifTask, recommend, refusals, run_task, verdict
 from valve_tools.sim.metrics import Summary
 from valve_tools.sim.traces import TraceError
 
@@ -105,7 +105,7 @@ def test_whatif_keys_its_tasks_by_what_the_machine_file_says(tmp_path):
         card.write_text(json.dumps({"memory_gib": memory}))
         question = Question(requests=load, machine=card)
         bound = bounds_of(question, [1])[0]
-        kept.append(_key(run_task, Task(bound=bound, settings=machine_of(question), seed=1)))
+        kept.append(_key(run_task, WhatifTask(bound=bound, settings=machine_of(question), seed=1)))
 
     assert kept[0] != kept[1]
 
@@ -124,7 +124,7 @@ def test_where_no_candidate_keeps_the_marks_nothing_is_recommended_and_the_reaso
             )
             for name, (value, share) in mean_ttft.items()
         }
-        return [Answer(idle_share=0.1, largest_gap_ms=1.0, requests=1, alone_ms={}, summaries=summaries)]
+        return [SeedAnswer(idle_share=0.1, largest_gap_ms=1.0, requests=1, alone_ms={}, summaries=summaries)]
 
     assert recommend(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1))) == "cautious"
     (late,) = refusals(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1)), "cautious")
@@ -314,7 +314,7 @@ def test_a_page_stands_alone_and_escapes_what_it_shows(tmp_path):
         title="a <b> & c",
         summary=("words",),
         claims=(at_most("low", "P1", 1.0, 2.0), at_least("high", "P1", 1.0, 2.0)),
-        tables=(Table(title="t", columns=("name", "value"), rows=(("<i>", 1.5),)),),
+        tables=(ReportTable(title="t", columns=("name", "value"), rows=(("<i>", 1.5),)),),
         charts=(Chart(title="c", svg=grouped_bars(["g"], {"s<": [1.0]}, unit="%")),),
     )
     write(report, tmp_path)
@@ -340,7 +340,7 @@ def test_figures_are_shown_with_three_digits():
 
 
 def test_a_table_becomes_markdown():
-    table = Table(title="T", columns=("a", "b"), rows=(("x", 1.5),), note="n")
+    table = ReportTable(title="T", columns=("a", "b"), rows=(("x", 1.5),), note="n")
 
     assert markdown([table]) == "## T\n\n| a | b |\n|---|---|\n| x | 1.50 |\n\nn\n"
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from valve_tools.replay import crowding
-from valve_tools.replay.crowding import Judged, is_refused, report
+from valve_tools.replay.crowding import CrowdedPair, is_refused, report
 from valve_tools.replay.pair_results import LATENCY_MARKS
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.pairs import PAIRS
-from valve_tools.sim.world import Service
+from valve_tools.sim.world import OnlineSide
 
 QUIET = {f"{metric} {quantile}": 0.0 for metric, quantile, _ in LATENCY_MARKS}
 DEAR = {**QUIET, "own_ttft_increase p99": 12.0}
@@ -20,7 +20,7 @@ def used(*gib: float) -> SimpleNamespace:
     return SimpleNamespace(usage=np.array([(second, round(each * 16)) for second, each in enumerate(gib)]))
 
 
-BOUND = SimpleNamespace(pair=PAIRS[3], service=Service(model=MODELS["8B"]))
+BOUND = SimpleNamespace(pair=PAIRS[3], service=OnlineSide(model=MODELS["8B"]))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_a_pair_is_judged_by_what_online_uses_nearly_always(
     assert is_refused(BOUND, used(*cache), held) is is_out  # type: ignore[arg-type]
 
 
-def judged(pair: str, *, refused: bool, memory: dict[str, float]) -> Judged:
-    return Judged(
+def judged(pair: str, *, refused: bool, memory: dict[str, float]) -> CrowdedPair:
+    return CrowdedPair(
         half="claims", pair=pair, trace="t", seed=1, card=78.0, peak=60.0, held=20.0, refused=refused,
         refused_beside_a_job=refused, refused_unmeasured=refused, refused_measured=refused, memory=memory, valve=memory,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from valve_tools.replay import fleet as fleet_page
 from valve_tools.replay import pairs as pairs_page
 from valve_tools.replay import sensitivity as sensitivity_page
 from valve_tools.replay.command import main
-from valve_tools.replay.pair_results import Outcome, Results
+from valve_tools.replay.pair_results import PairOutcome, Results
 from valve_tools.replay.report import claims_table, write
 from valve_tools.replay.rerender import render
 from valve_tools.replay.svg import grouped_bars, look_of, tornado
@@ -23,7 +23,7 @@ from valve_tools.sim.eviction import EvictionPlan, run_eviction
 from valve_tools.sim.machine import MODEL_ERROR
 from valve_tools.sim.metrics import Interval, Summary
 from valve_tools.sim.pairs import PAIRS
-from valve_tools.sim.shape import Shape
+from valve_tools.sim.shape import LoadShape
 
 SMALL = EvictionPlan(
     intervals_s=(30,), sizes=(0.3,), other_handles_mib=(), pool_mib=4096, churn_s=30, reclaims=2, min_s=60, max_s=60
@@ -65,7 +65,7 @@ def test_the_fleet_page_varies_theta_and_the_rules_for_slas(tmp_path):
     base = fleet_page.base_plan(nodes=1)
     everything = fleet_page.settings(base)
     tried = tuple(everything[:2])
-    task = fleet_page.Task(part=part_of(None, 1, fleet_page.DEMAND, base), settings=tried)
+    task = fleet_page.FleetTask(part=part_of(None, 1, fleet_page.DEMAND, base), settings=tried)
     found = fleet_page.run_task(task)
     report = fleet_page.report(tried, task.part.source, (1, 1), [found, found])
 
@@ -75,7 +75,7 @@ def test_the_fleet_page_varies_theta_and_the_rules_for_slas(tmp_path):
     assert "theta = 0.5" in report.charts[0].svg
 
 
-SHAPE = Shape(harvestable=0.5, idle_per_hour=100.0, kv_peak_tokens=7000.0)
+SHAPE = LoadShape(harvestable=0.5, idle_per_hour=100.0, kv_peak_tokens=7000.0)
 
 
 def summary_of(**changes):
@@ -94,14 +94,14 @@ def outcome_of(pair, seed, **summaries):
     """Every combination does the same little, but for those given."""
     summaries = {one.name: summary_of(offline_tokens_per_s=50.0) for one in COMBINATIONS} | summaries
     flat = {"mean": 4.0, "p50": 4.0, "p95": 4.0, "p99": 4.0}
-    return Outcome(pair=pair, seed=seed, own_ttft_ms=flat, own_tpot_ms=flat, solo_ttft_ms=flat, solo_tpot_ms=flat,
+    return PairOutcome(pair=pair, seed=seed, own_ttft_ms=flat, own_tpot_ms=flat, solo_ttft_ms=flat, solo_tpot_ms=flat,
                    alone_tokens_per_s=200.0, requests=10,
                    refused=0, handles=572, summaries=summaries)  # fmt: skip
 
 
 def pairs_report(*outcomes):
     entries = [
-        pairs_page.Entry(pair=pair, trace="made", hours=0.5, work="made", shape=SHAPE)
+        pairs_page.PairEntry(pair=pair, trace="made", hours=0.5, work="made", shape=SHAPE)
         for pair in PAIRS
         if pair.key in {one.pair for one in outcomes}
     ]

@@ -7,7 +7,7 @@ import pytest
 from valve_tools.replay import services
 from valve_tools.replay.command import main
 from valve_tools.replay.question import Question
-from valve_tools.replay.store import Store
+from valve_tools.replay.store import TaskStore
 from valve_tools.replay.work import Workers, silent
 from valve_tools.sim import combinations
 from valve_tools.sim.sample import RULE
@@ -82,7 +82,7 @@ def test_a_service_never_costs_more_simulations_because_there_are_others(
 
 
 def test_a_service_whose_file_has_changed_is_never_answered_from_what_is_kept(tmp_path: Path) -> None:
-    folder, workers = tmp_path / "week", Workers(store=Store(folder=tmp_path / "kept"))
+    folder, workers = tmp_path / "week", Workers(store=TaskStore(folder=tmp_path / "kept"))
     folder.mkdir()
 
     def saved(every_s: float) -> float:

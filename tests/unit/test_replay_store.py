@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from valve_tools.replay.store import Store
+from valve_tools.replay.store import TaskStore
 from valve_tools.replay.work import Workers, silent, spread
 
 
@@ -28,7 +28,7 @@ def tasks(diary: Path, count: int = 3) -> list[Task]:
 
 
 def test_a_second_run_works_only_on_what_is_new(tmp_path):
-    diary, workers = tmp_path / "diary", Workers(store=Store(folder=tmp_path / "kept"))
+    diary, workers = tmp_path / "diary", Workers(store=TaskStore(folder=tmp_path / "kept"))
     first = spread(work, tasks(diary, 2), silent, workers)
 
     again = spread(work, tasks(diary, 3), silent, workers)
@@ -38,14 +38,14 @@ def test_a_second_run_works_only_on_what_is_new(tmp_path):
 
 
 def test_another_content_is_another_task(tmp_path):
-    diary, store = tmp_path / "diary", Store(folder=tmp_path / "kept")
+    diary, store = tmp_path / "diary", TaskStore(folder=tmp_path / "kept")
     one, other = tasks(diary)[0], Task(number=0, rows=np.array([7]), diary=diary)
 
     assert (store.run(work, one), store.run(work, other)) == (3, 7)
 
 
 def test_a_damaged_file_is_worked_on_again(tmp_path):
-    diary, store = tmp_path / "diary", Store(folder=tmp_path / "kept")
+    diary, store = tmp_path / "diary", TaskStore(folder=tmp_path / "kept")
     task = tasks(diary)[0]
     result = store.run(work, task)
     for path in (tmp_path / "kept").iterdir():
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_worked_on_again(tmp_path):
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path):
-    diary, store = tmp_path / "diary", Store(folder=None)
+    diary, store = tmp_path / "diary", TaskStore(folder=None)
 
     assert [store.run(work, task) for task in tasks(diary)[:1] * 2] == [3, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["diary"]

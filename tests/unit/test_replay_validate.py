@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from valve_tools.demo.figures import Gate, Request, Run
+from valve_tools.demo.figures import AnsweredRequest, DemoRun, Preemption
 from valve_tools.replay import validate
 from valve_tools.replay.report import claims_table
 
 MS, SCALE = 1_000_000, validate.SCALE
 
 
-def served(condition: str, trace, tpot_ms: float, gates: int = 0) -> Run:
+def served(condition: str, trace, tpot_ms: float, gates: int = 0) -> DemoRun:
     requests = tuple(
-        Request(arrival_s=at / 1e9, ttft_ms=20.0 * SCALE, tpot_ms=tpot_ms * SCALE, out_tokens=int(out))
+        AnsweredRequest(arrival_s=at / 1e9, ttft_ms=20.0 * SCALE, tpot_ms=tpot_ms * SCALE, out_tokens=int(out))
         for at, out in zip(trace.arrive_ns, trace.out_tok, strict=True)
     )
-    gate = Gate(launch_ns=0, seen_ns=20_000, ioctl_ns=40_000, done_ns=MS // 2)
-    return Run(condition=condition, requests=requests, wall_s=31.0 * SCALE, units=5000, gates=(gate,) * gates)
+    gate = Preemption(launch_ns=0, seen_ns=20_000, ioctl_ns=40_000, done_ns=MS // 2)
+    return DemoRun(condition=condition, requests=requests, wall_s=31.0 * SCALE, units=5000, gates=(gate,) * gates)
 
 
 def test_drawn_arrivals_are_the_same_again_and_fill_the_time():

@@ -20,15 +20,15 @@ from valve_tools.sim.cluster_load import (
     STEPS,
     WINDOWS,
     FleetLoad,
+    FleetService,
     LoadSettings,
-    Service,
     drawn_services,
     fleet_load,
     services_from,
 )
-from valve_tools.sim.cluster_reports import Reports
-from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally
-from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, Offer, Scheduler
+from valve_tools.sim.cluster_reports import ReportHistory
+from valve_tools.sim.cluster_run import ClusterRun, RunSettings, WeekTally
+from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, NodeShares, Scheduler
 from valve_tools.sim.traces import TraceError
 
 from valved.kube.series import NodeSeries
@@ -121,7 +121,7 @@ def test_curves_rise_with_memory_and_start_at_the_smallest_cache():
 
 def test_reports_say_what_the_hour_and_the_day_before_were():
     load = fleet([0.25] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.7] * 4)
-    seen = Reports(load).fleet(180, np.ones((1, 8), dtype=bool))
+    seen = ReportHistory(load).fleet(180, np.ones((1, 8), dtype=bool))
 
     assert seen.idle == pytest.approx(np.full((1, 8), round(0.25 * STEPS) / STEPS), abs=1e-6)
     assert seen.histogram.sum(axis=2) == pytest.approx(np.ones((1, 8)))
@@ -135,7 +135,7 @@ def test_told_the_hour_the_model_finds_what_a_steady_load_gives():
     """Two ranks, busy 0.4 each with overlap over union 0.6: idle together half of the time; half of the memory."""
     load = fleet([0.6] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.6] * 4)
     members = np.array([[2, 3]])
-    said = Reports(load).nowcast(42, members, MODELS[TP2].profile(71.8))
+    said = ReportHistory(load).nowcast(42, members, MODELS[TP2].profile(71.8))
 
     assert said == pytest.approx(share(load, [2, 3], TP2)[0], rel=0.03)
 
@@ -143,7 +143,7 @@ def test_told_the_hour_the_model_finds_what_a_steady_load_gives():
 def test_told_the_hour_the_model_follows_a_change_that_the_last_day_hides():
     load = fleet([1.0] * 8)
     load.idle[0, 30 * 60 :] = 0
-    reports, members = Reports(load), np.array([[0]])
+    reports, members = ReportHistory(load), np.array([[0]])
     profile = MODELS[EIGHT_B].profile(71.8)
 
     assert reports.nowcast(174, members, profile)[0] == pytest.approx(1.0, abs=0.02)
@@ -157,7 +157,7 @@ def test_the_simulated_scheduler_counts_on_what_the_product_s_would():
     load.idle[0, 29 * 60 :] = 0  # grew busy an hour ago
     load.idle[1, : 29 * 60] = 0  # fell idle an hour ago
     load.idle[2, 30 * 60 - 10 :] = 0  # grew busy ten minutes ago
-    seen = Reports(load).fleet(180, np.ones((1, 8), dtype=bool))
+    seen = ReportHistory(load).fleet(180, np.ones((1, 8), dtype=bool))
 
     node = harvest_node("n1", cards=3)
     shares = [(0.0, 0.0, 23 / 24), (1.0, 1.0, 1 / 24), (0.0, 5 / 6, 143 / 144)]
@@ -168,7 +168,7 @@ def test_the_simulated_scheduler_counts_on_what_the_product_s_would():
 
 def test_one_factor_a_workload_removes_an_error_that_all_its_instances_share():
     """Instances of two workloads on four nodes achieve 0.9 and 0.7 of what the model says."""
-    tally = Tally()
+    tally = WeekTally()
     for node in range(4):
         tally.predictions += [(0.0, 0.45, 200, 8 * node, 0.5, 0), (0.0, 0.35, 200, 8 * node, 0.5, 1)]
 
@@ -179,7 +179,7 @@ def test_one_factor_a_workload_removes_an_error_that_all_its_instances_share():
 def scheduler(name, load):
     truth = Truth(load, 0.0)
     foresight = Foresight(truth, load.settings.nodes) if name == "oracle" else None
-    return Scheduler(name, Reports(load), foresight, PlacementSettings(), 0), truth
+    return Scheduler(name, ReportHistory(load), foresight, PlacementSettings(), 0), truth
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -250,12 +250,12 @@ class Optimist(Scheduler):
     def offer(self, window, model, sla, avoid, open_gpus):
         self.avoided = avoid
         offer = super().offer(window, model, 0.0, avoid, open_gpus)
-        return Offer(share=offer.share, set_index=offer.set_index, score=offer.score)
+        return NodeShares(share=offer.share, set_index=offer.set_index, score=offer.score)
 
 
 def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
     load = fleet([0.3] * 8)
-    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    one = Optimist("full", ReportHistory(load), None, PlacementSettings(), 0)
     run = ClusterRun(
         one,
         Truth(load, 0.0),
@@ -273,7 +273,7 @@ def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
 
 
 def test_instances_may_move_before_a_violation_is_one():
-    one = Optimist("full", Reports(fleet([0.3] * 8)), None, PlacementSettings(), 0)
+    one = Optimist("full", ReportHistory(fleet([0.3] * 8)), None, PlacementSettings(), 0)
     settings = RunSettings(counted_from=0, monitor=MonitorSettings(windows=2))
     run = ClusterRun(one, Truth(fleet([0.3] * 8), 0.0), jobs((0, EIGHT_B, 1, 0.6, 1e9)), 1, settings)
     for window in range(3):
@@ -285,7 +285,7 @@ def test_instances_may_move_before_a_violation_is_one():
 def test_a_fleet_moves_no_more_pods_at_once_than_the_product_s_budget_allows():
     """40 pods miss their SLA at once: five percent of them in ten minutes, where the simulation once moved all."""
     load = fleet([0.3] * 40, nodes=5)
-    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    one = Optimist("full", ReportHistory(load), None, PlacementSettings(), 0)
     wanted = jobs(*((0, EIGHT_B, 1, 0.6, 1e9) for _ in range(40)))
     run = ClusterRun(one, Truth(load, 0.0), wanted, 5, RunSettings(counted_from=0))
     moved = []
@@ -312,7 +312,7 @@ def test_a_pod_that_starts_does_no_work_meanwhile():
 def promised(idle, sla):
     """What is kept of a placement on GPUs that are idle so much from the first window on."""
     load = fleet([idle] * 8)
-    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    one = Optimist("full", ReportHistory(load), None, PlacementSettings(), 0)
     run = ClusterRun(one, Truth(load, 0.0), jobs((0, EIGHT_B, 1, sla, 1e9)), 1, RunSettings(counted_from=0))
     for window in range(20):
         run.step(window)
@@ -356,8 +356,8 @@ def test_the_simulated_nodes_report_what_a_node_of_the_product_keeps():
         node.beat(60.0 * minute, busy[:, minute].tolist())
         node.book(60.0 * minute, [60.0, 60.0], np.where(busy[:, minute], 0.0, 60.0).tolist())
 
-    seen = Reports(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.hour)
-    day = Reports(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.day)
+    seen = ReportHistory(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.hour)
+    day = ReportHistory(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.day)
 
     assert seen.idle[0, :2] == pytest.approx([node.idle(gpu, 3600) for gpu in (0, 1)], abs=1e-6)
     assert day.idle[0, :2] == pytest.approx([node.idle(gpu, 86400) for gpu in (0, 1)], abs=1e-6)
@@ -372,7 +372,7 @@ def test_the_demand_sets_the_rate_of_arrivals():
 
 def constant_service(model, concurrency):
     rate = concurrency / (100 / model.prefill_tokens_per_s + 100 * model.token_s)
-    return Service(
+    return FleetService(
         name="constant",
         model=model,
         rate=np.full(WINDOWS, rate),

@@ -10,7 +10,7 @@ from sim_worlds import GAP_MS, MS, RESUME_MS, STOP_MS, lengths_of, trace_of, wor
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.memory_policies import NoShare, Prism
 from valve_tools.sim.ours import ProductWake
-from valve_tools.sim.world import Compute, Gap, Job, Service, Stop, run
+from valve_tools.sim.world import Compute, HostGap, OfflineSide, OnlineSide, StopTimes, run
 
 ROWS = [(100.0, 100, 20), (600.0, 100, 20), (1100.0, 100, 20)]
 """Three requests far apart: three busy periods of about 140 ms."""
@@ -34,7 +34,7 @@ def test_channel_costs_one_stop_per_busy_period_and_nothing_per_token():
 
 def test_a_stop_that_the_hint_begins_is_over_when_the_host_gap_is():
     """A stop of 0.5 ms fits into a host gap of 1 ms; of one of 1.4 ms the launch waits for what is left."""
-    long_stop = Stop(median_ns=1.4 * MS, sigma=0.0, max_ns=1e9, resume_ns=int(RESUME_MS * MS))
+    long_stop = StopTimes(median_ns=1.4 * MS, sigma=0.0, max_ns=1e9, resume_ns=int(RESUME_MS * MS))
 
     assert shared().ttft_ms.tolist() == solo().ttft_ms.tolist()
     assert (shared(stop=long_stop).ttft_ms - solo().ttft_ms) == pytest.approx([1.4 - GAP_MS] * 3, abs=1e-3)
@@ -50,8 +50,8 @@ def test_channel_runs_offline_in_all_idle_time_but_wake_and_stop():
 
 
 def test_a_serial_lock_multiplies_the_stop_by_the_gpus_and_a_patched_driver_does_not():
-    service = Service(model=MODELS["70B"], tp=4, gap=Gap(median_ns=GAP_MS * MS, sigma=0.0))
-    job = Job(model=MODELS["14B"], tp=4, lengths=lengths_of(1000, 200))
+    service = OnlineSide(model=MODELS["70B"], tp=4, gap=HostGap(median_ns=GAP_MS * MS, sigma=0.0))
+    job = OfflineSide(model=MODELS["14B"], tp=4, lengths=lengths_of(1000, 200))
     serial = shared(service=service, job=job, serial_gate=True)
     flat = shared(service=service, job=job, serial_gate=False)
 
@@ -67,7 +67,7 @@ def test_without_a_hint_offline_wakes_only_after_a_quiet_cooldown():
 
 
 def test_a_stall_longer_than_the_cooldown_preempts_a_request_twice_without_a_hint_and_once_with_one():
-    stalls = Service(model=MODELS["8B"], gap=Gap(median_ns=30 * MS, sigma=0.0, max_ns=30 * MS))
+    stalls = OnlineSide(model=MODELS["8B"], gap=HostGap(median_ns=30 * MS, sigma=0.0, max_ns=30 * MS))
     rows = [(100.0, 100, 5)]
 
     assert shared(rows, hinted=False, service=stalls).gates_per_request[0] > 1
@@ -83,14 +83,16 @@ def test_edge_preempts_in_every_gap():
 
 
 def test_gpreempt_pays_its_switch_at_every_launch_and_runs_in_gaps():
-    result = shared(compute=Compute.GPREEMPT, stop=Stop(median_ns=0.1 * MS, sigma=0.0, max_ns=1e9, resume_ns=100_000))
+    result = shared(
+        compute=Compute.GPREEMPT, stop=StopTimes(median_ns=0.1 * MS, sigma=0.0, max_ns=1e9, resume_ns=100_000)
+    )
 
     assert (result.tpot_ms - solo().tpot_ms) == pytest.approx([0.1] * 3, abs=1e-3)
     assert (result.ttft_ms - solo().ttft_ms) == pytest.approx([0.1] * 3, abs=1e-3)
 
 
 def test_gpreempt_without_its_hint_adds_a_tenth_of_a_millisecond():
-    stop = Stop(median_ns=0.1 * MS, sigma=0.0, max_ns=1e9, hintless_ns=0.1 * MS, resume_ns=100_000)
+    stop = StopTimes(median_ns=0.1 * MS, sigma=0.0, max_ns=1e9, hintless_ns=0.1 * MS, resume_ns=100_000)
     result = shared(compute=Compute.GPREEMPT, stop=stop)
 
     assert (result.tpot_ms - solo().tpot_ms) == pytest.approx([0.2] * 3, abs=1e-3)
@@ -106,7 +108,7 @@ def test_kernel_preemption_waits_for_the_graph_that_runs():
 
 
 def test_layer_preemption_waits_a_layer_at_most_and_repeats_the_iteration():
-    job = Job(model=MODELS["8B"], train_tokens=2048, train_memory_gib=1.0)
+    job = OfflineSide(model=MODELS["8B"], train_tokens=2048, train_memory_gib=1.0)
     layered = shared(compute=Compute.LAYER, job=job)
     strict = shared(compute=Compute.KERNEL_STRICT, job=job)
     step_ms = 4 * MODELS["8B"].params * 2048 / (989e12 * 0.45) * 1e3 + 0.5
@@ -135,8 +137,8 @@ def test_one_engine_for_both_gives_online_the_batch_first_but_offline_stretches_
 
 
 def test_the_last_rank_of_a_misaligned_service_keeps_offline_out_for_longer():
-    service = Service(model=MODELS["32B"], tp=2, gap=Gap(median_ns=GAP_MS * MS, sigma=0.0))
-    job = Job(model=MODELS["14B"], tp=2, lengths=lengths_of(1000, 200))
+    service = OnlineSide(model=MODELS["32B"], tp=2, gap=HostGap(median_ns=GAP_MS * MS, sigma=0.0))
+    job = OfflineSide(model=MODELS["14B"], tp=2, lengths=lengths_of(1000, 200))
     aligned = shared(service=service, job=job)
     skewed = shared(service=replace(service, skew_max=0.3), job=job)
 

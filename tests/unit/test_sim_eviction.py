@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 from valve_tools.sim import eviction
-from valve_tools.sim.eviction_engine import AffineFreeList, Engine, EngineSettings, Loss, Sequence_, StockFreeList
+from valve_tools.sim.eviction_engine import (
+    AffineFreeList,
+    EngineSettings,
+    EvictionEngine,
+    Loss,
+    Sequence_,
+    StockFreeList,
+)
 
 from valved.model.memory import ColumnId, ColumnPick
 from valved.policy.columns import uniform_columns
@@ -29,7 +36,7 @@ def take(*columns):
 
 def engine_of(lengths, loss=Loss.BEHIND, column_map=FOUR_BY_FOUR, stock=False):
     free = (StockFreeList if stock else AffineFreeList)(column_map.block_columns.tolist())
-    return Engine(SETTINGS, column_map, free, lengths, loss)
+    return EvictionEngine(SETTINGS, column_map, free, lengths, loss)
 
 
 def test_the_stock_list_is_a_queue_that_gets_blocks_back_last_first():
@@ -162,7 +169,7 @@ def test_claims_are_judged_by_the_worse_end_over_the_seeds():
     """Cuts 0.7 and 0.9: mean 0.8, half an interval 12.706 * 0.1; FIFO loses 0.1 and 0.3."""
 
     def cell(seed, policy, loss, reduction):
-        return eviction.CellResult(
+        return eviction.EvictionCell(
             allocator="affine", handle_mib=64, interval_s=30, size=0.1, policy=policy, seed=seed, loss=loss,
             reduction=reduction, lost_tokens_per_s=0.0,
         )  # fmt: skip
@@ -181,7 +188,7 @@ def test_claims_are_judged_by_the_worse_end_over_the_seeds():
 def test_a_missed_cell_is_named_with_its_losses_and_no_cell_is_no_verdict():
     def result_of(fifo, reduction):
         cells = [
-            eviction.CellResult(
+            eviction.EvictionCell(
                 allocator="affine", handle_mib=64, interval_s=30, size=0.1, policy=policy, seed=seed, loss=loss,
                 reduction=cut, lost_tokens_per_s=0.0,
             )

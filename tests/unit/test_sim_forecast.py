@@ -16,8 +16,8 @@ from valve_tools.replay.rerender import render
 from valve_tools.sim import cluster_reports
 from valve_tools.sim import forecast as experiment
 from valve_tools.sim.cluster_load import WINDOWS
-from valve_tools.sim.cluster_reports import Seen
-from valve_tools.sim.cluster_run import Tally
+from valve_tools.sim.cluster_reports import KeptIdle
+from valve_tools.sim.cluster_run import WeekTally
 
 PAGES = Path(__file__).parents[2] / "docs" / "results" / "cluster"
 
@@ -29,7 +29,7 @@ def test_a_published_figure_is_never_of_a_forecast_that_the_product_does_not_hav
     assert worth.forecast is model.forecast
 
     rng = np.random.default_rng(1)
-    seen = Seen(hour=rng.random((3, 8)), day=rng.random((3, 8)), buckets=rng.random((144, 3, 8)).astype(np.float32))
+    seen = KeptIdle(hour=rng.random((3, 8)), day=rng.random((3, 8)), buckets=rng.random((144, 3, 8)).astype(np.float32))
     said = experiment.RULES[experiment.SHIPPED](seen)
     assert said == pytest.approx(model.forecast(seen.buckets[-1], seen.hour, seen.day))
     assert said == pytest.approx(experiment.blend(HOUR_WEIGHT, MOST_OVER_RECENT)(seen), abs=1e-6)
@@ -48,7 +48,7 @@ def test_lab_node_and_report_never_count_on_different_shares_of_one_past() -> No
 
     assert told == pytest.approx(0.3)
     assert worth.counted_on(week)[-1] == told
-    seen = Seen(hour=np.full((1, 1), 0.3), day=np.full((1, 1), buckets.mean()), buckets=buckets[:, None, None])
+    seen = KeptIdle(hour=np.full((1, 1), 0.3), day=np.full((1, 1), buckets.mean()), buckets=buckets[:, None, None])
     assert experiment.RULES[experiment.SHIPPED](seen)[0, 0] == pytest.approx(told)
 
 
@@ -78,17 +78,17 @@ def test_services_are_halved_by_what_the_files_hold_and_never_by_what_comes_out(
 
 
 def test_placements_are_counted_by_the_tenth_that_they_were_promised() -> None:
-    tally = Tally()
+    tally = WeekTally()
     tally.promises = [(0.25, 0.3, 0.2, True), (0.29, 0.1, 0.2, False), (1.0, 0.9, 0.6, True)]
     tenths = experiment.tenths_of(tally)
 
     assert [one.placements for one in tenths] == [0, 0, 2, 0, 0, 0, 0, 0, 0, 1]
     assert (tenths[2].predicted, tenths[2].achieved, tenths[2].kept) == (pytest.approx(0.54), pytest.approx(0.4), 1)
-    assert experiment.tenths_of(Tally())[0].placements == 0
+    assert experiment.tenths_of(WeekTally())[0].placements == 0
 
 
-def outcome(policy: str, missed: float, in_sla: float, seed: int = 1) -> experiment.Outcome:
-    return experiment.Outcome(
+def outcome(policy: str, missed: float, in_sla: float, seed: int = 1) -> experiment.WeekOutcome:
+    return experiment.WeekOutcome(
         load=experiment.HELD_OUT,
         demand=experiment.AMPLE,
         seed=seed,

@@ -11,7 +11,7 @@ from sim_worlds import lengths_of, world_of
 from valve_tools.sim import ours
 from valve_tools.sim.machine import MODELS, Settings
 from valve_tools.sim.ours import OurMemory, ProductWake
-from valve_tools.sim.world import Job, Result, run
+from valve_tools.sim.world import OfflineSide, Result, run
 
 from valved.model.memory import ReservationRule
 from valved.policy import reservation
@@ -45,7 +45,7 @@ def bursts(seed: int) -> list[tuple[float, int, int]]:
 
 def simulated(rows, settings: ReservationSettings, card: Settings, seed: int = 1) -> tuple[Result, OurMemory]:
     policy = OurMemory(settings=settings)
-    job = Job(model=MODELS["8B"], lengths=lengths_of(1000, 100))
+    job = OfflineSide(model=MODELS["8B"], lengths=lengths_of(1000, 100))
     world = world_of(rows, settings=card, job=job, seconds=HOUR_S / 2 + 60, seed=seed)
     return run(world, policy, ProductWake(hinted=True)), policy
 

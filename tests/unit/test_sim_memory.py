@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from sim_worlds import MS, lengths_of, world_of
 from valve_tools.sim.machine import MODELS, Settings
-from valve_tools.sim.memory_policies import FixedHeadroom, NoShare, Plan, Prism, StaticMem, Uvm, budget_plan, hold_ahead
+from valve_tools.sim.memory_policies import (
+    Clairvoyant,
+    FixedHeadroom,
+    NoShare,
+    Prism,
+    StaticMem,
+    Uvm,
+    budget_plan,
+    hold_ahead,
+)
 from valve_tools.sim.ours import OurMemory, ProductWake
-from valve_tools.sim.world import Compute, Job, Memory, run
+from valve_tools.sim.world import Compute, HandleView, OfflineSide, run
 
 from valved.policy.handout import choose_column
 from valved.policy.reservation import ReservationSettings
@@ -101,7 +110,7 @@ def test_static_memory_kills_the_job_on_a_burst_beyond_its_limit():
 
 def test_a_clairvoyant_reservation_costs_online_its_stop_alone():
     alone = solo()
-    result = sharing(Plan(usage=alone.usage))
+    result = sharing(Clairvoyant(usage=alone.usage))
 
     assert (result.ttft_ms - alone.ttft_ms).max() == pytest.approx(0.5, abs=0.01)
     assert result.totals["memory_wait_ns"] == 0
@@ -124,9 +133,9 @@ def test_a_budget_of_raises_is_spent_where_it_saves_most():
 
 
 def test_a_training_step_needs_all_its_memory_and_repeats_when_it_loses_some():
-    job = Job(model=MODELS["8B"], train_tokens=2048, train_memory_gib=2.0)
+    job = OfflineSide(model=MODELS["8B"], train_tokens=2048, train_memory_gib=2.0)
     result = sharing(OurMemory(), job=job)
-    starved = sharing(Plan(usage=solo().usage, hold=[48] * 30), job=job)
+    starved = sharing(Clairvoyant(usage=solo().usage, hold=[48] * 30), job=job)
 
     assert result.totals["offline_useful_tokens"] % 2048 == 0
     assert result.totals["offline_useful_tokens"] > 0
@@ -136,7 +145,7 @@ def test_a_training_step_needs_all_its_memory_and_repeats_when_it_loses_some():
 class Watching(Prism):
     """Looks at the block tables once, when the first iteration has been planned."""
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self.memory = memory
         self.tables: list[tuple[list[int], list[int]]] = []
         memory.back_offline(memory.handles)
@@ -149,7 +158,7 @@ class Watching(Prism):
 
 def test_the_core_hands_out_blocks_by_the_products_rule():
     watching = Watching(online_reserve=0, offline_elastic=False)
-    job = Job(model=MODELS["8B"], lengths=lengths_of(1000, 200), budget_tokens=16_384)
+    job = OfflineSide(model=MODELS["8B"], lengths=lengths_of(1000, 200), budget_tokens=16_384)
     world = replace(world_of([], job=job, settings=SMALL), seconds=0.01)
     run(world, watching, ProductWake(hinted=True))
     (ptr, columns) = watching.tables[0]

@@ -11,18 +11,18 @@ from valve_tools.sim.combinations import Tuning, as_shipped, run_own, run_solo
 from valve_tools.sim.generator import RECIPES, generate, make
 from valve_tools.sim.metrics import increase, interval
 from valve_tools.sim.pairs import PAIRS, bind
-from valve_tools.sim.shape import Candidate, Shape, assign, measure
+from valve_tools.sim.shape import LoadShape, ShapedTrace, assign, measure
 from valve_tools.sim.traces import Folder
 
 from valved.config import Config
 
 
-def shape(harvestable: float, idle: float, kv: float) -> Shape:
-    return Shape(harvestable=harvestable, idle_per_hour=idle, kv_peak_tokens=kv)
+def shape(harvestable: float, idle: float, kv: float) -> LoadShape:
+    return LoadShape(harvestable=harvestable, idle_per_hour=idle, kv_peak_tokens=kv)
 
 
-def offered(**shapes: Shape) -> list[Candidate]:
-    return [Candidate(trace=trace_of([(0.0, 1, 1)], name), shape=one) for name, one in shapes.items()]
+def offered(**shapes: LoadShape) -> list[ShapedTrace]:
+    return [ShapedTrace(trace=trace_of([(0.0, 1, 1)], name), shape=one) for name, one in shapes.items()]
 
 
 def test_each_pair_gets_the_nearest_shape_and_no_trace_twice():

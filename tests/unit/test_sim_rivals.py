@@ -86,7 +86,7 @@ def test_the_pages_run_every_rival_at_the_value_that_was_found():
 
 def test_a_rival_at_another_value_than_its_best_never_passes(tmp_path, monkeypatch):
     """The page of the sweep says so, and its claim is missed."""
-    task = page.Task(bound=bound_of(CHATS[:20]), seed=1)
+    task = page.RivalTask(bound=bound_of(CHATS[:20]), seed=1)
     found = page.run_task(task)
     prism = {one.value: one for one in found if one.rival == PRISM}
     better = replace(

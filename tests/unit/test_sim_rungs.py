@@ -11,7 +11,7 @@ from valve_tools.sim.machine import MODELS, Settings
 from valve_tools.sim.pairs import bind
 from valve_tools.sim.rungs import TAKE_MS, cut, rung_of, step_ns, waited_ns
 from valve_tools.sim.traces import Folder
-from valve_tools.sim.world import Job
+from valve_tools.sim.world import OfflineSide
 
 from valved.config import Config
 from valved.kv.rungs import step_tokens
@@ -80,8 +80,8 @@ def replace_memory(config: Config, **changes: object) -> Config:
 
 
 def test_a_training_step_is_never_cut():
-    job = Job(model=MODELS["8B"], train_tokens=2048, train_memory_gib=1.0)
-    batch = Job(model=MODELS["8B"], lengths=lengths_of(1000, 200))
+    job = OfflineSide(model=MODELS["8B"], train_tokens=2048, train_memory_gib=1.0)
+    batch = OfflineSide(model=MODELS["8B"], lengths=lengths_of(1000, 200))
 
     assert cut(job, 500) == job
     assert step_ns(cut(batch, 500), Settings()) < step_ns(batch, Settings())

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from valve_tools.sim import traces
 from valve_tools.sim.pairs import batch_lengths
-from valve_tools.sim.traces import NS, Lengths, Trace, TraceError, largest, lengths_in, read_file, read_folder
+from valve_tools.sim.traces import NS, JobLengths, Trace, TraceError, largest, lengths_in, read_file, read_folder
 
 GOOD = "t_s,in_tok,out_tok\n0.5,10,3\n1.25,20,1\n"
 
@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
 def test_lengths_without_times_are_a_batch_job(tmp_path):
     found = read_file(write(tmp_path, "a.csv", "in_tok,out_tok\n100,5\n"))
 
-    assert isinstance(found, Lengths)
+    assert isinstance(found, JobLengths)
     assert found.in_tok.tolist() == [100]
 
 

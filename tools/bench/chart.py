@@ -11,7 +11,7 @@ COLOURS = ("#c0392b", "#2471a3", "#1e8449", "#7d3c98")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class BenchChart:
     title: str
     x_label: str
     y_label: str
@@ -26,7 +26,7 @@ def _steps(top: float) -> list[float]:
     return [step * count for count in range(int(top / step) + 2)]
 
 
-def draw(chart: Chart) -> str:
+def draw(chart: BenchChart) -> str:
     ticks = _steps(max(max(values) for values in chart.series.values()))
     low, high = min(chart.xs), max(chart.xs)
 

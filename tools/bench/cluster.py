@@ -31,7 +31,7 @@ from valve_kube.client import KubeClient
 from valve_scheduler.cli.pause import Paused, pause, resume
 from valve_tools.bench.clustersize import peak_mib
 from valve_tools.bench.row import Row, row_of
-from valve_tools.cluster.api import Api, Json
+from valve_tools.cluster.api import ClusterApi, Json
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, control_plane, free_port, wait_for
 from valve_tools.cluster.fleet import (
     UntilStopped,
@@ -67,7 +67,7 @@ KINDS = (("", 1), ("0.2", 1), ("", 2), ("0.3", 2), ("0.5", 1), ("0.2", 4))
 class Telemetry(UntilStopped):
     """Rewrites one node report after another until told to stop."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ClusterApi) -> None:
         super().__init__()
         self._api = api
         random = np.random.default_rng(2)
@@ -162,7 +162,7 @@ def _start_extender(plane: ControlPlane) -> tuple[int, int]:
     return port, probes
 
 
-def _create_profile(api: Api, name: str, gpu_model: str, tokens_per_s: float) -> None:
+def _create_profile(api: ClusterApi, name: str, gpu_model: str, tokens_per_s: float) -> None:
     profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
     spec = {
         "workload": {"model": name, "gpuModel": gpu_model},
@@ -273,11 +273,11 @@ def _requeue(plane: ControlPlane, telemetry: Telemetry) -> Row:
     )
 
 
-def _is_refused(api: Api, pod: str) -> bool:
+def _is_refused(api: ClusterApi, pod: str) -> bool:
     return bool(api.get(f"{PATH}/{pod}")["status"].get("conditions"))
 
 
-def _node_of(api: Api, pod: str) -> str:
+def _node_of(api: ClusterApi, pod: str) -> str:
     return str(api.get(f"{PATH}/{pod}")["spec"].get("nodeName") or "")
 
 

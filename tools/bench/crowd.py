@@ -66,7 +66,7 @@ class Player:
         self.region["idle_seq"] = seq + 2
 
 
-class Crowd:
+class BenchCrowd:
     """Use as a context manager; its processes end with it."""
 
     def __init__(self, run_dir: Path, *, online: int, offline: int, channels: int, gpus: int) -> None:
@@ -77,7 +77,7 @@ class Crowd:
         self._children: list[tuple[int, socket.socket]] = []
         self.players: list[Player] = []
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> BenchCrowd:
         online, offline = self._sizes
         work = [self._be_offline] * offline + [self._be_online] * online
         for number, be in enumerate(work):

@@ -103,10 +103,10 @@ def busy(node: EmulatedNode, crowd: subprocess.Popen[str], pid: int) -> Iterator
 
 
 def crowd_main(argv: list[str]) -> None:
-    from valve_tools.bench.crowd import Crowd
+    from valve_tools.bench.crowd import BenchCrowd
 
     online, offline, channels, gpus = map(int, argv[1:])
-    with Crowd(Path(argv[0]), online=online, offline=offline, channels=channels, gpus=gpus) as crowd:
+    with BenchCrowd(Path(argv[0]), online=online, offline=offline, channels=channels, gpus=gpus) as crowd:
         print("up", flush=True)
         for line in sys.stdin:
             crowd.play(*json.loads(line))

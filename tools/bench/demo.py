@@ -13,12 +13,12 @@ from pathlib import Path
 
 from valve_tools.bench.row import Row, row_of
 from valve_tools.demo.command import perform
-from valve_tools.demo.figures import Run, harvested_share, pooled, spread
-from valve_tools.demo.rounds import Plan
+from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
+from valve_tools.demo.rounds import RoundsPlan
 
 NAME = "demo-interference"
 P5_PERCENT = {"ttft-mean": 2.5, "ttft-p99": 5.0, "tpot-mean": 1.0, "tpot-p99": 2.0}
-PLAN = Plan(seconds=20.0, rounds=3, ungated=False)
+PLAN = RoundsPlan(seconds=20.0, rounds=3, ungated=False)
 
 
 def bench_interference() -> Iterator[Row]:
@@ -34,7 +34,7 @@ def bench_interference() -> Iterator[Row]:
     yield single("offline-output", "runs with a wrong checksum", float(wrong), 0.0)
 
 
-def latency_rows(runs: list[Run]) -> Iterator[Row]:
+def latency_rows(runs: list[DemoRun]) -> Iterator[Row]:
     over, noise = pooled(runs, "valve").over(pooled(runs, "alone")), spread(runs, "alone")
     for figure, bound in P5_PERCENT.items():
         note = f"P5 allows {bound} %, runs alone differ by {noise[figure]:.1f} %"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from valve_tools.bench.row import Row, row_of
-from valve_tools.cluster.api import Api
+from valve_tools.cluster.api import ClusterApi
 from valve_tools.cluster.controlplane import CHART_LEASE, ControlPlane, NotBuilt, binaries, control_plane, wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, install_crds, offline_pod
 
@@ -60,11 +60,11 @@ def _measured(plane: ControlPlane) -> Row:
     return row_of("failover", "leader killed to next bind", "s", took_s, BUDGET_S, judged="max", note=note)
 
 
-def _leader(api: Api) -> str:
+def _leader(api: ClusterApi) -> str:
     return str(api.get(LEASE)["spec"]["holderIdentity"]).partition("_")[0]
 
 
-def _place(api: Api, pod: str) -> float:
+def _place(api: ClusterApi, pod: str) -> float:
     """Seconds until a pod that comes now has a node."""
     begun_s = time.monotonic()
     api.post(PODS, offline_pod(pod))

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from valve_tools.bench.chart import Chart, draw
-from valve_tools.bench.gate_host import Run, run_on
+from valve_tools.bench.chart import BenchChart, draw
+from valve_tools.bench.gate_host import GateRun, run_on
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.emulator.node import Options, node
 
@@ -62,7 +62,7 @@ def _latency_rows(name: str, metric: str, edges: Sequence[Sequence[Stamp]], *, n
 
 
 def bench_sleep() -> Iterator[Row]:
-    run = Run(gpus=1, channels=8, edges=EDGES)
+    run = GateRun(gpus=1, channels=8, edges=EDGES)
     with node(Options()) as emulator:
         yield from _latency_rows("gate-sleep", "idle neighbours", run_on(emulator.directory, run))
         with busy_neighbours():
@@ -74,7 +74,7 @@ def bench_spin() -> Iterator[Row]:
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     is_roomy = cores >= 4 and load < cores - 3
     note = "" if is_roomy else f"not judged: {cores} cores at load {load:.1f} leave none to each spinning thread"
-    run = Run(gpus=1, channels=8, edges=EDGES, spin_ns=SPIN_NS)
+    run = GateRun(gpus=1, channels=8, edges=EDGES, spin_ns=SPIN_NS)
     with node(Options()) as emulator:
         yield from _latency_rows("gate-spin", "idle neighbours", run_on(emulator.directory, run), note=note)
 
@@ -91,7 +91,7 @@ def fan_out(lock: str) -> Mapping[int, list[list[float]]]:
     with node(Options(gpus=max(FAN_OUT), knobs=knobs)) as emulator:
         for seed in range(ROUNDS):
             for width in FAN_OUT:
-                run = Run(gpus=width, channels=8, edges=EDGES_PER_ROUND, seed=seed)
+                run = GateRun(gpus=width, channels=8, edges=EDGES_PER_ROUND, seed=seed)
                 found[width].append(_closed_us(run_on(emulator.directory, run)))
     return found
 
@@ -145,7 +145,7 @@ def bench_8gpu() -> Iterator[Row]:
 
 def chart_of(patched: Mapping[int, list[list[float]]], stock: Mapping[int, list[list[float]]]) -> str:
     return draw(
-        Chart(
+        BenchChart(
             title="Until every GPU of the service is closed (emulated driver)",
             x_label="GPUs of the online service",
             y_label="median, us of the card's time",

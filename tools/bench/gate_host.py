@@ -27,7 +27,7 @@ HANG_NS = 10_000_000_000  # a slow host is not a driver that hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class GateRun:
     """One measured run."""
 
     gpus: int
@@ -84,7 +84,7 @@ def _one_edge(gate: NativeGate, online: subprocess.Popen[bytes], gpus: int) -> l
     return closed
 
 
-def measure(run: Run) -> list[list[Stamp]]:
+def measure(run: GateRun) -> list[list[Stamp]]:
     gate = NativeGate(NativeSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority, hang_ns=HANG_NS))
     peers = [sys.executable, "-m", "valve_tools.bench.gate_peers"]
     workload = subprocess.Popen(
@@ -107,7 +107,7 @@ def measure(run: Run) -> list[list[Stamp]]:
     return edges
 
 
-def run_on(directory: Path, run: Run) -> list[list[Stamp]]:
+def run_on(directory: Path, run: GateRun) -> list[list[Stamp]]:
     """`measure` in a process that has the emulated driver under it."""
     done = subprocess.run(
         [sys.executable, "-m", "valve_tools.bench.gate_host", json.dumps(asdict(run))],
@@ -121,7 +121,7 @@ def run_on(directory: Path, run: Run) -> list[list[Stamp]]:
 
 
 def main(arguments: list[str]) -> None:
-    edges = measure(Run(**json.loads(arguments[0])))
+    edges = measure(GateRun(**json.loads(arguments[0])))
     json.dump([[stamp._asdict() for stamp in edge] for edge in edges], sys.stdout)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from valve_tools.bench.row import Row, row_of
-from valve_tools.bench.waking import PolicyWaker, Shown
+from valve_tools.bench.waking import ClientPages, PolicyWaker
 
 from valved.abi.link import Feature
 from valved.gate.permits import GateSettings
@@ -98,11 +98,11 @@ class VirtualGate:
 
         self.waker = PolicyWaker(self.clock, self._shown, lambda: self.wake(self.service), ask)
 
-    def _shown(self) -> Iterator[Shown]:
+    def _shown(self) -> Iterator[ClientPages]:
         now_ns = self.clock.now_ns()
-        yield Shown(replace(self.view_of, watcher_ns=now_ns), is_launcher=True, is_hinting=False)
+        yield ClientPages(replace(self.view_of, watcher_ns=now_ns), is_launcher=True, is_hinting=False)
         if self.has_hook:
-            yield Shown(replace(self.hint, hint_ns=now_ns), is_launcher=False, is_hinting=True)
+            yield ClientPages(replace(self.hint, hint_ns=now_ns), is_launcher=False, is_hinting=True)
 
     def permit(self, service: ServiceId, rule: WakeRule | None) -> None:
         del service

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from valve_kube import names
 from valve_tools.bench.row import Row, row_of
-from valve_tools.cluster.api import Api
+from valve_tools.cluster.api import ClusterApi
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, control_plane, wait_for
 from valve_tools.cluster.fleet import install_crds
 from valve_tools.cluster.helm import Helm
@@ -86,7 +86,7 @@ def _asked_at(log: str) -> float:
     return seconds + float(found[2])
 
 
-def creation_ms(api: Api, namespace: str, inject: bool) -> float:
+def creation_ms(api: ClusterApi, namespace: str, inject: bool) -> float:
     """The API server's answer to an online pod's creation, as a dry run."""
     container = {"name": "work", "image": "i", "resources": {"limits": {names.ONLINE_RESOURCE: "1"}}}
     metadata = {"name": "asked", "labels": {names.ROLE: names.ONLINE}}
@@ -116,7 +116,7 @@ def creations(plane: ControlPlane, pairs: int) -> list[tuple[float, float]]:
     return found
 
 
-def _answers(api: Api) -> bool:
+def _answers(api: ClusterApi) -> bool:
     with contextlib.suppress(RuntimeError):
         return creation_ms(api, "with", True) > 0
     return False

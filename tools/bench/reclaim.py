@@ -26,7 +26,7 @@ from valve_tools.bench.row import Row, row_of
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE
 from valve_tools.emulator.node import Options
-from valve_tools.emulator.process import Interval, ProcessPage, inside_ns
+from valve_tools.emulator.process import ProcessPage, ThreadCall, inside_ns
 
 from valved.state.trace import read_lines
 
@@ -89,7 +89,7 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ReclaimTimes:
     """One reclaim, in ms."""
 
     own_ms: float
@@ -104,7 +104,7 @@ class Sample:
     mib: float
 
 
-def run(case: Case, folder: Path) -> list[Sample]:
+def run(case: Case, folder: Path) -> list[ReclaimTimes]:
     trace, requests = folder / "trace.jsonl", folder / "requests.csv"
     pool_mib = case.blocks * BLOCK_MIB + case.column_mib
     config = CONFIG.format(trace=trace, handle_mib=case.handle_mib, pool_mib=pool_mib, remap=case.remap)
@@ -120,7 +120,7 @@ def run(case: Case, folder: Path) -> list[Sample]:
         duration = str(3 + 4 * SAMPLES)
         argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
         online = node.run("online", argv, name="chat", out=folder / "on")
-        samples: list[Sample] = []
+        samples: list[ReclaimTimes] = []
         seen = 0
         while online.poll() is None:
             time.sleep(0.5)  # each page keeps the last calls only: read them soon
@@ -152,7 +152,7 @@ def model_ms(handles: float, case: Case) -> float:
     return handles * (out + back) / 1e3
 
 
-def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case: Case) -> list[Sample]:
+def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case: Case) -> list[ReclaimTimes]:
     detail = event["detail"]
     if "take_ns" not in detail:
         return []
@@ -160,7 +160,7 @@ def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case:
     begin_ns = end_ns - detail["total_ns"] - detail["heard_ns"]
     pages = [ProcessPage(node.folder / "emu", pid) for pid in pids if (node.folder / "emu" / f"process-{pid}").exists()]
 
-    def counts(call: Interval) -> bool:
+    def counts(call: ThreadCall) -> bool:
         """An engine's own thread may wait for its own work all the while; the shim's threads wait for zeroing."""
         return call.kind != "wait" or call.thread not in pids
 
@@ -172,7 +172,7 @@ def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case:
         return []
     total = int(detail["total_ns"]) + int(detail["heard_ns"])
     return [
-        Sample(
+        ReclaimTimes(
             own_ms=(mapped_ns - begin_ns - inside) / 1e6,
             model_ms=model_ms(int(detail["freed"]), case),
             zero_ms=(end_ns - mapped_ns) / 1e6,

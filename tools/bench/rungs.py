@@ -95,14 +95,14 @@ SLOW_LOADS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class WayServed:
     mean_ttft_ms: float
     reclaims: int = 0
     lets: int = 0
     trials_passed: int = 0
 
 
-def serve(load: Load, way: str, folder: Path) -> Served:
+def serve(load: Load, way: str, folder: Path) -> WayServed:
     """One run; no way: alone."""
     folder.mkdir(parents=True)
     requests = folder / "requests.csv"
@@ -112,7 +112,7 @@ def serve(load: Load, way: str, folder: Path) -> Served:
     with EmulatedNode(folder, config=CONFIG.format(way=way)) as node:
         if not way:
             node.run("", argv, name="chat", out=folder / "on").wait(600)
-            return Served(mean_ttft_ms=_ttft(folder))
+            return WayServed(mean_ttft_ms=_ttft(folder))
         node.start_valved()
         offline = node.run(
             "offline", [str(OFFLINE), *load.batch, *cache, "--kv-requests", "0"], name="batch", out=folder / "off"
@@ -123,7 +123,7 @@ def serve(load: Load, way: str, folder: Path) -> Served:
         offline.send_signal(signal.SIGTERM)
         offline.wait(60)
         _check(folder)
-        return Served(
+        return WayServed(
             mean_ttft_ms=_ttft(folder),
             reclaims=memory.reclaims,
             lets=memory.lets,
@@ -153,7 +153,7 @@ def _is_full(node: EmulatedNode, way: str) -> bool:
 
 
 @dataclass(slots=True)
-class Found:
+class WayFound:
     """Of one way at one load."""
 
     ratios: list[float] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Found:
     reclaims: int = 0
     lets: int = 0
 
-    def add(self, served: Served, alone: Served, load: Load) -> None:
+    def add(self, served: WayServed, alone: WayServed, load: Load) -> None:
         self.ratios.append(served.mean_ttft_ms / alone.mean_ttft_ms)
         self.requests += load.requests
         self.reclaims += served.reclaims
@@ -181,12 +181,12 @@ def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 def campaign(
     rounds: int, say: Callable[[str], None], loads: Sequence[Load] = LOADS, ways: Sequence[str] = WAYS
-) -> dict[tuple[float, str], Found]:
-    found = {(load.open_requests, way): Found() for load in loads for way in ways}
+) -> dict[tuple[float, str], WayFound]:
+    found = {(load.open_requests, way): WayFound() for load in loads for way in ways}
     order = ["", *ways]
     for number in range(rounds):
         for load in loads:
-            served: dict[str, Served] = {}
+            served: dict[str, WayServed] = {}
             for way in order[number % len(order) :] + order[: number % len(order)]:
                 with tempfile.TemporaryDirectory(prefix="valve-rungs-") as folder:
                     served[way] = serve(load, way, Path(folder) / "node")
@@ -209,7 +209,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def rows_of(name: str, found: dict[tuple[float, str], Found]) -> Iterator[Row]:
+def rows_of(name: str, found: dict[tuple[float, str], WayFound]) -> Iterator[Row]:
     for (load, way), one in found.items():
         median, low, high = (100 * (ratio - 1) for ratio in interval(one.ratios))
         budget = BUDGET_PERCENT.get(way)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from valve_tools.bench.row import Row, row_of
-from valve_tools.demo.figures import Served, parse_online
+from valve_tools.demo.figures import OnlineRun, parse_online
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
 from valve_tools.demo.tune import PROGRAM
@@ -77,7 +77,7 @@ def closed(records: Iterable[Mapping[str, object]], end_s: float) -> list[Span]:
     return found if since is None else [*found, (since, end_s)]
 
 
-def shares(served: Served, tiles: Sequence[Span], stopped: Sequence[Span]) -> tuple[float, float]:
+def shares(served: OnlineRun, tiles: Sequence[Span], stopped: Sequence[Span]) -> tuple[float, float]:
     """(share of idle time in which the gate is open, share of that in which a tile is on the card)"""
     window = served.start_s, served.start_s + served.wall_s
     busy = [(served.start_s + each.arrival_s, served.start_s + each.done_s) for each in served.requests]

@@ -27,7 +27,7 @@ from valved.policy.wake import (
 FLOOR_NS = 100_000  # between two looks, as waking.c has it
 
 
-class Shown(NamedTuple):
+class ClientPages(NamedTuple):
     """One client of the service, as its pages show it."""
 
     view: ClientView  # with the gaps that nobody has learned from
@@ -41,7 +41,7 @@ class PolicyWaker:
     def __init__(
         self,
         clock: Clock,
-        clients: Callable[[], Iterable[Shown]],
+        clients: Callable[[], Iterable[ClientPages]],
         wake: Callable[[], WakeOutcome],
         ask: Callable[[], None],
     ) -> None:

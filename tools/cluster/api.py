@@ -18,7 +18,7 @@ MERGE_PATCH = "application/merge-patch+json"
 KEPT_S = 45.0  # the API server closes a connection after 90 s without a request
 
 
-class Refused(Exception):
+class ApiRefused(Exception):
     """The API server said no."""
 
     def __init__(self, status: int, answer: Json) -> None:
@@ -27,7 +27,7 @@ class Refused(Exception):
         self.answer = answer
 
 
-class Api:
+class ClusterApi:
     """One connection per thread, kept. The server's certificate is its own and not checked.
 
     It is on loopback.
@@ -49,12 +49,12 @@ class Api:
         self._tls = ssl._create_unverified_context()
         self._local = local()
 
-    def user(self, name: str, *groups: str) -> Api:
-        return Api(self._port, self._token, name, groups)
+    def user(self, name: str, *groups: str) -> ClusterApi:
+        return ClusterApi(self._port, self._token, name, groups)
 
-    def with_extra(self, key: str, value: str) -> Api:
+    def with_extra(self, key: str, value: str) -> ClusterApi:
         """The same user, with one more fact of its token, such as the node it runs on."""
-        return Api(self._port, self._token, self._impersonate, self._groups, (*self._extra, (key, value)))
+        return ClusterApi(self._port, self._token, self._impersonate, self._groups, (*self._extra, (key, value)))
 
     def call(
         self, method: str, path: str, body: Any = None, *, content_type: str = "application/json", accept: str = "*/*"
@@ -70,7 +70,7 @@ class Api:
         except ValueError:
             answer = {"message": raw.decode(errors="replace")}
         if status >= 400:
-            raise Refused(status, answer)
+            raise ApiRefused(status, answer)
 
         return dict(answer)
 

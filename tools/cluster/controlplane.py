@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.cluster import told
-from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi
 
 TOKEN = "administrator-of-a-test"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -73,7 +73,7 @@ def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> A
             if found := check():
                 return found
             last: object = "not yet"
-        except (OSError, http.client.HTTPException, Refused) as error:
+        except (OSError, http.client.HTTPException, ApiRefused) as error:
             last = error
         waited_s = time.monotonic() - begin
         if waited_s > deadline_s:
@@ -90,7 +90,7 @@ class ControlPlane:
         self._environment = environment or {}
         self.programs = programs
         self.port = free_port()
-        self.api = Api(self.port, TOKEN)
+        self.api = ClusterApi(self.port, TOKEN)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._arguments: dict[str, list[str]] = {}
         self._environments: dict[str, dict[str, str]] = {}

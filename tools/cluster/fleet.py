@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from valve_kube import names
 from valve_scheduler.model import MAX_GPUS, free_histogram, pair_alignment
-from valve_tools.cluster.api import Api, Json, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi, Json
 from valve_tools.cluster.controlplane import wait_for
 
 MEMORY_MIB = 81_559.0  # one H100 as the driver reports it
@@ -29,7 +29,7 @@ def gpu_uuids(index: int) -> list[str]:
     return [f"GPU-{index:08x}-0000-0000-0000-{gpu:012x}" for gpu in range(MAX_GPUS)]
 
 
-def install_crds(api: Api, chart: Path) -> None:
+def install_crds(api: ClusterApi, chart: Path) -> None:
     for path in sorted((chart / "files/crds").glob("*.yaml")):
         api.post(CRDS, yaml.safe_load(path.read_text()))
 
@@ -44,7 +44,7 @@ def install_crds(api: Api, chart: Path) -> None:
     wait_for("the API group", lambda: api.get(f"{names.API_PATH}/offlineworkloads"))
 
 
-def create_nodes(api: Api, count: int, *, seed: int = 1, first: int = 0) -> None:
+def create_nodes(api: ClusterApi, count: int, *, seed: int = 1, first: int = 0) -> None:
     """Ready nodes of eight harvested GPUs each, and their first reports."""
     chosen = range(first, first + count)
     api.each(("POST", "/api/v1/nodes", node_object(index)) for index in chosen)
@@ -127,13 +127,13 @@ def offline_pod(name: str, *, gpus: int = 1, sla: str = "", profile: str = "", *
     }
 
 
-def bound_pods(api: Api, namespace: str = "default") -> Iterator[Json]:
+def bound_pods(api: ClusterApi, namespace: str = "default") -> Iterator[Json]:
     for pod in api.get(f"/api/v1/namespaces/{namespace}/pods")["items"]:
         if pod["spec"].get("nodeName"):
             yield pod
 
 
-def delete_pods(api: Api, namespace: str = "default") -> None:
+def delete_pods(api: ClusterApi, namespace: str = "default") -> None:
     """All at once and without grace: no kubelet will ever confirm."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     api.delete(path, {"gracePeriodSeconds": 0, "propagationPolicy": "Background"})
@@ -155,7 +155,7 @@ class UntilStopped(threading.Thread):
 class Heartbeat(UntilStopped):
     """Renews the reports of a fleet, as daemons do: after 90 s without one a node takes no offline work."""
 
-    def __init__(self, api: Api, count: int, *, every_s: float = 20.0) -> None:
+    def __init__(self, api: ClusterApi, count: int, *, every_s: float = 20.0) -> None:
         super().__init__()
         self._api = api
         self._count = count
@@ -166,10 +166,10 @@ class Heartbeat(UntilStopped):
             for index in range(self._count):
                 path = f"{names.API_PATH}/gpuharvestnodes/{node_name(index)}/status"
                 # The API server may be down, or the node gone: a daemon tries again, too.
-                with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+                with contextlib.suppress(OSError, http.client.HTTPException, ApiRefused):
                     self._api.patch(path, {"status": {"observedAt": _now()}})
 
 
-def delete_nodes(api: Api) -> None:
+def delete_nodes(api: ClusterApi) -> None:
     api.delete("/api/v1/nodes")
     api.delete(f"{names.API_PATH}/gpuharvestnodes")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from valve_kube import names
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod
 
@@ -59,7 +59,7 @@ class Helm:
         forged["metadata"]["annotations"] = {names.GPUS: "x"}
         try:
             self._plane.api.post("/api/v1/namespaces/default/pods?dryRun=All", forged)
-        except Refused as refused:
+        except ApiRefused as refused:
             return "Valve" in str(refused) or "webhook" in str(refused)
 
         return False

@@ -22,7 +22,7 @@ from typing import Any
 
 from valve_kube import names
 from valve_tools.cluster import network
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.containerd import NO_NETWORK, Containerd
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
 from valve_tools.cluster.leftovers import PREFIX, end_containers, locked, sweep, unmount
@@ -98,7 +98,7 @@ class RealNode:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException, Refused, TimeoutError):
+        with contextlib.suppress(OSError, http.client.HTTPException, ApiRefused, TimeoutError):
             self.pods.delete_all()
         for name in ("kubelet", "valved", "valved-next", "gpuplugin", "containerd"):
             if name in self.plane.processes:
@@ -109,7 +109,7 @@ class RealNode:
         unmount(self.folder)
         # Its report too: the controller that deletes those of nodes that left need not run here.
         for path in (f"/api/v1/nodes/{NAME}", f"{names.API_PATH}/gpuharvestnodes/{NAME}"):
-            with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+            with contextlib.suppress(OSError, http.client.HTTPException, ApiRefused):
                 self.plane.api.delete(path)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._alone.close()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from valve_kube import names
-from valve_tools.cluster.api import Api, Json, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi, Json
 from valve_tools.cluster.fleet import UntilStopped
 
 LOOK_EVERY_S = 0.5
@@ -18,7 +18,7 @@ ONLY_OURS = f"labelSelector={names.ROLE.replace('/', '%2F')}%3D{names.OFFLINE}"
 class PlayedPods(UntilStopped):
     """Bound pods run, evicted pods end; each look reports `seconds` of work at `rate(pod)` tokens a second."""
 
-    def __init__(self, api: Api, rate: Callable[[Json], float], *, seconds: float, real: str) -> None:
+    def __init__(self, api: ClusterApi, rate: Callable[[Json], float], *, seconds: float, real: str) -> None:
         super().__init__()
         self._api = api
         self._rate = rate
@@ -29,7 +29,7 @@ class PlayedPods(UntilStopped):
     def run(self) -> None:
         while not self._done.wait(LOOK_EVERY_S):
             # A pod may be gone between two calls, the API server busy: the next look sees what is.
-            with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+            with contextlib.suppress(OSError, http.client.HTTPException, ApiRefused):
                 self._look()
 
     def _look(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from valve_tools.cluster.api import Api, Json, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi, Json
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.emulator import node as emulated
 
@@ -19,7 +19,7 @@ PODS = "/api/v1/namespaces/default/pods"
 
 
 class WorkPods:
-    def __init__(self, api: Api, node: str, folder: Path) -> None:
+    def __init__(self, api: ClusterApi, node: str, folder: Path) -> None:
         """`folder`: of the node; its emulated GPU and its logs are in it."""
         self._api, self._node, self._folder = api, node, folder
 
@@ -92,7 +92,7 @@ class WorkPods:
     def _is_gone(self, name: str) -> bool:
         try:
             self.get(name)
-        except Refused as refused:
+        except ApiRefused as refused:
             return refused.status == 404
         return False
 
@@ -106,6 +106,6 @@ class WorkPods:
         for pod in self._api.get(mine)["items"]:
             metadata = pod["metadata"]
             path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(ApiRefused):
                 self._api.delete(path, {"gracePeriodSeconds": 1})
         wait_for("the pods to go", lambda: not self._api.get(mine)["items"], 30)

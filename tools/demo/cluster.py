@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from rich.console import Console
 from valve_tools.cluster import network
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries
 from valve_tools.cluster.helm import Helm, HelmError
 from valve_tools.cluster.node import RealNode, missing
@@ -31,7 +31,7 @@ from valve_tools.demo.cluster_screen import Screen
 
 Entered = TypeVar("Entered")
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
-BROKEN = (AssertionError, HelmError, OSError, Refused, RuntimeError, http.client.HTTPException)
+BROKEN = (AssertionError, HelmError, OSError, ApiRefused, RuntimeError, http.client.HTTPException)
 SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-scheduler")
 
 
@@ -131,7 +131,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
     cluster_node.run_helm_test(stage)
     cluster_node.measure_pod_starts(stage, options.pairs)
     screen.step(f"A fleet: {options.nodes} made-up nodes of 8 GPUs join")
-    fleet = cluster_fleet.Fleet(stage, options.nodes)
+    fleet = cluster_fleet.PlayedFleet(stage, options.nodes)
     with fleet.playing():
         cluster_fleet.show_nodes(stage, options.nodes)
         screen.step("Placement, with reasons")

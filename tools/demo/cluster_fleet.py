@@ -11,7 +11,7 @@ from typing import Any
 
 from valve_kube import names
 from valve_scheduler.placement.rank import REASON_TEXT, Reason
-from valve_tools.cluster.api import Refused
+from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, node_name, offline_pod
 from valve_tools.cluster.node import NAME
@@ -30,7 +30,7 @@ TOO_LITTLE = REASON_TEXT[Reason.SLA]
 SLOW, GOOD = "slow", ("daily-0", "daily-1", "daily-2")
 
 
-class Fleet:
+class PlayedFleet:
     """The nodes, and what is played on them."""
 
     def __init__(self, stage: Stage, count: int) -> None:
@@ -156,7 +156,7 @@ def _refusal(stage: Stage) -> str:
     return told if TOO_LITTLE in told else ""
 
 
-def show_move(stage: Stage, fleet: Fleet, first: Json) -> None:
+def show_move(stage: Stage, fleet: PlayedFleet, first: Json) -> None:
     screen, api = stage.screen, stage.plane.api
     node, uid = first["spec"]["nodeName"], first["metadata"]["uid"]
     screen.say(f"{node} gets busy: {SLOW} makes {SLA / 10:.0%} of its standalone throughput there, promised {SLA:.0%}.")
@@ -209,6 +209,6 @@ def _said(stage: Stage, name: str) -> str:
 def _is_leaving(stage: Stage, pod: Json) -> bool:
     try:
         found = stage.plane.api.get(f"{PODS}/{pod['metadata']['name']}")
-    except Refused as refused:
+    except ApiRefused as refused:
         return refused.status == 404
     return bool(found["metadata"].get("deletionTimestamp"))

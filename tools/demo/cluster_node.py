@@ -76,7 +76,7 @@ class Stage:
             connection.close()
 
 
-class Workload:
+class DemoPod:
     """One of the demo's programs in a pod; what it prints lands in a file that both sides see."""
 
     def __init__(self, stage: Stage, name: str, program: Path, flags: str, **pod: Any) -> None:
@@ -102,7 +102,7 @@ class Workload:
         return next((one for one in found if one.name == f"default/{self.name}" and one.pids), None)
 
 
-class Chat(Workload):
+class Chat(DemoPod):
     """The online service."""
 
     def __init__(self, stage: Stage) -> None:
@@ -115,7 +115,7 @@ class Chat(Workload):
         return sum("request" in line for line in self.lines())
 
 
-class Batch(Workload):
+class BatchPod(DemoPod):
     """The offline job; its kernels count beats in a page while they may run."""
 
     def __init__(self, stage: Stage) -> None:
@@ -226,10 +226,10 @@ def _is_heard(chat: Chat) -> bool:
     return False
 
 
-def start_offline(stage: Stage, began: float) -> Batch:
+def start_offline(stage: Stage, began: float) -> BatchPod:
     screen = stage.screen
     with screen.waiting("pod batch says valve.gpu/role: offline and asks for nothing else; it runs"):
-        batch = Batch(stage)
+        batch = BatchPod(stage)
         pod = stage.node.pods.wait_phase(batch.name)
         took_s = time.monotonic() - began
         wait_for("batch computes", lambda: batch.beats, PATIENCE_S)
@@ -242,7 +242,7 @@ def start_offline(stage: Stage, began: float) -> Batch:
     return batch
 
 
-def show_gating(stage: Stage, chat: Chat, batch: Batch, seconds: float) -> None:
+def show_gating(stage: Stage, chat: Chat, batch: BatchPod, seconds: float) -> None:
     """A line a second; ends once batch was seen standing for a request and running again, and `seconds` have passed."""
     screen = stage.screen
     uuid = stage.node.pods.get(batch.name)["metadata"]["annotations"][names.GPUS]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valve_tools.cluster.api import Api
+from valve_tools.cluster.api import ClusterApi
 from valve_tools.demo.cluster_screen import Screen
 
 Json = dict[str, Any]
@@ -24,7 +24,7 @@ class NeverStarts(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class PodWatch:
-    api: Api
+    api: ClusterApi
     screen: Screen
     logs: Path  # the kubelet's
     namespace: str

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from valve_kube import names
-from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.api import ApiRefused, ClusterApi
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import CRDS
 from valve_tools.cluster.helm import NAMESPACE
 from valve_tools.cluster.network import BRIDGE
 from valve_tools.cluster.node import CGROUPS, DEVICE_PLUGINS, the_only_node
-from valve_tools.demo.cluster_node import PATIENCE_S, Batch, Chat, Stage
+from valve_tools.demo.cluster_node import PATIENCE_S, BatchPod, Chat, Stage
 
 from valved.cli.client import is_running
 
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 LABEL = "labelSelector=app.kubernetes.io%2Fname%3Dvalve"
 
 
-def uninstall(stage: Stage, chat: Chat, batch: Batch) -> None:
+def uninstall(stage: Stage, chat: Chat, batch: BatchPod) -> None:
     """What is checked here is what the manual says of a removal."""
     screen, api = stage.screen, stage.plane.api
     answered, starts = chat.answered, _restarts(stage, chat)
@@ -67,36 +67,36 @@ def purge(stage: Stage, chat: Chat) -> None:
     screen.check("no object of Valve is left in the cluster", not labelled(api))
 
 
-def labelled(api: Api) -> list[str]:
+def labelled(api: ClusterApi) -> list[str]:
     """Every object with the chart's label, of every kind that the server knows."""
     found = []
     for root, resource in _listable(api):
-        with contextlib.suppress(Refused):  # kinds that go while we look
+        with contextlib.suppress(ApiRefused):  # kinds that go while we look
             found += [
                 f"{resource}/{item['metadata']['name']}" for item in api.get(f"{root}/{resource}?{LABEL}")["items"]
             ]
     return found
 
 
-def _listable(api: Api) -> Iterator[tuple[str, str]]:
+def _listable(api: ClusterApi) -> Iterator[tuple[str, str]]:
     roots = ["/api/v1"]
     roots += [f"/apis/{group['preferredVersion']['groupVersion']}" for group in api.get("/apis")["groups"]]
     for root in roots:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ApiRefused):
             for resource in api.get(root)["resources"]:
                 if "list" in resource["verbs"] and "/" not in resource["name"]:
                     yield root, resource["name"]
 
 
-def _crds(api: Api) -> list[str]:
+def _crds(api: ClusterApi) -> list[str]:
     return [crd["metadata"]["name"] for crd in api.get(CRDS)["items"] if crd["spec"]["group"] == names.DOMAIN]
 
 
-def _has_namespace(api: Api) -> bool:
+def _has_namespace(api: ClusterApi) -> bool:
     return any(one["metadata"]["name"] == NAMESPACE for one in api.get("/api/v1/namespaces")["items"])
 
 
-def _marks(api: Api) -> Iterator[str]:
+def _marks(api: ClusterApi) -> Iterator[str]:
     """Labels and annotations of Valve's on nodes."""
     for node in api.get("/api/v1/nodes")["items"]:
         keys = {**node["metadata"].get("labels", {}), **node["metadata"].get("annotations", {})}

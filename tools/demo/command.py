@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, granted, memory, tune
-from valve_tools.demo.figures import Run, harvested_share, pooled, spread
+from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.rounds import Demo, Plan
+from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
 from valve_tools.emulator.node import Options
 
-USUAL = Plan()
+USUAL = RoundsPlan()
 CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if options.trace and not options.trace.is_file():
         print(f"valve demo: {options.trace} is not a file", file=sys.stderr)
         return 2
-    plan = Plan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
+    plan = RoundsPlan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
         folder = options.keep.resolve() if options.keep else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,11 +56,11 @@ def main(argv: list[str]) -> int:
     return 0 if all(run.offline_ok is not False for run in runs) else 1
 
 
-def perform(plan: Plan, folder: Path, *, quiet: bool = False) -> tuple[list[Run], float]:
+def perform(plan: RoundsPlan, folder: Path, *, quiet: bool = False) -> tuple[list[DemoRun], float]:
     """Bring up a node, run every condition, take it down."""
     console = Console(quiet=quiet, stderr=True)
     with EmulatedNode(folder, options=Options()) as node, console.status("starting an emulated GPU") as line:
-        demo = Demo(node, plan, say=line.update)
+        demo = RoundsDemo(node, plan, say=line.update)
         units_per_s = demo.offline_rate()
         runs = []
         for condition in plan.conditions():
@@ -69,7 +69,7 @@ def perform(plan: Plan, folder: Path, *, quiet: bool = False) -> tuple[list[Run]
     return runs, units_per_s
 
 
-def show(runs: list[Run], units_per_s: float, plan: Plan) -> None:
+def show(runs: list[DemoRun], units_per_s: float, plan: RoundsPlan) -> None:
     console = Console()
     console.print(latency_table(runs))
     noise = spread(runs, "alone")
@@ -98,7 +98,7 @@ def show(runs: list[Run], units_per_s: float, plan: Plan) -> None:
     )
 
 
-def latency_table(runs: list[Run]) -> Table:
+def latency_table(runs: list[DemoRun]) -> Table:
     table = Table(title="Latency of the online service", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "TTFT mean", "p99", "TPOT mean", "p99", "offline"):
         table.add_column(name, justify="left" if not name else "right")

@@ -13,7 +13,7 @@ MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AnsweredRequest:
     """One answered request, as the online workload reports it."""
 
     arrival_s: float
@@ -27,7 +27,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class Preemption:
     """One preemption, from valved's recorded trace."""
 
     launch_ns: int
@@ -46,15 +46,15 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class DemoRun:
     """One pass over the same arrivals under one condition."""
 
     condition: str
-    requests: tuple[Request, ...]
+    requests: tuple[AnsweredRequest, ...]
     wall_s: float
     units: float = 0.0  # of offline work, finished while the online service ran
     cooldown_s: float = 0.0
-    gates: tuple[Gate, ...] = ()
+    gates: tuple[Preemption, ...] = ()
     most_per_request: int | None = None
     offline_ok: bool | None = None
 
@@ -66,7 +66,7 @@ class Latency:
     values: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> Latency:
+    def of(cls, requests: Iterable[AnsweredRequest]) -> Latency:
         everyone = list(requests)
         ttft = sorted(each.ttft_ms for each in everyone)
         tpot = sorted(each.tpot_ms for each in everyone if each.out_tokens > 1)
@@ -85,15 +85,15 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class OnlineRun:
     """What the online workload says of itself: its requests, and when it began and ended (CLOCK_MONOTONIC)."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[AnsweredRequest, ...]
     start_s: float
     wall_s: float
 
 
-def parse_online(lines: Iterable[str]) -> Served:
+def parse_online(lines: Iterable[str]) -> OnlineRun:
     """The online workload's JSON lines; other lines are somebody else's."""
     requests, start_s, wall_s = [], 0.0, 0.0
     for line in lines:
@@ -102,7 +102,7 @@ def parse_online(lines: Iterable[str]) -> Served:
         record = json.loads(line)
         if "request" in record:
             requests.append(
-                Request(
+                AnsweredRequest(
                     arrival_s=record["arrival_s"],
                     ttft_ms=record["ttft_ms"],
                     tpot_ms=record["tpot_ms"],
@@ -111,7 +111,7 @@ def parse_online(lines: Iterable[str]) -> Served:
             )
         elif record.get("summary") == "online":
             start_s, wall_s = record["start_s"], record["wall_s"]
-    return Served(requests=tuple(requests), start_s=start_s, wall_s=wall_s)
+    return OnlineRun(requests=tuple(requests), start_s=start_s, wall_s=wall_s)
 
 
 def units_between(lines: Iterable[str], start_s: float, end_s: float) -> float:
@@ -131,7 +131,7 @@ def _at(points: Sequence[tuple[float, float]], when_s: float) -> float:
     return points[-1][1] if when_s > points[-1][0] else 0.0
 
 
-def parse_gates(records: Iterable[Mapping[str, object]]) -> tuple[Gate, ...]:
+def parse_gates(records: Iterable[Mapping[str, object]]) -> tuple[Preemption, ...]:
     """Preemptions that a launch caused, from recorded events."""
     gates = []
     for record in records:
@@ -141,11 +141,11 @@ def parse_gates(records: Iterable[Mapping[str, object]]) -> tuple[Gate, ...]:
         if not detail.get("channels"):
             continue
         times = {name: int(str(detail[name])) for name in ("launch_ns", "seen_ns", "ioctl_ns", "done_ns")}
-        gates.append(Gate(**times))
+        gates.append(Preemption(**times))
     return tuple(gates)
 
 
-def idle_beyond(requests: Sequence[Request], wall_s: float, cooldown_s: float) -> float:
+def idle_beyond(requests: Sequence[AnsweredRequest], wall_s: float, cooldown_s: float) -> float:
     """Seconds in which no request was open, less one cooldown per idle period: what offline work can get."""
     idle, end_s = 0.0, 0.0
     for each in sorted(requests, key=lambda request: request.arrival_s):
@@ -154,12 +154,12 @@ def idle_beyond(requests: Sequence[Request], wall_s: float, cooldown_s: float) -
     return idle + max(0.0, wall_s - end_s - cooldown_s)
 
 
-def pooled(runs: Iterable[Run], condition: str) -> Latency:
+def pooled(runs: Iterable[DemoRun], condition: str) -> Latency:
     """Latencies over all runs of one condition."""
     return Latency.of(request for run in runs if run.condition == condition for request in run.requests)
 
 
-def spread(runs: Iterable[Run], condition: str) -> dict[str, float]:
+def spread(runs: Iterable[DemoRun], condition: str) -> dict[str, float]:
     """The largest difference in percent between two runs of one condition: what this machine cannot tell apart."""
     each = [Latency.of(run.requests) for run in runs if run.condition == condition]
     names = each[0].values if each else {}
@@ -169,7 +169,7 @@ def spread(runs: Iterable[Run], condition: str) -> dict[str, float]:
     }
 
 
-def harvested_share(runs: Iterable[Run], units_per_s: float) -> float:
+def harvested_share(runs: Iterable[DemoRun], units_per_s: float) -> float:
     """Offline work done, as a share of what the idle time beyond cooldown had room for."""
     done_s = room_s = 0.0
     for run in runs:

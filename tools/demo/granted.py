@@ -44,7 +44,7 @@ class Promise(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GrantedPlan:
     """The defaults take two minutes."""
 
     requests: int = 220
@@ -72,7 +72,7 @@ def launch(name: str, plan: Promise, *, consents: bool) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class GrantedFigures:
     """What came of one of the two."""
 
     consents: bool
@@ -93,10 +93,10 @@ class Figures:
     worth: float | None
     offline_ok: bool
 
-    def missed(self, plan: Plan) -> int:
+    def missed(self, plan: GrantedPlan) -> int:
         return sum(ms > plan.tpot_ms for ms in self.tpots_ms)
 
-    def problems(self, plan: Plan) -> list[str]:
+    def problems(self, plan: GrantedPlan) -> list[str]:
         found, missed = [], self.missed(plan)
         if not self.offline_ok:
             found.append("the offline checksum is wrong")
@@ -112,7 +112,7 @@ class Figures:
 class GrantedDemo:
     """One node on one emulated GPU."""
 
-    def __init__(self, node: EmulatedNode, plan: Plan) -> None:
+    def __init__(self, node: EmulatedNode, plan: GrantedPlan) -> None:
         self.node, self.plan = node, plan
 
     def offline_rate(self, seconds: float = 2.0) -> float:
@@ -122,7 +122,7 @@ class GrantedDemo:
         summary = last_summary(out)
         return summary["units"] / summary["wall_s"]
 
-    def run(self, *, consents: bool, rate: float) -> Figures:
+    def run(self, *, consents: bool, rate: float) -> GrantedFigures:
         node, tag = self.node, "with" if consents else "without"
         job_out, out = node.folder / f"{tag}.offline.out", node.folder / f"{tag}.online.out"
         node.start_valved()
@@ -147,13 +147,15 @@ class GrantedDemo:
             raise RuntimeError(f"the service ended with {child.returncode}: {out.read_text()[-500:]}")
         return self._figures(seen[-1], json.loads(out.read_text().splitlines()[-1]), job_out, consents, rate)
 
-    def _figures(self, granted: Any, summary: dict[str, Any], job_out: Path, consents: bool, rate: float) -> Figures:
+    def _figures(
+        self, granted: Any, summary: dict[str, Any], job_out: Path, consents: bool, rate: float
+    ) -> GrantedFigures:
         rows = sorted(summary["requests"], key=lambda row: row["arrived_s"])
         begin = 0 if self.plan.hasty else min(2 * TRIAL, len(rows) // 2)
         rows, tokens = rows[begin:], [row["tpot_ms"] for row in rows[begin:]]
         start_s, end_s = rows[0]["arrived_s"], rows[-1]["arrived_s"]
         units = units_between(job_out.read_text().splitlines(), start_s, end_s)
-        return Figures(
+        return GrantedFigures(
             consents=consents,
             words=granted.words,
             requests=len(rows),
@@ -174,14 +176,14 @@ class GrantedDemo:
         )
 
 
-def perform(plan: Plan, folder: Path) -> list[Figures]:
+def perform(plan: GrantedPlan, folder: Path) -> list[GrantedFigures]:
     with EmulatedNode(folder, options=Options(), config=plan.config()) as node:
         demo = GrantedDemo(node, plan)
         rate = demo.offline_rate()
         return [demo.run(consents=consents, rate=rate) for consents in (False, True)]
 
 
-def gap_problems(runs: list[Figures], plan: Plan) -> list[str]:
+def gap_problems(runs: list[GrantedFigures], plan: GrantedPlan) -> list[str]:
     """A prompt holds up whoever reads, with consent and without. No other gap may be longer than stated, unless this
     machine makes one as long where nothing pauses.
     """
@@ -191,7 +193,7 @@ def gap_problems(runs: list[Figures], plan: Plan) -> list[str]:
     return [f"{runs[-1].longest_plain_ms:.0f} ms between two tokens, without a prompt; {most_ms:.0f} ms are stated"]
 
 
-def show(runs: list[Figures], plan: Plan) -> None:
+def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     table = Table(
@@ -226,7 +228,7 @@ def show(runs: list[Figures], plan: Plan) -> None:
 
 
 def main(argv: list[str]) -> int:
-    usual = Plan()
+    usual = GrantedPlan()
     parser = argparse.ArgumentParser(prog="valve demo granted", description=__doc__)
     parser.add_argument("--requests", type=int, default=usual.requests)
     parser.add_argument("--rate", type=float, default=usual.rate, help="requests a second")
@@ -238,7 +240,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
-    plan = Plan(
+    plan = GrantedPlan(
         requests=options.requests, rate=options.rate, tpot_ms=options.tpot_ms, gap_ms=options.gap_ms,
         seed=options.seed, rung=options.rung,
     )  # fmt: skip

@@ -31,7 +31,7 @@ HASTY = GrantSettings(grants_per_s=18.0, least_worth=-1.0, misses=MissSettings(t
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class OpenRequest:
     """One request, and when its tokens came (CLOCK_MONOTONIC ns)."""
 
     name: str
@@ -65,7 +65,7 @@ class Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class Service:
+class GrantedService:
     """The engine's loop. `inbox` is its only input; whoever puts something there notifies `news`."""
 
     options: argparse.Namespace
@@ -73,9 +73,9 @@ class Service:
     link: Link | None
     grants: Asking | None
     news: threading.Condition = field(default_factory=threading.Condition)
-    inbox: deque[Asked] = field(default_factory=deque)
-    batch: list[Asked] = field(default_factory=list)
-    done: list[Asked] = field(default_factory=list)
+    inbox: deque[OpenRequest] = field(default_factory=deque)
+    batch: list[OpenRequest] = field(default_factory=list)
+    done: list[OpenRequest] = field(default_factory=list)
     is_last: bool = False
     tokens: int = 0
     prompted_ns: int = 0
@@ -89,7 +89,9 @@ class Service:
             due_ns += int(chance.expovariate(options.rate) * 1e9)
             time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
             tokens = max(2, int(chance.expovariate(1 / options.out_tokens)))
-            asked = Asked(name=f"r{number}", prompt=options.in_tokens, tokens=tokens, arrived_ns=time.monotonic_ns())
+            asked = OpenRequest(
+                name=f"r{number}", prompt=options.in_tokens, tokens=tokens, arrived_ns=time.monotonic_ns()
+            )
             with self.news:
                 self.inbox.append(asked)
                 self.hint()
@@ -124,7 +126,7 @@ class Service:
             if self.grants is not None:
                 self.pause(self.grants)
 
-    def step(self, new: list[Asked]) -> None:
+    def step(self, new: list[OpenRequest]) -> None:
         """Prompts alone, or a token for everybody."""
         grants = self.grants if self.grants is not None and self.grants.follows else None
         if grants is not None:
@@ -193,7 +195,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options, link = options_of(argv), process_link()
     grants = Asking(link, settings=HASTY if options.hasty else None) if link is not None else None
-    service = Service(options=options, device=Device(), link=link, grants=grants)
+    service = GrantedService(options=options, device=Device(), link=link, grants=grants)
     service.device.spin(1)
     threading.Thread(target=service.arrive, daemon=True).start()
     service.serve()

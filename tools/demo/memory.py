@@ -57,7 +57,7 @@ tau_max_s = {window_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     seconds: float = 300.0
     window_s: float = 60.0  # the hour of the policy
     per_window: int = 6  # reclaims that are accepted in one
@@ -96,7 +96,7 @@ def _times(chance: random.Random, mean_s: float, until_s: float) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class MemoryFigures:
     """What came out."""
 
     offline: dict[str, Any]
@@ -120,7 +120,7 @@ class Figures:
         return found
 
 
-def perform(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: None) -> Figures:
+def perform(plan: MemoryPlan, folder: Path, say: Callable[[str], None] = lambda text: None) -> MemoryFigures:
     trace, requests = folder / "trace.jsonl", folder / "requests.csv"
     lines = [f"{t:.3f},{tokens},{answer}" for t, tokens, answer in plan.requests()]
     requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
@@ -168,8 +168,8 @@ def _backed(node: EmulatedNode) -> int:
 
 
 def _figures(
-    plan: Plan, trace: Path, offline: dict[str, Any], online: dict[str, Any], capacity: list[float]
-) -> Figures:
+    plan: MemoryPlan, trace: Path, offline: dict[str, Any], online: dict[str, Any], capacity: list[float]
+) -> MemoryFigures:
     events = list(read_lines(trace))
     begin_ns = next(int(event["t_ns"]) for event in events if event["kind"] == "started")
     reclaims = [event for event in events if event["kind"] == "reclaimed"]
@@ -179,7 +179,7 @@ def _figures(
         for name in PHASES:
             if f"{name}_ns" in event["detail"]:
                 phases[name].append(int(event["detail"][f"{name}_ns"]) / 1e6)
-    return Figures(
+    return MemoryFigures(
         offline=offline,
         online=online,
         per_window=[counts[window] for window in range(int(plan.seconds // plan.window_s) + 1)],
@@ -190,7 +190,7 @@ def _figures(
     )
 
 
-def show(figures: Figures, plan: Plan) -> None:
+def show(figures: MemoryFigures, plan: MemoryPlan) -> None:
     console = Console()
     table = Table(title="One reclaim, by phase (ms)", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("phase", "p50", "p99", "max", "n"):
@@ -218,7 +218,7 @@ def show(figures: Figures, plan: Plan) -> None:
 
 
 def main(argv: list[str]) -> int:
-    usual = Plan()
+    usual = MemoryPlan()
     parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of requests")
     parser.add_argument("--seed", type=int, default=usual.seed)
@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
     if options.trace and not isinstance(trace, Trace):
         print(f"valve demo memory: {options.trace} has no columns t_s,in_tok,out_tok", file=sys.stderr)
         return 2
-    plan = Plan(seconds=options.seconds, seed=options.seed, trace=trace if isinstance(trace, Trace) else None)
+    plan = MemoryPlan(seconds=options.seconds, seed=options.seed, trace=trace if isinstance(trace, Trace) else None)
     console = Console(stderr=True, quiet=options.json)
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch, console.status("starting") as line:
         folder = options.keep.resolve() if options.keep else Path(scratch)

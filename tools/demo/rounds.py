@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valve_tools.demo.figures import Run, Served, parse_gates, parse_online, units_between
+from valve_tools.demo.figures import DemoRun, OnlineRun, parse_gates, parse_online, units_between
 from valve_tools.demo.node import EmulatedNode
 
 from valved.state.trace import read_lines
@@ -24,7 +24,7 @@ UNIT_US = 2000  # GPU time of one unit of offline work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RoundsPlan:
     """What a demo is made of. The defaults take about two minutes."""
 
     seconds: float = 10.0  # of arrivals in each run
@@ -52,10 +52,10 @@ class Plan:
         return [str(OFFLINE), "--unit-us", str(UNIT_US)]
 
 
-class Demo:
+class RoundsDemo:
     """One node on one emulated GPU, and the runs on it."""
 
-    def __init__(self, node: EmulatedNode, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(self, node: EmulatedNode, plan: RoundsPlan, say: Callable[[str], None]) -> None:
         self.node = node
         self.plan = plan
         self.say = say
@@ -69,7 +69,7 @@ class Demo:
         summary = last_summary(out)
         return float(summary["units"]) / float(summary["wall_s"])
 
-    def run(self, condition: str) -> Run:
+    def run(self, condition: str) -> DemoRun:
         self.say(f"{condition}: {self.plan.seconds:g} s of requests")
         self._count += 1
         tag = f"{self._count}-{condition}"
@@ -78,9 +78,9 @@ class Demo:
         offline = self._start_offline("", tag) if condition == "ungated" else None
         served = self._run_online("", tag)
         units, ok = self._stop_offline(offline, tag, served) if offline else (0.0, None)
-        return Run(condition=condition, requests=served.requests, wall_s=served.wall_s, units=units, offline_ok=ok)
+        return DemoRun(condition=condition, requests=served.requests, wall_s=served.wall_s, units=units, offline_ok=ok)
 
-    def _under_valve(self, tag: str) -> Run:
+    def _under_valve(self, tag: str) -> DemoRun:
         node, trace = self.node, self.node.folder / f"{tag}.trace"
         node.config = f'trace_file = "{trace}"\n'
         node.start_valved()
@@ -91,7 +91,7 @@ class Demo:
         service = seen[-1]
         units, ok = self._stop_offline(offline, tag, served)
         node.stop_valved()
-        return Run(
+        return DemoRun(
             condition="valve",
             requests=served.requests,
             wall_s=served.wall_s,
@@ -105,7 +105,7 @@ class Demo:
     def _service(self, name: str) -> list[Any]:
         return [each for each in self.node.status().services if each.name == name]
 
-    def _run_online(self, role: str, tag: str, look: Callable[[], None] = lambda: None) -> Served:
+    def _run_online(self, role: str, tag: str, look: Callable[[], None] = lambda: None) -> OnlineRun:
         """The service from start to end; `look` is called now and then, because its books leave with it."""
         out = self.node.folder / f"{tag}.online.out"
         child = self.node.run(role, self.plan.online(), name=f"online-{tag}", out=out)
@@ -123,7 +123,7 @@ class Demo:
         self.node.wait_for(lambda: b"units" in out.read_bytes(), "the offline job works")
         return child
 
-    def _stop_offline(self, child: subprocess.Popen[bytes], tag: str, served: Served) -> tuple[float, bool]:
+    def _stop_offline(self, child: subprocess.Popen[bytes], tag: str, served: OnlineRun) -> tuple[float, bool]:
         """Units done while the online service ran, and whether the checksum says that none was lost or done twice."""
         out = self.node.folder / f"{tag}.offline.out"
         os.kill(child.pid, signal.SIGTERM)

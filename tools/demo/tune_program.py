@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-TILES_FILE = os.environ.get("VALVE_DEMO_TILES")  # a line for each tile and each update (`Told`)
+TILES_FILE = os.environ.get("VALVE_DEMO_TILES")  # a line for each tile and each update (`CardStretch`)
 TILES = open(TILES_FILE, "a", buffering=1) if TILES_FILE else None  # noqa: SIM115
 WORDS = [f"w{number}" for number in range(48)]
 SPECIALS = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<unk>"]
@@ -76,7 +76,7 @@ def emulated_device() -> Any:
     return module.Device()
 
 
-class Told:
+class CardStretch:
     """A stretch on the card: when it began and ended, how long it takes a card, and for how long this thread computed
     between the last one and it.
     """
@@ -91,8 +91,8 @@ class Told:
         now, wall = time.thread_time(), time.monotonic()
         took = max(spin_us / 1e6, now - self._used)
         if TILES is not None:
-            TILES.write(f"{self._began:.6f} {wall:.6f} {took:.6f} {self._used - Told.ended:.6f}\n")
-        Told.ended = time.thread_time()
+            TILES.write(f"{self._began:.6f} {wall:.6f} {took:.6f} {self._used - CardStretch.ended:.6f}\n")
+        CardStretch.ended = time.thread_time()
         return max(0.0, wall - self._began - took)
 
 
@@ -105,7 +105,7 @@ class OnCard:
         self.forward_loss = inner.forward_loss
 
     def run(self, tile: Any, ask: Any) -> None:
-        told = Told()
+        told = CardStretch()
         with self._device.step(least_us=self._spin_us):
             self._inner.run(tile, ask)
         self._control.waited_s += told.end(self._spin_us)
@@ -144,7 +144,7 @@ def train(
 
         def update_on_card(step: int) -> Any:
             """The optimizer's tensors are on the card, so its arithmetic is."""
-            told = Told()
+            told = CardStretch()
             with device.step() if device is not None else contextlib.nullcontext():
                 found = update(step)
             told.end(0)

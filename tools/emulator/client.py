@@ -27,7 +27,7 @@ class EmulatorError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
+class RunlistChannel:
     """One channel of the card, as the runlist sees it."""
 
     gpu: int
@@ -54,7 +54,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class GateCall:
     """One disable (`on` false) or enable call: when it came, when it had all its locks, when execution had
     stopped (0: it did not wait for that), when it returned."""
 
@@ -71,18 +71,18 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class NodeMoment:
     """One consistent moment of the node. `raw` is the server's JSON."""
 
-    channels: tuple[Channel, ...]
-    gates: tuple[Gate, ...]
+    channels: tuple[RunlistChannel, ...]
+    gates: tuple[GateCall, ...]
     raw: dict[str, Any]
 
     @property
-    def disabled(self) -> tuple[Channel, ...]:
+    def disabled(self) -> tuple[RunlistChannel, ...]:
         return tuple(channel for channel in self.channels if channel.disabled)
 
-    def of(self, pid: int) -> tuple[Channel, ...]:
+    def of(self, pid: int) -> tuple[RunlistChannel, ...]:
         return tuple(channel for channel in self.channels if channel.pid == pid)
 
     def used_bytes(self, gpu: int = 0) -> int:
@@ -93,8 +93,8 @@ class State:
         return {int(number, 16): count for number, count in self.raw["unknown"][kind].items()}
 
 
-def _channel(row: dict[str, Any]) -> Channel:
-    return Channel(
+def _channel(row: dict[str, Any]) -> RunlistChannel:
+    return RunlistChannel(
         gpu=row["gpu"],
         h_client=row["hClient"],
         h_channel=row["hChannel"],
@@ -179,7 +179,7 @@ class Emulator:
         """Everybody who stands at a `hold` fault goes on."""
         self._ask("release")
 
-    def wait_held(self, count: int = 1) -> State:
+    def wait_held(self, count: int = 1) -> NodeMoment:
         """Wait until so many calls stand at a `hold` fault."""
         return self.wait(lambda state: state.raw["held"] >= count, f"{count} held calls")
 
@@ -194,15 +194,15 @@ class Emulator:
     def quit(self) -> None:
         self._ask("quit")
 
-    def state(self) -> State:
+    def state(self) -> NodeMoment:
         raw = self._ask("state")
-        return State(
+        return NodeMoment(
             channels=tuple(_channel(row) for row in raw["channels"]),
-            gates=tuple(Gate(**row) for row in raw["gates"]),
+            gates=tuple(GateCall(**row) for row in raw["gates"]),
             raw=raw,
         )
 
-    def wait(self, condition: Callable[[State], bool], what: str, deadline_s: float = 200.0) -> State:
+    def wait(self, condition: Callable[[NodeMoment], bool], what: str, deadline_s: float = 200.0) -> NodeMoment:
         """The first snapshot for which `condition` holds. The deadline only ends a hung test."""
         end = time.monotonic() + deadline_s
         while True:

@@ -35,7 +35,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class ThreadCall:
     """One call of a thread, as CLOCK_MONOTONIC saw it."""
 
     begin_ns: int
@@ -76,7 +76,7 @@ class ProcessPage:
         """By kind of call: `create`, `map`, `access`, `unmap`, ... and `... ioctl` for what was asked without CUDA."""
         return dict(self._spent())
 
-    def intervals(self, since_ns: int = 0) -> list[Interval]:
+    def intervals(self, since_ns: int = 0) -> list[ThreadCall]:
         """The calls that ended after some moment, in the order in which they ended. Only the last 16,384 are kept: when
         some of those asked for are gone, that is an error."""
         kinds = [name for name, _ in self._spent()]
@@ -87,7 +87,7 @@ class ProcessPage:
             for i in range(first, count)
         )
         calls = [
-            Interval(begin_ns=begin, end_ns=end, kind=kinds[kind], thread=thread)
+            ThreadCall(begin_ns=begin, end_ns=end, kind=kinds[kind], thread=thread)
             for begin, end, kind, thread in rows
             if end
         ]
@@ -114,7 +114,7 @@ def inside_ns(
     pages: Sequence[ProcessPage],
     begin_ns: int,
     end_ns: int,
-    counts: Callable[[Interval], bool] = lambda call: True,
+    counts: Callable[[ThreadCall], bool] = lambda call: True,
 ) -> int:
     """How much of a stretch at least one of the processes stood in a driver call that counts. Leave out what only waits
     elsewhere, e.g. an engine's thread that is blocked for its gated work: `lambda call: call.kind != "wait"`, or by

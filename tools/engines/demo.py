@@ -25,7 +25,7 @@ from rich.console import Console
 from valve.v1 import node_pb2
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
-from valve_tools.engines.figures import METRICS, Bench, Look, Outcome, Verdict, report, share, show
+from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
 from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides
 
 from valved.model.ids import Remap
@@ -38,7 +38,7 @@ ONLINE += ["--burstiness", "0.4", "--ignore-eos", "--percentile-metrics", "ttft,
 
 
 @dataclass(slots=True, kw_only=True)
-class Demo:
+class EngineDemo:
     """Alone and beside the batch in turn: Valve in every round, ungated twice in the first."""
 
     sides: Sides
@@ -47,7 +47,7 @@ class Demo:
     prompts: int
     rate: float
     say: Callable[[str], None]
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: EngineOutcome = field(default_factory=EngineOutcome)
     client: Client | None = None
 
     @property
@@ -83,7 +83,7 @@ class Demo:
                 return server
             end(server)
 
-    def bench(self, condition: str, batch: subprocess.Popen[bytes] | None = None) -> Bench:
+    def bench(self, condition: str, batch: subprocess.Popen[bytes] | None = None) -> ClientRun:
         self.say(f"[bold]{condition}[/]: {self.prompts} requests at {self.rate}/s")
         out = self.sides.folder / f"bench-{len(self.outcome.benches)}.json"
         flags = ["--backend", "vllm", "--base-url", f"http://127.0.0.1:{self.sides.port}", "--model", "tiny"]
@@ -94,7 +94,7 @@ class Demo:
         self.client.begin(flags)
         looks = self.watch(self.client.is_over)
         answer = json.loads(out.read_text())
-        bench = Bench(
+        bench = ClientRun(
             condition=condition,
             latency={name: float(answer[name]) for name in METRICS},
             completed=int(answer["completed"]),
@@ -106,7 +106,7 @@ class Demo:
         self.outcome.benches.append(bench)
         return bench
 
-    def watch(self, is_over: Callable[[], bool]) -> list[Look]:
+    def watch(self, is_over: Callable[[], bool]) -> list[StatusSample]:
         """What valved says of both sides, some times a second: the client starts for longer than it sends."""
         looks = []
         while not is_over():
@@ -114,7 +114,7 @@ class Demo:
             server, batch = seen["server"], next((seen[name] for name in seen if name.startswith("batch")), None)
             tokens, ran_ns = (batch.useful_tokens, batch.harvest_ns) if batch else (0, 0)
             looks.append(
-                Look(at_s=time.monotonic(), is_open=server.open_requests > 0, tokens=tokens, ran_s=ran_ns / 1e9)
+                StatusSample(at_s=time.monotonic(), is_open=server.open_requests > 0, tokens=tokens, ran_s=ran_ns / 1e9)
             )
             time.sleep(LOOK_S)
         return looks
@@ -190,14 +190,14 @@ def main() -> int:
             favour(node.start_valved())
             sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=chosen.step_us)
             counts = {"rounds": chosen.rounds, "requests": chosen.requests, "prompts": chosen.prompts}
-            demo = Demo(sides=sides, rate=chosen.rate, say=console.print, **counts)
+            demo = EngineDemo(sides=sides, rate=chosen.rate, say=console.print, **counts)
             demo.perform()
     console.export_text()  # the story so far stays out of the report
     verdict = show(console, demo.outcome)
     if chosen.report:
         arguments = " ".join(f"--{name} {value}" for name, value in {**counts, "remap": chosen.remap}.items())
         chosen.report.write_text(report(f"{arguments} --rate {chosen.rate} --report FILE", console.export_text()))
-    return {Verdict.KEPT: 0, Verdict.BROKEN: 1, Verdict.VOID: EXIT_VOID}[verdict]
+    return {RuleResult.KEPT: 0, RuleResult.BROKEN: 1, RuleResult.VOID: EXIT_VOID}[verdict]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ FEWEST_ROUNDS = 5
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class BatchRun:
     """One run of a batch file."""
 
     seconds: float
@@ -27,7 +27,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class StatusSample:
     """What valved said at one moment."""
 
     at_s: float
@@ -47,7 +47,7 @@ class Share:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
+class ClientRun:
     """One run of vLLM's benchmark client."""
 
     condition: str
@@ -61,19 +61,19 @@ class Bench:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class EngineOutcome:
     """The whole demo."""
 
-    benches: list[Bench] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)  # under Valve: one part each
-    undisturbed: Batch = field(default_factory=lambda: Batch(seconds=0.0, tokens={}))
+    benches: list[ClientRun] = field(default_factory=list)
+    batches: list[BatchRun] = field(default_factory=list)  # under Valve: one part each
+    undisturbed: BatchRun = field(default_factory=lambda: BatchRun(seconds=0.0, tokens={}))
     lost_tokens: int = 0
 
     def of(self, condition: str, metric: str) -> list[float]:
         return [bench.latency[metric] for bench in self.benches if bench.condition == condition]
 
 
-def share(looks: list[Look]) -> Share:
+def share(looks: list[StatusSample]) -> Share:
     """From the first request that was seen to the last."""
     opened = [place for place, look in enumerate(looks) if look.is_open]
     if not opened:
@@ -89,7 +89,7 @@ def share(looks: list[Look]) -> Share:
     )
 
 
-class Verdict(enum.Enum):
+class RuleResult(enum.Enum):
     KEPT = "ok"
     BROKEN = "NO"
     VOID = "VOID"
@@ -109,35 +109,35 @@ class Comparison:
         return 100 * (self.other / self.alone - 1)
 
 
-def compare(outcome: Outcome, condition: str, metric: str) -> Comparison:
+def compare(outcome: EngineOutcome, condition: str, metric: str) -> Comparison:
     alone, other = outcome.of("alone", metric), outcome.of(condition, metric)
     middle = median(alone)
     return Comparison(alone=middle, other=median(other), spread=100 * (max(alone) - min(alone)) / middle)
 
 
-def too_noisy(outcome: Outcome) -> list[str]:
+def too_noisy(outcome: EngineOutcome) -> list[str]:
     """Metrics by which runs alone differ more than Valve may add: five of them span the median's interval (94 %)."""
     return [name for name in METRICS if compare(outcome, "Valve", name).spread > BOUNDS[name]]
 
 
-def latency(outcome: Outcome) -> Verdict:
+def latency(outcome: EngineOutcome) -> RuleResult:
     """Within the bound, and worse without Valve; void where there are too few rounds or runs alone differ by more."""
     if len(outcome.of("alone", METRICS[0])) < FEWEST_ROUNDS or too_noisy(outcome):
-        return Verdict.VOID
+        return RuleResult.VOID
     found = {metric: compare(outcome, "Valve", metric) for metric in METRICS}
     ungated = compare(outcome, "ungated", "mean_tpot_ms")
     holds = all(one.added <= BOUNDS[name] for name, one in found.items()) and ungated.added > BOUNDS["mean_tpot_ms"]
-    return Verdict.KEPT if holds else Verdict.BROKEN
+    return RuleResult.KEPT if holds else RuleResult.BROKEN
 
 
-def progress(outcome: Outcome) -> float:
+def progress(outcome: EngineOutcome) -> float:
     """What the batches made of the time in which no online request was open, of what that time was worth."""
     beside = [bench for bench in outcome.benches if bench.condition == "Valve"]
     could = sum(bench.idle_rate * bench.share.idle_s for bench in beside)
     return sum(bench.share.tokens for bench in beside) / max(could, 1e-9)
 
 
-def show(console: Console, outcome: Outcome) -> Verdict:
+def show(console: Console, outcome: EngineOutcome) -> RuleResult:
     console.print(runs(outcome))
     console.print(comparisons(outcome))
     beside = [bench for bench in outcome.benches if bench.condition == "Valve"]
@@ -160,14 +160,14 @@ def show(console: Console, outcome: Outcome) -> Verdict:
         f"batch: {same} of {total} answers identical to the undisturbed run": total == same > 0,
         f"a batch worked during the whole of each benchmark beside it: {outlived}": outlived,
     }
-    why = f" (runs alone differ by more than the bound: {noisy})" if judged is Verdict.VOID else ""
+    why = f" (runs alone differ by more than the bound: {noisy})" if judged is RuleResult.VOID else ""
     console.print(f"{judged.value:4} latency with Valve within the bound, without it beyond{why}")
     for words, holds in verdicts.items():
         console.print(f"{'ok' if holds else 'NO':4} {words}")
-    return judged if all(verdicts.values()) else Verdict.BROKEN
+    return judged if all(verdicts.values()) else RuleResult.BROKEN
 
 
-def runs(outcome: Outcome) -> Table:
+def runs(outcome: EngineOutcome) -> Table:
     table = Table(title="each run of vLLM's benchmark client, in order")
     for column in ("condition", *METRICS, "stops", "reclaims"):
         table.add_column(column, justify="right" if column != "condition" else "left")
@@ -177,7 +177,7 @@ def runs(outcome: Outcome) -> Table:
     return table
 
 
-def comparisons(outcome: Outcome) -> Table:
+def comparisons(outcome: EngineOutcome) -> Table:
     table = Table(title="medians over the runs of a condition, against alone")
     for column in ("metric", "alone", "Valve", "added", "bound", "alone against alone", "ungated", "added"):
         table.add_column(column, justify="right" if column != "metric" else "left")

@@ -29,7 +29,7 @@ from valve_tools.bench.row import percentile
 from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH, launch
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.demo import EXIT_VOID, end, favour
-from valve_tools.engines.figures import Verdict
+from valve_tools.engines.figures import RuleResult
 from valve_tools.engines.sides import CONFIG, STEP_US, Sides
 
 from valved.model.rungs import Rung
@@ -44,7 +44,7 @@ UNSEEN = MissSettings().trial + 12  # requests that only teach the hook that the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class VllmGrantPlan:
     rounds: int = 2
     requests: int = 110
     rate: float = 8.0
@@ -55,18 +55,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class StreamedAnswer:
     prompt: int
     text: str
     tpot_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class VllmRound:
     """One condition of one round, of the requests after the first."""
 
     consents: bool
-    answers: list[Answer]
+    answers: list[StreamedAnswer]
     grants: int
     broken: int
     granted_s: float
@@ -74,13 +74,13 @@ class Served:
     outlived: bool
     """The batch had work all the while."""
 
-    def over(self, plan: Plan) -> int:
+    def over(self, plan: VllmGrantPlan) -> int:
         return sum(answer.tpot_ms > plan.tpot_ms for answer in self.answers)
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
-    pairs: list[tuple[Served, Served]] = field(default_factory=list)
+class VllmGrantOutcome:
+    pairs: list[tuple[VllmRound, VllmRound]] = field(default_factory=list)
     """Without consent and with it."""
     batches: list[dict[str, list[str]]] = field(default_factory=list)
     undisturbed: dict[str, list[str]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Outcome:
                 found.append(f"batch {number}: {other} answers are not those of an undisturbed one")
         return found
 
-    def doubts(self, plan: Plan) -> list[str]:
+    def doubts(self, plan: VllmGrantPlan) -> list[str]:
         """Why this machine says nothing about the rest."""
         found = []
         for number, (without, with_it) in enumerate(self.pairs, 1):
@@ -114,7 +114,7 @@ class Outcome:
                 found.append(f"round {number}: the batch was over before the requests")
         return found
 
-    def misses(self, plan: Plan) -> list[str]:
+    def misses(self, plan: VllmGrantPlan) -> list[str]:
         found = []
         for number, (without, with_it) in enumerate(self.pairs, 1):
             if not with_it.grants:
@@ -125,20 +125,20 @@ class Outcome:
                 found.append(f"round {number}: the batch was no faster with consent")
         return found
 
-    def verdict(self, plan: Plan) -> Verdict:
+    def verdict(self, plan: VllmGrantPlan) -> RuleResult:
         if self.wrongs():
-            return Verdict.BROKEN
+            return RuleResult.BROKEN
         if self.doubts(plan):
-            return Verdict.VOID
-        return Verdict.BROKEN if self.misses(plan) else Verdict.KEPT
+            return RuleResult.VOID
+        return RuleResult.BROKEN if self.misses(plan) else RuleResult.KEPT
 
 
 @dataclass(slots=True, kw_only=True)
-class Demo:
+class VllmGrantDemo:
     sides: Sides
-    plan: Plan
+    plan: VllmGrantPlan
     say: Callable[[str], None]
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: VllmGrantOutcome = field(default_factory=VllmGrantOutcome)
 
     def perform(self) -> None:
         self.say(f"{self.plan.rounds} rounds of two servers each, about two minutes a server")
@@ -152,7 +152,7 @@ class Demo:
         alone = self.sides.start_batch("", "undisturbed", requests)
         self.outcome.undisturbed = self.sides.finish(alone, "undisturbed").tokens
 
-    def serve(self, requests: Path, *, consents: bool) -> Served:
+    def serve(self, requests: Path, *, consents: bool) -> VllmRound:
         """The batch starts when the hook has seen the service keep its target: an idle card ends it in no time."""
         sides, plan, name = self.sides, self.plan, f"batch-{len(self.outcome.batches)}"
         self.say(f"a server whose owner {'consents' if consents else 'does not consent'}")
@@ -161,7 +161,7 @@ class Demo:
         server = sides.node.run("", argv, name="server", env=sides.environment())
         try:
             sides.wait_for_server(server)
-            clients = Clients(port=sides.port, plan=plan)
+            clients = OpenClients(port=sides.port, plan=plan)
             clients.send(UNSEEN)
             self.say("a batch under Valve")
             batch = sides.start_batch("offline", name, requests)
@@ -175,11 +175,11 @@ class Demo:
         finally:
             end(server)
 
-    def judged(self, clients: Clients, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> Served:
+    def judged(self, clients: OpenClients, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> VllmRound:
         begun_s, before = time.monotonic(), self.tokens(name)
         answers = clients.send(self.plan.requests)
         passed_s, granted = time.monotonic() - begun_s, self.sides.services()["server"].granted
-        return Served(
+        return VllmRound(
             consents=consents,
             answers=answers,
             grants=granted.grants,
@@ -195,16 +195,16 @@ class Demo:
         return int(batch.useful_tokens) if batch is not None else 0
 
 
-class Clients:
+class OpenClients:
     """They come when they will, the same for each server."""
 
-    def __init__(self, *, port: int, plan: Plan) -> None:
+    def __init__(self, *, port: int, plan: VllmGrantPlan) -> None:
         self._port, self._plan = port, plan
         self._chance = random.Random(5)
         self._prompts = [[self._chance.randrange(10, 900) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
-    def send(self, count: int) -> list[Answer]:
-        answers: list[Answer] = []
+    def send(self, count: int) -> list[StreamedAnswer]:
+        answers: list[StreamedAnswer] = []
         threads = []
         for number in range(count):
             time.sleep(self._chance.expovariate(self._plan.rate))
@@ -216,7 +216,7 @@ class Clients:
             raise RuntimeError(f"{count - len(answers)} of {count} requests failed; see server.log")
         return answers
 
-    def _ask(self, prompt: int, answers: list[Answer]) -> None:
+    def _ask(self, prompt: int, answers: list[StreamedAnswer]) -> None:
         body = {
             "model": "tiny", "prompt": self._prompts[prompt], "max_tokens": self._plan.tokens, "temperature": 0.0,
             "ignore_eos": True, "stream": True,
@@ -233,10 +233,10 @@ class Clients:
                     came_s.append(time.monotonic())
                     text += json.loads(line[6:])["choices"][0]["text"]
         tpot_ms = 1e3 * (came_s[-1] - came_s[0]) / max(1, self._plan.tokens - 1)
-        answers.append(Answer(prompt=prompt, text=text, tpot_ms=tpot_ms))
+        answers.append(StreamedAnswer(prompt=prompt, text=text, tpot_ms=tpot_ms))
 
 
-def show(console: Console, outcome: Outcome, plan: Plan) -> Verdict:
+def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> RuleResult:
     table = Table(title=f"A vLLM that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("round", "owner", "TPOT mean", "p99", "over target", "grants", "broken", "granted", "batch"):
         table.add_column(name, justify="left" if name == "owner" else "right")
@@ -266,7 +266,7 @@ def show(console: Console, outcome: Outcome, plan: Plan) -> Verdict:
 
 
 def main() -> int:
-    usual = Plan()
+    usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
     parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
     parser.add_argument("--rounds", type=int, default=usual.rounds, help="of a server without consent and one with it")
@@ -280,7 +280,7 @@ def main() -> int:
     if not python.exists():
         print(f"{chosen.engines}: no engines here; make test-engines installs them", file=sys.stderr)
         return 2
-    plan = Plan(rounds=chosen.rounds, requests=chosen.requests, batch=chosen.batch)
+    plan = VllmGrantPlan(rounds=chosen.rounds, requests=chosen.requests, batch=chosen.batch)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     config = CONFIG.format(pool_mib=POOL_MIB, remap="helper")
@@ -291,10 +291,10 @@ def main() -> int:
         with EmulatedNode(folder, config=config) as node:
             favour(node.start_valved())
             sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=STEP_US)
-            demo = Demo(sides=sides, plan=plan, say=console.print)
+            demo = VllmGrantDemo(sides=sides, plan=plan, say=console.print)
             demo.perform()
     verdict = show(console, demo.outcome, plan)
-    return {Verdict.KEPT: 0, Verdict.BROKEN: 1, Verdict.VOID: EXIT_VOID}[verdict]
+    return {RuleResult.KEPT: 0, RuleResult.BROKEN: 1, RuleResult.VOID: EXIT_VOID}[verdict]
 
 
 if __name__ == "__main__":

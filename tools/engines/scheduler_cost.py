@@ -15,20 +15,20 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
-from scheduler_rig import Engine, make_scheduler
+from scheduler_rig import RiggedScheduler, make_scheduler
 
 REQUESTS, BLOCKS_EACH, COLUMN = 1024, 100, 64
 STEPS, EVENTS, LOST = 160, 12, 1000
 
 
-def engines(model: str, *, is_aligned: bool) -> list[Engine]:
+def engines(model: str, *, is_aligned: bool) -> list[RiggedScheduler]:
     """Both with all their requests decoding."""
     found = []
     for column in (COLUMN, 0):
         scheduler = make_scheduler(
             model, blocks=REQUESTS * (BLOCKS_EACH + 30), seqs=REQUESTS, budget=1 << 17, length=4096
         )
-        engine, chance = Engine(scheduler, column=column, depth=2), random.Random(3)
+        engine, chance = RiggedScheduler(scheduler, column=column, depth=2), random.Random(3)
         for number in range(REQUESTS):
             length = 16 * BLOCKS_EACH - (0 if is_aligned else number % 16)
             engine.add(f"request-{number}", [chance.randrange(1000) for _ in range(length)], 400)
@@ -38,15 +38,17 @@ def engines(model: str, *, is_aligned: bool) -> list[Engine]:
     return found
 
 
-def nothing(engine: Engine, number: int) -> None: ...
+def nothing(engine: RiggedScheduler, number: int) -> None: ...
 
 
-def one_goes_one_comes(engine: Engine, number: int) -> None:
+def one_goes_one_comes(engine: RiggedScheduler, number: int) -> None:
     engine.abort(f"request-{number}")
     engine.add(f"another-{number}", [(number + at) % 1000 for at in range(40)], 400)
 
 
-def steps(hooked: Engine, stock: Engine, between: Callable[[Engine, int], None] = nothing) -> dict[str, list[float]]:
+def steps(
+    hooked: RiggedScheduler, stock: RiggedScheduler, between: Callable[[RiggedScheduler, int], None] = nothing
+) -> dict[str, list[float]]:
     own, pairs, beside = [], [], []
     for number in range(STEPS):
         for engine in (hooked, stock) if number % 2 else (stock, hooked):
@@ -60,7 +62,7 @@ def steps(hooked: Engine, stock: Engine, between: Callable[[Engine, int], None] 
     return {"own_us": own, "added_us": pairs, "beside_us": beside, "stock_us": [stock.step_ns / 1e3]}
 
 
-def events(engine: Engine) -> list[float]:
+def events(engine: RiggedScheduler) -> list[float]:
     """Milliseconds of the look that acts on them: whole columns, which a few requests hold."""
     took, desk = [], engine.desk
     assert desk is not None

@@ -128,7 +128,7 @@ def make_scheduler(model: str, *, blocks: int, seqs: int, budget: int, length: i
     )
 
 
-class Engine:
+class RiggedScheduler:
     """A scheduler and what stands for its workers: every request goes on with made-up tokens."""
 
     def __init__(self, scheduler: Any, *, column: int, depth: int = 1) -> None:

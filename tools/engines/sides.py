@@ -13,7 +13,7 @@ from typing import Any
 
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
-from valve_tools.engines.figures import Batch
+from valve_tools.engines.figures import BatchRun
 from valve_tools.engines.mount import mount
 
 CONFIG = """
@@ -146,7 +146,7 @@ class Sides:
             PATIENCE_S,
         )
 
-    def finish(self, batch: subprocess.Popen[bytes], name: str, began: float = 0.0) -> Batch:
+    def finish(self, batch: subprocess.Popen[bytes], name: str, began: float = 0.0) -> BatchRun:
         code = batch.wait(PATIENCE_S)
         assert code == 0, f"{name} ended with {code}; see {name}.log"
         lines = [json.loads(line) for line in (self.folder / f"{name}.jsonl").read_text().splitlines()]
@@ -154,7 +154,7 @@ class Sides:
         for line in lines:
             answer = line["response"]["body"]["choices"][0]["message"]["content"]
             tokens.setdefault(line["custom_id"], []).append(answer)
-        return Batch(seconds=time.monotonic() - began, tokens=tokens)
+        return BatchRun(seconds=time.monotonic() - began, tokens=tokens)
 
     def services(self) -> dict[str, Any]:
         return {service.name: service for service in self.node.status().services}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from valve_tools.gpu.errors import LabError
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Experiment, ExperimentBatch
 from valve_tools.gpu.steps import bracket, calls, contact, edges, memory, pause, product, rivals
 
-BATCHES: tuple[Batch, ...] = (
+BATCHES: tuple[ExperimentBatch, ...] = (
     contact.BATCH,
     pause.BATCH,
     memory.BATCH,
@@ -22,12 +22,12 @@ BATCHES: tuple[Batch, ...] = (
 BATCH_LIMIT_S = 540  # a call to a lent machine may end after ten minutes; building and starting take some of it
 
 
-def experiments() -> dict[str, tuple[Batch, Experiment]]:
+def experiments() -> dict[str, tuple[ExperimentBatch, Experiment]]:
     """By name, in order."""
     return {each.name: (batch, each) for batch in BATCHES for each in batch.experiments}
 
 
-def chosen(only: Iterable[str], batches: Iterable[str]) -> list[tuple[Batch, Experiment]]:
+def chosen(only: Iterable[str], batches: Iterable[str]) -> list[tuple[ExperimentBatch, Experiment]]:
     """What to run. Named experiments run whatever they are; without names, all but those that must be named."""
     known, wanted, names = experiments(), list(only), list(batches)
     unknown = [name for name in wanted if name not in known]

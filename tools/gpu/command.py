@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from valve_tools.gpu import catalog, replay, report
-from valve_tools.gpu.errors import LabError, Stop
+from valve_tools.gpu.errors import LabError, StopRule
 from valve_tools.gpu.machine import EmulatedMachine, Machine, RealMachine
-from valve_tools.gpu.outcome import Verdict
-from valve_tools.gpu.session import Session, scratch
+from valve_tools.gpu.outcome import LabVerdict
+from valve_tools.gpu.session import LabSession, scratch
 from valve_tools.gpu.table import show
 
 OK, FAILED, USAGE, STOPPED = 0, 1, 2, 3
@@ -52,16 +52,16 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch())
         machine: Machine = stack.enter_context(EmulatedMachine(folder)) if options.dry_run else RealMachine()
-        session = Session(machine, out, lambda text: print(text, flush=True), budget_s=options.budget)
+        session = LabSession(machine, out, lambda text: print(text, flush=True), budget_s=options.budget)
         if options.resume:
             settled = session.settled(wanted)
             wanted = [pair for pair in wanted if pair[1].name not in settled]
         rows = session.run(wanted, folder)
     show(rows, {each.name: each.question for _, each in wanted})
     print(f"\nWritten to {out}." + (" A dry run: valve gpu-lab report ignores it." if options.dry_run else ""))
-    if any(row.verdict is Verdict.STOPPED for row in rows):
+    if any(row.verdict is LabVerdict.STOPPED for row in rows):
         return STOPPED
-    return FAILED if any(row.verdict is Verdict.BAD for row in rows) else OK
+    return FAILED if any(row.verdict is LabVerdict.BAD for row in rows) else OK
 
 
 def write_report(argv: list[str]) -> int:
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     except LabError as error:
         print(f"valve gpu-lab: {error}", file=sys.stderr)
         return FAILED
-    except Stop as stop:  # before the first experiment or after the last
+    except StopRule as stop:  # before the first experiment or after the last
         print(f"valve gpu-lab: stopped: {stop}", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:

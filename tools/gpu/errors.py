@@ -7,9 +7,9 @@ class LabError(Exception):
     """Something is missing; the message says what and how to get it."""
 
 
-class Stop(Exception):
+class StopRule(Exception):
     """A stop rule: enable everything, write what is known, leave."""
 
 
-class Refused(Exception):
+class LabRefused(Exception):
     """A program of the lab answered with an error of its own."""

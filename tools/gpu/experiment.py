@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from valve_tools.gpu.outcome import Outcome
+from valve_tools.gpu.outcome import LabOutcome
 from valve_tools.gpu.rig import Rig
 
 
@@ -18,17 +18,17 @@ class Experiment:
     question: str
     decides: str
     seconds: int
-    run: Callable[[Rig], Outcome]
+    run: Callable[[Rig], LabOutcome]
     silicon: str = ""  # why the emulated GPU cannot answer; "" where it can
     opt_in: bool = False  # only when named: it does what the others never do
 
 
 def experiment(
     name: str, *, seconds: int, decides: str, silicon: str = "", opt_in: bool = False
-) -> Callable[[Callable[[Rig], Outcome]], Experiment]:
+) -> Callable[[Callable[[Rig], LabOutcome]], Experiment]:
     """Makes an experiment of a function. The first paragraph of its docstring is the question."""
 
-    def of(run: Callable[[Rig], Outcome]) -> Experiment:
+    def of(run: Callable[[Rig], LabOutcome]) -> Experiment:
         question = " ".join((inspect.getdoc(run) or "").partition("\n\n")[0].split())
         return Experiment(
             name=name, question=question, decides=decides, seconds=seconds, run=run, silicon=silicon, opt_in=opt_in
@@ -38,7 +38,7 @@ def experiment(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class ExperimentBatch:
     """Experiments for one call of at most ten minutes, in order of value and safety."""
 
     name: str

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Verdict(enum.Enum):
+class LabVerdict(enum.Enum):
     OK = "OK"
     REFUSED = "REFUSED"  # the driver said no: the status is in the detail
     SILENT = "SILENT"  # the driver said yes, and the work went on
@@ -27,7 +27,7 @@ class Verdict(enum.Enum):
     @property
     def is_answer(self) -> bool:
         """Whether the question is settled, so that --resume does not ask it again."""
-        return self not in {Verdict.BAD, Verdict.SKIPPED, Verdict.SILICON, Verdict.STOPPED}
+        return self not in {LabVerdict.BAD, LabVerdict.SKIPPED, LabVerdict.SILICON, LabVerdict.STOPPED}
 
 
 def rank(ordered: Sequence[float], q: float) -> float:
@@ -60,22 +60,22 @@ def figures(source: Mapping[str, Any], *names: str, prefix: str = "") -> dict[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LabOutcome:
     """An experiment's answer. `answers` are small facts that later decisions read."""
 
-    verdict: Verdict
+    verdict: LabVerdict
     detail: str
     figures: Mapping[str, Figure] = field(default_factory=dict)
     answers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LabRow:
     """One line of a batch file: an outcome, and where and when it was found."""
 
     experiment: str
     batch: str
-    verdict: Verdict
+    verdict: LabVerdict
     detail: str
     dry_run: bool
     date: str
@@ -91,7 +91,7 @@ class Row:
         return json.dumps({**record, "verdict": self.verdict.value})
 
 
-def read_rows(paths: Iterable[Path]) -> list[Row]:
+def read_rows(paths: Iterable[Path]) -> list[LabRow]:
     """Every row of the files, in order. A torn last line (the lab was killed while writing) is no row."""
     rows = []
     for path in paths:
@@ -100,10 +100,10 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            rows.append(Row(**{**record, "verdict": Verdict(record["verdict"])}))
+            rows.append(LabRow(**{**record, "verdict": LabVerdict(record["verdict"])}))
     return rows
 
 
-def latest(rows: Iterable[Row]) -> dict[str, Row]:
+def latest(rows: Iterable[LabRow]) -> dict[str, LabRow]:
     """The newest row of each experiment."""
     return {row.experiment: row for row in rows}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from valve_tools.gpu.errors import Refused, Stop
+from valve_tools.gpu.errors import LabRefused, StopRule
 
 CALL_LIMIT_S = 10.0  # the stop rule for one driver call
 CYCLE = ("off_us", "on_us", "last_beat_us", "last_seen_us", "resume_us")
@@ -41,15 +41,15 @@ class Probe:
         line = self._line(patience_s + CALL_LIMIT_S + 5)
         if line is None:
             self._on_trouble()
-            raise Stop(f"the probe does not return from: {command[:60]}")
+            raise StopRule(f"the probe does not return from: {command[:60]}")
         answer: dict[str, Any] = json.loads(line)
         if answer.get("slow"):
             self._on_trouble()
-            raise Stop(f"a driver call took over {CALL_LIMIT_S:.0f} s: {command[:60]}")
+            raise StopRule(f"a driver call took over {CALL_LIMIT_S:.0f} s: {command[:60]}")
         if answer.get("note") in {"stuck", "resumed only after the guard"}:
-            raise Stop(f"the workload did not resume by itself: {answer['note']}")
+            raise StopRule(f"the workload did not resume by itself: {answer['note']}")
         if "error" in answer:
-            raise Refused(f"{command.split(maxsplit=1)[0]}: {answer['error']}")
+            raise LabRefused(f"{command.split(maxsplit=1)[0]}: {answer['error']}")
         return answer
 
     def _line(self, patience_s: float) -> bytes | None:
@@ -60,7 +60,7 @@ class Probe:
                 return None
             more = os.read(fd, 1 << 16)
             if not more:
-                raise Refused(f"the probe ended with code {self._process.wait()}")
+                raise LabRefused(f"the probe ended with code {self._process.wait()}")
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         return line
@@ -82,7 +82,7 @@ class Probe:
         """Any driver control but the disable call: (status, parameters afterwards)."""
         answer = self.do(f"control {whose} {target} {command:x} {params.hex()}")
         if answer["errno"]:
-            raise Refused(f"control {command:#x}: {os.strerror(answer['errno'])}")
+            raise LabRefused(f"control {command:#x}: {os.strerror(answer['errno'])}")
         return int(answer["status"]), bytes.fromhex(answer["params"])
 
     def __enter__(self) -> Probe:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from valve_tools.gpu.catalog import BATCHES
 from valve_tools.gpu.chart import curves
-from valve_tools.gpu.experiment import Batch, Experiment
-from valve_tools.gpu.outcome import Row, latest, read_rows
+from valve_tools.gpu.experiment import Experiment, ExperimentBatch
+from valve_tools.gpu.outcome import LabRow, latest, read_rows
 
 NOT_YET = "not yet run"
 CHART_SAMPLES = 20
@@ -22,7 +22,7 @@ how to run the experiments: [hardware.md](../hardware.md).
 """
 
 
-def measured(folders: Iterable[Path]) -> list[Row]:
+def measured(folders: Iterable[Path]) -> list[LabRow]:
     """Rows found on a card, oldest first. Anything marked as a dry run is left out, whatever its file is called."""
     paths = sorted(path for folder in folders for path in folder.rglob("*.jsonl") if path.stem in _batch_names())
     rows = [row for row in read_rows(paths) if not row.dry_run]
@@ -37,7 +37,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _line(experiment: Experiment, row: Row | None) -> str:
+def _line(experiment: Experiment, row: LabRow | None) -> str:
     if row is None:
         cells = [experiment.name, experiment.question, NOT_YET, "", "", "", ""]
     else:
@@ -54,7 +54,7 @@ def _line(experiment: Experiment, row: Row | None) -> str:
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 
-def _figures(batch: Batch, rows: dict[str, Row]) -> list[str]:
+def _figures(batch: ExperimentBatch, rows: dict[str, LabRow]) -> list[str]:
     """Distributions of what was measured, below the answers."""
     lines = []
     for experiment in batch.experiments:
@@ -69,11 +69,11 @@ def _figures(batch: Batch, rows: dict[str, Row]) -> list[str]:
     return ["", *FIGURES, *lines, *(["", *charts] if charts else [])]
 
 
-def _names(batch: Batch) -> set[str]:
+def _names(batch: ExperimentBatch) -> set[str]:
     return {experiment.name for experiment in batch.experiments}
 
 
-def charts_of(rows: dict[str, Row]) -> dict[str, str]:
+def charts_of(rows: dict[str, LabRow]) -> dict[str, str]:
     """A chart, as SVG, of each experiment that measured distributions worth one."""
     made = {}
     for name, row in rows.items():
@@ -85,7 +85,7 @@ def charts_of(rows: dict[str, Row]) -> dict[str, str]:
     return made
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[LabRow]) -> str:
     """The whole page."""
     newest = latest(rows)
     text = [HEAD]

@@ -21,7 +21,7 @@ from typing import Any
 
 from valve_tools.gpu.beat import Beat
 from valve_tools.gpu.build import Programs
-from valve_tools.gpu.errors import LabError, Refused, Stop
+from valve_tools.gpu.errors import LabError, LabRefused, StopRule
 from valve_tools.gpu.machine import Machine
 from valve_tools.gpu.probe import Probe
 from valve_tools.gpu.spins import Spins
@@ -175,7 +175,7 @@ class Rig:
         end = time.monotonic() + patience_s
         while not look():
             if time.monotonic() > end:
-                raise Stop(f"never happened: {what}")
+                raise StopRule(f"never happened: {what}")
             time.sleep(LOOK_S)
 
     # stop rules
@@ -194,9 +194,9 @@ class Rig:
         new = self._count_xids() - self._xids
         if new > 0:
             last = [line for line in (self.machine.kernel_log() or "").splitlines() if "NVRM: Xid" in line][-1]
-            raise Stop(f"{new} Xid that nobody planned: {last}")
+            raise StopRule(f"{new} Xid that nobody planned: {last}")
         if self._guard is None or self._guard.poll() is not None:
-            raise Stop("the guard died")
+            raise StopRule("the guard died")
 
     # workloads
 
@@ -231,7 +231,7 @@ class Rig:
             self._end(work)
         self.check()
         if not may_fail and process.returncode != 0:
-            raise Stop(f"the workload {mode} ended with {process.returncode}: {work.result() or 'no result'}")
+            raise StopRule(f"the workload {mode} ended with {process.returncode}: {work.result() or 'no result'}")
 
     def _wait_ready(self, process: subprocess.Popen[bytes], base: Path) -> Beat:
         path = base.with_suffix(".beat")
@@ -255,7 +255,7 @@ class Rig:
         try:
             work.process.wait(FINISH_S * 4)
         except subprocess.TimeoutExpired:
-            raise Stop(f"{work.base.name} does not end by itself") from None
+            raise StopRule(f"{work.base.name} does not end by itself") from None
         return work.result()
 
     def stop(self, work: Workload) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Rig:
                 try:
                     work.process.wait(FINISH_S)
                 except subprocess.TimeoutExpired:
-                    raise Stop(f"{work.base.name} does not end") from None
+                    raise StopRule(f"{work.base.name} does not end") from None
         self._running.remove(work)
         work.close()
 
@@ -305,7 +305,7 @@ class Rig:
             if path == "a":
                 opened = probe.do("open")
                 if not opened["ok"]:
-                    raise Refused(f"own client: {first_refusal(opened)}")
+                    raise LabRefused(f"own client: {first_refusal(opened)}")
             probe.do(f"path {path}")
             yield probe
 
@@ -320,9 +320,9 @@ class Rig:
                         if probe.cycles(3)["frozen"] == 3:
                             self.path = path
                             return path
-                except Refused:
+                except LabRefused:
                     continue
-        raise Refused("no path stops a workload: see D4 and D4b")
+        raise LabRefused("no path stops a workload: see D4 and D4b")
 
 
 def first_refusal(opened: dict[str, Any]) -> str:

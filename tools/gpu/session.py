@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from valve_tools.gpu.build import build
-from valve_tools.gpu.errors import Stop
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.errors import StopRule
+from valve_tools.gpu.experiment import Experiment, ExperimentBatch
 from valve_tools.gpu.leash import is_alive
 from valve_tools.gpu.machine import Machine, commit
-from valve_tools.gpu.outcome import Outcome, Row, Verdict, latest, read_rows
+from valve_tools.gpu.outcome import LabOutcome, LabRow, LabVerdict, latest, read_rows
 from valve_tools.gpu.rig import Rig
 from valve_tools.gpu.table import line
 
@@ -62,7 +62,7 @@ def programs_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-class Session:
+class LabSession:
     def __init__(self, machine: Machine, out: Path, say: Callable[[str], None], *, budget_s: float) -> None:
         self.machine = machine
         self.out = out
@@ -70,15 +70,15 @@ class Session:
         self._end_s = time.monotonic() + budget_s
         self._commit = commit()
 
-    def settled(self, wanted: Sequence[tuple[Batch, Experiment]]) -> dict[str, Row]:
+    def settled(self, wanted: Sequence[tuple[ExperimentBatch, Experiment]]) -> dict[str, LabRow]:
         """Answers that an earlier session of this folder has given already."""
         files = {batch_file(self.out, batch.name, dry=self.machine.is_dry) for batch, _ in wanted}
         rows = latest(read_rows(sorted(path for path in files if path.exists())))
         return {name: row for name, row in rows.items() if row.verdict.is_answer}
 
-    def run(self, wanted: Sequence[tuple[Batch, Experiment]], folder: Path) -> list[Row]:
+    def run(self, wanted: Sequence[tuple[ExperimentBatch, Experiment]], folder: Path) -> list[LabRow]:
         """Every experiment, until one stops the session. The rows found."""
-        rows: list[Row] = []
+        rows: list[LabRow] = []
         self.out.mkdir(parents=True, exist_ok=True)
         with (
             programs_folder() as built,
@@ -89,7 +89,7 @@ class Session:
                 row = self._one(rig, batch, experiment)
                 rows.append(row)
                 self._keep(row)
-                if row.verdict is Verdict.STOPPED:
+                if row.verdict is LabVerdict.STOPPED:
                     break
         return rows
 
@@ -97,16 +97,16 @@ class Session:
         """How channels were reached in an earlier session of this folder."""
         contact = batch_file(self.out, "contact", dry=self.machine.is_dry)
         rows = latest(read_rows([contact] if contact.exists() else []))
-        if "D4" in rows and rows["D4"].verdict is Verdict.OK:
+        if "D4" in rows and rows["D4"].verdict is LabVerdict.OK:
             return "a"
         found = dict(rows["D4b"].answers) if "D4b" in rows else {}
-        return next((path for path in "bc" if found.get(path) == Verdict.OK.value), "")
+        return next((path for path in "bc" if found.get(path) == LabVerdict.OK.value), "")
 
-    def _one(self, rig: Rig, batch: Batch, experiment: Experiment) -> Row:
+    def _one(self, rig: Rig, batch: ExperimentBatch, experiment: Experiment) -> LabRow:
         self.say(f"{experiment.name}: {experiment.question}")
         start = time.monotonic()
         outcome = self._outcome(rig, experiment, self._end_s - start)
-        return Row(
+        return LabRow(
             experiment=experiment.name,
             batch=batch.name,
             verdict=outcome.verdict,
@@ -121,22 +121,24 @@ class Session:
             answers=dict(outcome.answers),
         )
 
-    def _outcome(self, rig: Rig, experiment: Experiment, left_s: float) -> Outcome:
+    def _outcome(self, rig: Rig, experiment: Experiment, left_s: float) -> LabOutcome:
         if self.machine.is_dry and experiment.silicon:
-            return Outcome(verdict=Verdict.SILICON, detail=experiment.silicon)
+            return LabOutcome(verdict=LabVerdict.SILICON, detail=experiment.silicon)
         if not self.machine.is_dry and left_s < experiment.seconds:
-            return Outcome(verdict=Verdict.SKIPPED, detail=f"{left_s:.0f} s left, needs up to {experiment.seconds} s")
+            return LabOutcome(
+                verdict=LabVerdict.SKIPPED, detail=f"{left_s:.0f} s left, needs up to {experiment.seconds} s"
+            )
         try:
             outcome = experiment.run(rig)
             rig.check()
-        except Stop as stop:
-            return Outcome(verdict=Verdict.STOPPED, detail=str(stop))
+        except StopRule as stop:
+            return LabOutcome(verdict=LabVerdict.STOPPED, detail=str(stop))
         except Exception as error:  # one experiment that cannot run must not cost the others their minutes on a card
             rig.enable_all()
-            return Outcome(verdict=Verdict.BAD, detail=f"could not run: {type(error).__name__}: {error}"[:600])
+            return LabOutcome(verdict=LabVerdict.BAD, detail=f"could not run: {type(error).__name__}: {error}"[:600])
         return outcome
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: LabRow) -> None:
         path = batch_file(self.out, row.batch, dry=self.machine.is_dry)
         with path.open("a", encoding="utf-8") as file:
             file.write(row.as_json() + "\n")

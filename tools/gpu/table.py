@@ -7,25 +7,25 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from valve_tools.gpu.outcome import Row, Verdict
+from valve_tools.gpu.outcome import LabRow, LabVerdict
 
 COLOURS = {
-    Verdict.OK: "green",
-    Verdict.SILICON: "cyan",
-    Verdict.SKIPPED: "cyan",
-    Verdict.BAD: "red",
-    Verdict.STOPPED: "red",
-    Verdict.DIFFERS: "red",
+    LabVerdict.OK: "green",
+    LabVerdict.SILICON: "cyan",
+    LabVerdict.SKIPPED: "cyan",
+    LabVerdict.BAD: "red",
+    LabVerdict.STOPPED: "red",
+    LabVerdict.DIFFERS: "red",
 }
 
 
-def line(row: Row) -> str:
+def line(row: LabRow) -> str:
     """One row as it is found, for the terminal and table.txt."""
     mark = "dry run " if row.dry_run else ""
     return f"{row.experiment:<4} {mark}{row.verdict.value:<13} {row.seconds:5.1f} s  {row.detail}"
 
 
-def show(rows: Sequence[Row], questions: dict[str, str]) -> None:
+def show(rows: Sequence[LabRow], questions: dict[str, str]) -> None:
     """The whole session."""
     dry = any(row.dry_run for row in rows)
     title = "DRY RUN on the emulated GPU: a rehearsal, not a measurement" if dry else "GPU lab"
@@ -46,7 +46,7 @@ def show(rows: Sequence[Row], questions: dict[str, str]) -> None:
     Console(file=sys.stdout).print(table)
 
 
-def _plain(title: str, rows: Sequence[Row], questions: dict[str, str]) -> None:
+def _plain(title: str, rows: Sequence[LabRow], questions: dict[str, str]) -> None:
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     print(f"{title}\n")
     for row in rows:

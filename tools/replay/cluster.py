@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Chart, Report, Table, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Chart, Report, ReportTable, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.cluster import (
+    ClusterPart,
     ClusterPlan,
     ClusterResult,
-    Part,
     WeekResult,
     claims_of,
     over_seeds,
@@ -45,11 +45,15 @@ COLUMNS = {
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, share: float = 1.0
+    traces: Path | None,
+    seeds: Sequence[int],
+    progress: TellProgress,
+    workers: Workers | None = None,
+    share: float = 1.0,
 ) -> Report:
     """`share` below 1: a smoke run on so much of the fleet."""
 
-    def worked_off(parts: list[Part]) -> list[list[WeekResult]]:
+    def worked_off(parts: list[ClusterPart]) -> list[list[WeekResult]]:
         return spread(run_part, parts, progress, workers or Workers(), label="cluster")
 
     plan = smoke_plan(share) if share < 1 else ClusterPlan()
@@ -115,17 +119,17 @@ def _series(
     return {name: [one.mean if one else None for one in row] for name, row in found.items()}
 
 
-def _table(result: ClusterResult, demand: float, names: Sequence[str]) -> Table:
+def _table(result: ClusterResult, demand: float, names: Sequence[str]) -> ReportTable:
     """Means with half their 95 % interval."""
     rows = []
     for name in names:
         weeks = _of(result, name, demand)
         rows.append((name, *(plus_minus(over_seeds(weeks, figure), scale) for figure, (_, scale) in COLUMNS.items())))
     columns = ("scheduler", *(title for title, _ in COLUMNS.values()))
-    return Table(title=f"Demand {demand:g} of supply", columns=columns, rows=tuple(rows))
+    return ReportTable(title=f"Demand {demand:g} of supply", columns=columns, rows=tuple(rows))
 
 
-def _ratios(result: ClusterResult, demand: float) -> Table:
+def _ratios(result: ClusterResult, demand: float) -> ReportTable:
     """The product over each rival, seed by seed, so that a seed's load cancels out."""
     weeks = [week for week in result.weeks if week.demand == demand]
     rows = []
@@ -133,18 +137,18 @@ def _ratios(result: ClusterResult, demand: float) -> Table:
         ratios = saved_over(rival, weeks)
         if rival != PRODUCT and ratios:
             rows.append((rival, plus_minus(interval(ratios))))
-    return Table(title=f"GPUs saved by the full model over a rival's, demand {demand:g}", columns=("rival", "ratio"),
-                 rows=tuple(rows))  # fmt: skip
+    title = f"GPUs saved by the full model over a rival's, demand {demand:g}"
+    return ReportTable(title=title, columns=("rival", "ratio"), rows=tuple(rows))
 
 
-def _bias(result: ClusterResult, demand: float, names: Sequence[str]) -> Table:
+def _bias(result: ClusterResult, demand: float, names: Sequence[str]) -> ReportTable:
     """Where the prediction errs: nodes with little memory, or with much."""
     rows = []
     for name in names:
         tenths = [week.bias_by_pressure for week in _of(result, name, demand)]
         over = [interval([one[i] for one in tenths if i < len(one)]) for i in range(min(map(len, tenths), default=0))]
         rows.append((name, *(plus_minus(one, 100.0) for one in over), *([None] * (10 - len(over)))))
-    return Table(
+    return ReportTable(
         title=f"Predicted less achieved share by memory pressure, points, demand {demand:g}",
         columns=("scheduler", "least memory", *(f"{i}." for i in range(2, 10)), "most memory"),
         rows=tuple(rows),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as Shown
+from rich.table import ReportTable as Shown
 from valve_tools.replay import (
     crowding,
     early,
@@ -29,10 +29,10 @@ from valve_tools.replay import (
 )
 from valve_tools.replay.provenance import stale
 from valve_tools.replay.question import Question
-from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
-from valve_tools.replay.store import Store, default_folder
-from valve_tools.replay.work import Progress, Workers, bars, silent
+from valve_tools.replay.report import Report, ReportTable, claims_table, markdown, text, write
+from valve_tools.replay.store import TaskStore, default_folder
 from valve_tools.replay.work import Shown as Bars
+from valve_tools.replay.work import TellProgress, Workers, bars, silent
 from valve_tools.sim.generator import generate
 from valve_tools.sim.shape import LONGEST_S
 from valve_tools.sim.traces import Folder, Half, TraceError, read_folder, require_folder
@@ -44,30 +44,30 @@ NODES, FEWEST_NODES = 100, 2
 """Of the small fleet, and of a smoke run on it."""
 MOST_HOURS = 24.0 * 366
 FEW_SEEDS = 3
-Experiment = Callable[[argparse.Namespace, Progress], Report]
+Experiment = Callable[[argparse.Namespace, TellProgress], Report]
 
 
-def _pairs(options: argparse.Namespace, progress: Progress) -> Report:
+def _pairs(options: argparse.Namespace, progress: TellProgress) -> Report:
     return _replayed(pairs.run, options, progress)
 
 
-def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
+def _tp8(options: argparse.Namespace, progress: TellProgress) -> Report:
     return _replayed(tp8.run, options, progress)
 
 
-def _rivals(options: argparse.Namespace, progress: Progress) -> Report:
+def _rivals(options: argparse.Namespace, progress: TellProgress) -> Report:
     return _replayed(rivals.run, options, progress)
 
 
-def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
+def _sensitivity(options: argparse.Namespace, progress: TellProgress) -> Report:
     return _replayed(sensitivity.run, options, progress)
 
 
-def _crowding(options: argparse.Namespace, progress: Progress) -> Report:
+def _crowding(options: argparse.Namespace, progress: TellProgress) -> Report:
     return _replayed(crowding.run, options, progress)
 
 
-def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: Progress) -> Report:
+def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
     """An experiment that replays requests; its page says what of the folder was left out."""
     folder = folder_of(options)
     report = run(folder, seeds_of(options), progress, workers_of(options))
@@ -81,7 +81,7 @@ def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress:
     return replace(report, summary=(*report.summary, told), input=counts)
 
 
-def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
+def _eviction(options: argparse.Namespace, progress: TellProgress) -> Report:
     from valve_tools.replay import eviction
 
     share = share_of(options)
@@ -89,7 +89,7 @@ def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
     return _smoke(report, share, "of the churn; six cells of two reclaims, one handle size")
 
 
-def _cluster(options: argparse.Namespace, progress: Progress) -> Report:
+def _cluster(options: argparse.Namespace, progress: TellProgress) -> Report:
     from valve_tools.replay import cluster
 
     share = share_of(options)
@@ -97,7 +97,7 @@ def _cluster(options: argparse.Namespace, progress: Progress) -> Report:
     return _smoke(report, share, "so much of the nodes, the highest demand alone")
 
 
-def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
+def _fleet(options: argparse.Namespace, progress: TellProgress) -> Report:
     from valve_tools.replay import fleet
 
     share, nodes = share_of(options), getattr(options, "nodes", NODES)
@@ -107,7 +107,7 @@ def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
     return _smoke(report, share, "so much of the nodes")
 
 
-def _forecast(options: argparse.Namespace, progress: Progress) -> Report:
+def _forecast(options: argparse.Namespace, progress: TellProgress) -> Report:
     from valve_tools.replay import forecast
 
     share = share_of(options)
@@ -127,7 +127,7 @@ def _smoke(report: Report, share: float, words: str) -> Report:
     return replace(report, summary=(warning, *report.summary))
 
 
-def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
+def _whatif(options: argparse.Namespace, progress: TellProgress) -> Report:
     asked = Question(
         requests=options.requests,
         prometheus=options.prometheus,
@@ -144,19 +144,19 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
     return whatif.run(asked, seeds_of(options), progress, workers_of(options))
 
 
-def _early(options: argparse.Namespace, progress: Progress) -> Report:
+def _early(options: argparse.Namespace, progress: TellProgress) -> Report:
     return early.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
-def _quick(options: argparse.Namespace, progress: Progress) -> Report:
+def _quick(options: argparse.Namespace, progress: TellProgress) -> Report:
     return quick.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
-def _validate(options: argparse.Namespace, progress: Progress) -> Report:
+def _validate(options: argparse.Namespace, progress: TellProgress) -> Report:
     return validate.run_validation(options.seconds, seeds_of(options), progress)
 
 
-def _machine(options: argparse.Namespace, progress: Progress) -> Report:
+def _machine(options: argparse.Namespace, progress: TellProgress) -> Report:
     return machine.run(options.traces)
 
 
@@ -219,7 +219,7 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
 
 
 def workers_of(options: argparse.Namespace) -> Workers:
-    return Workers(processes=options.jobs, store=Store(folder=None if options.fresh else options.cache))
+    return Workers(processes=options.jobs, store=TaskStore(folder=None if options.fresh else options.cache))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -383,12 +383,12 @@ def _show(report: Report) -> None:
     console.rule(report.title)
     for paragraph in report.summary:
         console.print(paragraph)
-    tables: Sequence[Table] = [*report.tables, *([claims_table(report.claims)] if report.claims else [])]
+    tables: Sequence[ReportTable] = [*report.tables, *([claims_table(report.claims)] if report.claims else [])]
     for table in tables:
         _show_table(console, table)
 
 
-def _show_table(console: Console, table: Table) -> None:
+def _show_table(console: Console, table: ReportTable) -> None:
     """Drawn where it fits; else as plain rows, for a folded table cannot be read."""
     rows = [[text(cell) for cell in row] for row in table.rows]
     width = sum(3 + max(map(len, column)) for column in zip(table.columns, *rows, strict=True))

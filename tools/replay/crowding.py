@@ -17,8 +17,8 @@ from valve_scheduler.model import HISTOGRAM_BINS, ThroughputCurve, WorkloadProfi
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, rank
 from valve_scheduler.placement.state import ClusterState
 from valve_tools.replay.pair_results import LATENCY_MARKS
-from valve_tools.replay.report import Claim, Report, Table, at_most, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Claim, Report, ReportTable, at_most, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, PRODUCT, SHIPPED, Context, run_combination, run_own, run_solo
 from valve_tools.sim.generator import generate
 from valve_tools.sim.machine import GIB
@@ -38,14 +38,14 @@ Increases = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class CrowdingTask:
     half: str
     bound: Bound
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class CrowdedPair:
     """One pair under one seed. Memory in GiB of one GPU."""
 
     half: str
@@ -67,7 +67,7 @@ class Judged:
     """The same with Valve and the job."""
 
 
-def run_task(task: Task) -> Judged:
+def run_task(task: CrowdingTask) -> CrowdedPair:
     bound, settings = task.bound, PRODUCT.settings
     job = bound.job
     own, solo = run_own(bound, task.seed), run_solo(bound, task.seed)
@@ -78,7 +78,7 @@ def run_task(task: Task) -> Judged:
     card = settings.gpu.memory_gib
     peak = state_of(bound, own).fleet(0.0).online_peak[0, 0] / 1024
     pool = solo.handles * settings.handle_mib / 1024
-    return Judged(
+    return CrowdedPair(
         half=task.half,
         pair=bound.pair.key,
         trace=bound.trace.label,
@@ -143,7 +143,7 @@ def _marked(one: Any) -> Increases:
     return {f"{metric} {quantile}": getattr(one, metric)[quantile] for metric, quantile, _ in LATENCY_MARKS}
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     """Each half for itself, as traces are chosen by shape and the nearest is another there; and drawn loads."""
     halves = {
         half: [one for one in folder.traces if half_of(one.digest) is half] for half in (Half.CLAIMS, Half.TUNING)
@@ -154,17 +154,20 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Worke
         drawn = generate(number)
         loads[f"drawn {number}"] = replace(drawn, traces=tuple(one.first(longest_s) for one in drawn.traces))
     tasks = [
-        Task(half=name, bound=bound, seed=seed) for name, one in loads.items() for bound in bind(one) for seed in seeds
+        CrowdingTask(half=name, bound=bound, seed=seed)
+        for name, one in loads.items()
+        for bound in bind(one)
+        for seed in seeds
     ]
     return report(spread(run_task, tasks, progress, workers or Workers(), label="crowding"), seeds)
 
 
 def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
     """The same page from the figures of a `crowding.json`."""
-    return report([msgspec.convert(one, Judged) for one in data["judged"]], seeds)
+    return report([msgspec.convert(one, CrowdedPair) for one in data["judged"]], seeds)
 
 
-def costs(found: Sequence[Judged]) -> bool:
+def costs(found: Sequence[CrowdedPair]) -> bool:
     """Sharing the card's memory alone costs the service more than one of the marks, the mean over the seeds."""
     return any(
         interval([one.memory[f"{metric} {quantile}"] for one in found]).mean > mark
@@ -172,8 +175,8 @@ def costs(found: Sequence[Judged]) -> bool:
     )
 
 
-def report(found: Sequence[Judged], seeds: Sequence[int]) -> Report:
-    grouped: dict[tuple[str, str], list[Judged]] = {}
+def report(found: Sequence[CrowdedPair], seeds: Sequence[int]) -> Report:
+    grouped: dict[tuple[str, str], list[CrowdedPair]] = {}
     for one in found:
         grouped.setdefault((one.half, one.pair), []).append(one)
     return Report(
@@ -196,7 +199,7 @@ def report(found: Sequence[Judged], seeds: Sequence[int]) -> Report:
     )
 
 
-def _claims(grouped: dict[tuple[str, str], list[Judged]]) -> list[Claim]:
+def _claims(grouped: dict[tuple[str, str], list[CrowdedPair]]) -> list[Claim]:
     let_in = [key for key, some in grouped.items() if costs(some) and not all(one.refused for one in some)]
     beside = [key for key, some in grouped.items() if costs(some) and not all(one.refused_beside_a_job for one in some)]
     wrong = [key for key, some in grouped.items() if not costs(some) and any(one.refused for one in some)]
@@ -211,12 +214,12 @@ def _claims(grouped: dict[tuple[str, str], list[Judged]]) -> list[Claim]:
     ]
 
 
-def _table(grouped: dict[tuple[str, str], list[Judged]]) -> Table:
+def _table(grouped: dict[tuple[str, str], list[CrowdedPair]]) -> ReportTable:
     rows = []
     for (half, pair), some in grouped.items():
         first = some[0]
 
-        def mean(which: str, name: str, some: list[Judged] = some) -> Any:
+        def mean(which: str, name: str, some: list[CrowdedPair] = some) -> Any:
             return plus_minus(interval([getattr(one, which)[name] for one in some]))
 
         refused = all(one.refused for one in some)
@@ -231,7 +234,7 @@ def _table(grouped: dict[tuple[str, str], list[Judged]]) -> Table:
                 "refused" if any(one.refused_measured for one in some) else "let in",
             )
         )  # fmt: skip
-    return Table(
+    return ReportTable(
         title="Verdicts",
         columns=("pair", "half", "trace", "online's peak, GiB", "job holds, GiB", "together, % of the card", "verdict",
                  "right", "memory alone: TTFT % mean", "P99", "with Valve: TTFT % mean", "P99",

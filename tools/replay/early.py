@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from valve_tools.replay.report import Report, Table, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Report, ReportTable, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
 from valve_tools.sim.metrics import Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
@@ -26,7 +26,7 @@ GATED = (0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class EarlyTask:
     bound: Bound
     seed: int
 
@@ -41,7 +41,7 @@ def tuning_of(step_ms: int, ratio: float) -> Tuning:
     return replace(base, reservation=replace(base.reservation, pressure_ratio=ratio), offline_step_ns=step_ms * MS)
 
 
-def run_task(task: Task) -> dict[tuple[int, float], Summary]:
+def run_task(task: EarlyTask) -> dict[tuple[int, float], Summary]:
     bound = replace(task.bound, trace=task.bound.trace.first(SECONDS))
     solo, alone = run_solo(bound, task.seed), run_job_alone(bound, task.seed).offline_tokens_per_s
     found = {}
@@ -51,9 +51,9 @@ def run_task(task: Task) -> dict[tuple[int, float], Summary]:
     return found
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
-    tasks = [Task(bound=bound, seed=seed) for seed in seeds for bound in bounds]
+    tasks = [EarlyTask(bound=bound, seed=seed) for seed in seeds for bound in bounds]
     runs = spread(run_task, tasks, progress, workers or Workers(), label="early")
     keys = [task.bound.pair.key for task in tasks]
     rows: list[tuple[Any, ...]] = []
@@ -72,7 +72,7 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Worke
             f"Five shapes of load, {SECONDS / 3600:g} hours each, Valve's own policies; increases are over solo runs. "
             "A reclaim waits for what is left of an offline step, twice as long because it runs beside online work.",
         ),
-        tables=(Table(title="Steps and ratios", columns=COLUMNS, rows=tuple(rows)),),
+        tables=(ReportTable(title="Steps and ratios", columns=COLUMNS, rows=tuple(rows)),),
         data={"rows": data},
         seeds=tuple(seeds),
     )

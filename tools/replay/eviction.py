@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import numpy as np
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Report, Table
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.eviction import (
     BOUND,
     LEAST_CUT,
     MAIN_HANDLE_MIB,
     PRODUCT,
     RIVALS,
-    CellResult,
+    EvictionCell,
+    EvictionPart,
     EvictionPlan,
     EvictionResult,
-    Part,
     Which,
     claims_of,
     run_eviction,
@@ -33,11 +33,15 @@ ALLOCATORS = ("affine", "stock")
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, share: float = 1.0
+    traces: Path | None,
+    seeds: Sequence[int],
+    progress: TellProgress,
+    workers: Workers | None = None,
+    share: float = 1.0,
 ) -> Report:
     """`share` below 1: a smoke run of some cells, for so much of the time."""
 
-    def worked_off(parts: list[Part]) -> list[list[CellResult]]:
+    def worked_off(parts: list[EvictionPart]) -> list[list[EvictionCell]]:
         return spread(run_part, parts, progress, workers or Workers(), label="eviction")
 
     plan = smoke_plan(share) if share < 1 else EvictionPlan()
@@ -102,7 +106,7 @@ def _chart(result: EvictionResult, allocator: str) -> Chart:
     )
 
 
-def _grid(result: EvictionResult, allocator: str) -> Table:
+def _grid(result: EvictionResult, allocator: str) -> ReportTable:
     """FIFO's loss, ours, the cut with half its interval, and what the smaller pool costs whatever is chosen."""
     fifo, ours, least = (
         result.over_seeds(Which(policy=policy, allocator=allocator), "loss") for policy in ("fifo", PRODUCT, BOUND)
@@ -116,7 +120,7 @@ def _grid(result: EvictionResult, allocator: str) -> Table:
         half = f" ± {100 * cut[key].half:.0f}" if cut[key].n > 1 else ""
         return f"{losses} ({100 * cut[key].mean:.0f}{half}){smaller}"
 
-    return Table(
+    return ReportTable(
         title=f"Loss of throughput, {allocator} hand-out, %",
         columns=("every", *(f"{size:.0%} taken" for size in sizes)),
         rows=tuple((f"{interval_s} s", *(cell((interval_s, size)) for size in sizes)) for interval_s in every),
@@ -131,7 +135,7 @@ def _grid(result: EvictionResult, allocator: str) -> Table:
     )
 
 
-def _policies(result: EvictionResult) -> Table:
+def _policies(result: EvictionResult) -> ReportTable:
     rows = []
     for rival in RIVALS:
         row: list[Cell] = [rival.name]
@@ -144,7 +148,7 @@ def _policies(result: EvictionResult) -> Table:
         rows.append(tuple(row))
     heads = (f"{allocator}: {figure}" for allocator in ALLOCATORS for figure in ("loss %", "cut %"))
     gaps = result.greedy_over_exact
-    return Table(
+    return ReportTable(
         title="Median over the cells, mean over the seeds",
         columns=("policy", *(head for name in heads for head in (name, "±"))),
         rows=tuple(rows),
@@ -153,7 +157,7 @@ def _policies(result: EvictionResult) -> Table:
     )
 
 
-def _handle_sizes(result: EvictionResult) -> Table:
+def _handle_sizes(result: EvictionResult) -> ReportTable:
     """FIFO and ours, medians over the cells that were run with every size."""
     rows = []
     for mib in sorted({cell.handle_mib for cell in result.cells}):
@@ -162,7 +166,7 @@ def _handle_sizes(result: EvictionResult) -> Table:
             for policy, figure in (("fifo", "loss"), (PRODUCT, "loss"), (PRODUCT, "reduction"))
         ]
         rows.append((f"{mib} MiB", *(100 * one.mean if one else None for one in found)))
-    return Table(
+    return ReportTable(
         title="Handle sizes, affine hand-out",
         columns=("handle", "FIFO loses %", "ours loses %", "cut %"),
         rows=tuple(rows),

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
-from valve_tools.sim.cluster import ClusterPlan, Part, WeekResult, Weeks, part_of
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
+from valve_tools.sim.cluster import ClusterPart, ClusterPlan, WeekResult, Weeks, part_of
 from valve_tools.sim.cluster_load import LoadSettings
 from valve_tools.sim.cluster_schedulers import PRODUCT
 from valve_tools.sim.metrics import Interval, interval
@@ -27,7 +27,7 @@ FIGURES: dict[str, Callable[[WeekResult], float]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FleetSetting:
     """One value of one parameter; it changes how jobs are placed, moved or slowed, never the load."""
 
     parameter: str
@@ -39,7 +39,7 @@ def base_plan(nodes: int) -> ClusterPlan:
     return ClusterPlan(demands=(DEMAND,), judged_demand=DEMAND, schedulers=(PRODUCT,), load=LoadSettings(nodes=nodes))
 
 
-def settings(base: ClusterPlan) -> list[Setting]:
+def settings(base: ClusterPlan) -> list[FleetSetting]:
     def moved(windows: int) -> ClusterPlan:
         wait_s = 600.0 * windows
         monitor = replace(base.run.monitor, windows=windows, backoff_s=wait_s, max_backoff_s=wait_s)
@@ -60,27 +60,27 @@ def settings(base: ClusterPlan) -> list[Setting]:
     rows += [("moves after", f"{10 * windows} min", moved(windows)) for windows in (2, 3, 9)]
     rows += [("keeps off a node", f"{hours} h", kept_off(hours)) for hours in (1, 24)]
     rows += [("a lost cache costs", f"{lost_s:g} s", replace(base, recompute_s=lost_s)) for lost_s in (0.0, 30.0)]
-    return [Setting(parameter=parameter, label=label, plan=plan) for parameter, label, plan in rows]
+    return [FleetSetting(parameter=parameter, label=label, plan=plan) for parameter, label, plan in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    part: Part
-    settings: tuple[Setting, ...]
+class FleetTask:
+    part: ClusterPart
+    settings: tuple[FleetSetting, ...]
 
 
-def run_task(task: Task) -> dict[tuple[str, str], WeekResult]:
+def run_task(task: FleetTask) -> dict[tuple[str, str], WeekResult]:
     """Every setting on the load of one seed."""
     weeks = Weeks(task.part)
     return {(one.parameter, one.label): weeks.run(one.plan)[0] for one in task.settings}
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, nodes: int = 100
+    traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None, nodes: int = 100
 ) -> Report:
     base = base_plan(nodes)
     tried = tuple(settings(base))
-    tasks = [Task(part=part_of(traces, seed, DEMAND, base), settings=tried) for seed in seeds]
+    tasks = [FleetTask(part=part_of(traces, seed, DEMAND, base), settings=tried) for seed in seeds]
     runs = spread(run_task, tasks, progress, workers or Workers(), label="fleet")
     return report(tried, tasks[0].part.source, seeds, runs)
 
@@ -95,12 +95,12 @@ def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
 
 
 def report(
-    tried: Sequence[Setting], source: str, seeds: Sequence[int], runs: Sequence[dict[tuple[str, str], WeekResult]]
+    tried: Sequence[FleetSetting], source: str, seeds: Sequence[int], runs: Sequence[dict[tuple[str, str], WeekResult]]
 ) -> Report:
-    def over(setting: Setting, figure: str) -> Interval:
+    def over(setting: FleetSetting, figure: str) -> Interval:
         return interval([FIGURES[figure](run[setting.parameter, setting.label]) for run in runs])
 
-    def change(setting: Setting, figure: str) -> Cell:
+    def change(setting: FleetSetting, figure: str) -> Cell:
         """Against the default, seed by seed: fleets differ far more from each other than settings do."""
         keys = ((setting.parameter, setting.label), (DEFAULT, DEFAULT))
         found = interval([FIGURES[figure](run[keys[0]]) - FIGURES[figure](run[keys[1]]) for run in runs])
@@ -125,7 +125,7 @@ def report(
             "model; one setting at a time, everything else as in the cluster experiment. The table has the default's "
             "figures and the change that each setting brings, seed by seed; ± is half the 95 % interval.",
         ),
-        tables=(Table(title="Default, and changes", columns=("parameter", "value", *FIGURES), rows=tuple(rows)),),
+        tables=(ReportTable(title="Default, and changes", columns=("parameter", "value", *FIGURES), rows=tuple(rows)),),
         charts=tuple(charts),
         data={
             "nodes": default.plan.load.nodes,

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_least, at_most, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_least, at_most, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.forecast import (
     AMPLE,
     CHOSEN_ON,
@@ -19,7 +19,7 @@ from valve_tools.sim.forecast import (
     SCARCE,
     SHIPPED,
     TENTHS,
-    Outcome,
+    WeekOutcome,
     plan_of,
     policy_digest,
     run_forecast,
@@ -45,7 +45,11 @@ REGISTERED = (
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, nodes: int = NODES
+    traces: Path | None,
+    seeds: Sequence[int],
+    progress: TellProgress,
+    workers: Workers | None = None,
+    nodes: int = NODES,
 ) -> Report:
     outcomes = run_forecast(
         traces,
@@ -58,11 +62,11 @@ def run(
 
 def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
     """The same page from the figures of a `forecast.json`."""
-    outcomes = msgspec.convert(data["outcomes"], list[Outcome])
+    outcomes = msgspec.convert(data["outcomes"], list[WeekOutcome])
     return report(outcomes, seeds, data["nodes"], data["settings"], data["policies"])
 
 
-def report(outcomes: Sequence[Outcome], seeds: Sequence[int], nodes: int, settings: str, policies: str) -> Report:
+def report(outcomes: Sequence[WeekOutcome], seeds: Sequence[int], nodes: int, settings: str, policies: str) -> Report:
     loads = list(dict.fromkeys(one.load for one in outcomes))
     judged = [load for load in loads if load != CHOSEN_ON]
     return Report(
@@ -104,31 +108,35 @@ def report(outcomes: Sequence[Outcome], seeds: Sequence[int], nodes: int, settin
     )
 
 
-def _of(outcomes: Sequence[Outcome], load: str, demand: float, policy: str) -> list[Outcome]:
+def _of(outcomes: Sequence[WeekOutcome], load: str, demand: float, policy: str) -> list[WeekOutcome]:
     return [one for one in outcomes if (one.load, one.demand, one.policy) == (load, demand, policy)]
 
 
-def _over(found: Sequence[Outcome], figure: Callable[[Outcome], float]) -> Interval:
+def _over(found: Sequence[WeekOutcome], figure: Callable[[WeekOutcome], float]) -> Interval:
     return interval([figure(one) for one in found])
 
 
 def _ratios(
-    outcomes: Sequence[Outcome], load: str, demand: float, pair: tuple[str, str], figure: Callable[[Outcome], float]
+    outcomes: Sequence[WeekOutcome],
+    load: str,
+    demand: float,
+    pair: tuple[str, str],
+    figure: Callable[[WeekOutcome], float],
 ) -> list[float]:
     """One policy over another, seed by seed, so that a seed's load cancels out."""
     over, under = (_of(outcomes, load, demand, policy) for policy in pair)
     return [figure(a) / figure(b) for a, b in zip(over, under, strict=True) if figure(b) > 0] or [0.0]
 
 
-def _saved(one: Outcome) -> float:
+def _saved(one: WeekOutcome) -> float:
     return one.saved
 
 
-def _in_sla(one: Outcome) -> float:
+def _in_sla(one: WeekOutcome) -> float:
     return one.saved_in_sla
 
 
-def _claims(outcomes: Sequence[Outcome], load: str) -> tuple[Claim, ...]:
+def _claims(outcomes: Sequence[WeekOutcome], load: str) -> tuple[Claim, ...]:
     """By the worst seed: an interval of two or three says more of the seeds than of the rule."""
     ours = _of(outcomes, load, AMPLE, SHIPPED)
     of_oracle = min(_ratios(outcomes, load, AMPLE, (SHIPPED, ORACLE), _in_sla))
@@ -141,11 +149,11 @@ def _claims(outcomes: Sequence[Outcome], load: str) -> tuple[Claim, ...]:
     )
 
 
-def _over_bound(outcomes: Sequence[Outcome], load: str, policy: str) -> list[float]:
+def _over_bound(outcomes: Sequence[WeekOutcome], load: str, policy: str) -> list[float]:
     return [one.saved / one.bound for one in _of(outcomes, load, AMPLE, policy)]
 
 
-def _halves(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
+def _halves(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTable:
     """The default where it was chosen and where it was not, apart."""
     rows: list[tuple[Cell, ...]] = []
     for load in loads:
@@ -154,14 +162,14 @@ def _halves(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
             ratios = _ratios(outcomes, load, AMPLE, (policy, ORACLE), _in_sla)
             of_bound = _over_bound(outcomes, load, policy)
             rows.append((load, policy, 100 * max(one.missed for one in found), min(ratios), min(of_bound)))
-    return Table(
+    return ReportTable(
         title=f"The half it was chosen on, and what it had not seen, apart: worst of the seeds, demand {AMPLE:g}",
         columns=("load", "policy", "SLA missed, % of job-hours", "in SLA, over the oracle's", "saved, over the bound"),
         rows=tuple(rows),
     )
 
 
-def _frontier(outcomes: Sequence[Outcome], load: str) -> Table:
+def _frontier(outcomes: Sequence[WeekOutcome], load: str) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for policy in (*RULES, *RIVALS):
         found = _of(outcomes, load, AMPLE, policy)
@@ -176,7 +184,7 @@ def _frontier(outcomes: Sequence[Outcome], load: str) -> Table:
                 plus_minus(_over(found, lambda one: one.moves_per_job_day)),
             )
         )
-    return Table(
+    return ReportTable(
         title=f"Frontier: {load}, demand {AMPLE:g} of supply",
         columns=(
             "what is counted on",
@@ -191,7 +199,7 @@ def _frontier(outcomes: Sequence[Outcome], load: str) -> Table:
     )
 
 
-def _tenths(outcomes: Sequence[Outcome], load: str) -> list[tuple[int, float, float, float]]:
+def _tenths(outcomes: Sequence[WeekOutcome], load: str) -> list[tuple[int, float, float, float]]:
     """(placements, predicted, achieved, kept) of each tenth of the promised share, over the seeds."""
     found = [one.tenths for one in _of(outcomes, load, AMPLE, SHIPPED)]
     rows = []
@@ -203,14 +211,14 @@ def _tenths(outcomes: Sequence[Outcome], load: str) -> list[tuple[int, float, fl
     return rows
 
 
-def _reliability(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
+def _reliability(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for load in loads:
         for tenth, (count, predicted, achieved, kept) in enumerate(_tenths(outcomes, load)):
             if count:
                 span = f"{tenth / TENTHS:.1f} to {(tenth + 1) / TENTHS:.1f}"
                 rows.append((load, span, count, 100 * predicted, 100 * achieved, 100 * kept))
-    return Table(
+    return ReportTable(
         title=f"Reliability of the shipped forecast, demand {AMPLE:g}",
         columns=("load", "promised share", "placements", "promised, %", "achieved in 3 h, %", "kept, %"),
         rows=tuple(rows),
@@ -220,7 +228,7 @@ def _reliability(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
     )
 
 
-def _price_words(outcomes: Sequence[Outcome], loads: Sequence[str]) -> tuple[str, ...]:
+def _price_words(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> tuple[str, ...]:
     """What an operator gives up for the SLA, as a sentence."""
     parts = []
     for load in loads:
@@ -233,7 +241,7 @@ def _price_words(outcomes: Sequence[Outcome], loads: Sequence[str]) -> tuple[str
     return (words,) if parts else ()
 
 
-def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
+def _price(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTable:
     """What the SLA costs where everybody could be served: those who wait for a place that keeps it."""
     rows: list[tuple[Cell, ...]] = []
     for load in loads:
@@ -249,7 +257,7 @@ def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
                     plus_minus(interval(_ratios(outcomes, load, SCARCE, (policy, RANDOM), _saved))),
                 )
             )
-    return Table(
+    return ReportTable(
         title=f"What the SLA costs: demand {SCARCE:g} of supply",
         columns=(
             "load",
@@ -265,7 +273,7 @@ def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
     )
 
 
-def _frontier_chart(outcomes: Sequence[Outcome], load: str) -> Chart:
+def _frontier_chart(outcomes: Sequence[WeekOutcome], load: str) -> Chart:
     shown = (*RULES, ORACLE, "most-idle")
     points: dict[str, list[tuple[float, float]]] = {}
     for policy in shown:
@@ -275,7 +283,7 @@ def _frontier_chart(outcomes: Sequence[Outcome], load: str) -> Chart:
     return Chart(title=f"Frontier, {load}: left and high is better", svg=drawn)
 
 
-def _reliability_chart(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Chart:
+def _reliability_chart(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> Chart:
     series = {
         load: [(100 * said, 100 * kept) for count, said, _, kept in _tenths(outcomes, load) if count] for load in loads
     }

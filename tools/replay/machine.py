@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_tools.replay.report import Cell, Report, Table
+from valve_tools.replay.report import Cell, Report, ReportTable
 from valve_tools.sim.machine import GPUS, Gpu
 from valve_tools.sim.traces import TraceError, UnreadableError, lines
 
@@ -158,12 +158,12 @@ def report(tables: Sequence[Layers]) -> Report:
             f"{', '.join(FITTED)} of the card for the least mean absolute error over these tables.",
         ),
         tables=(
-            Table(
+            ReportTable(
                 title="Values",
                 columns=("card", *(head for name in FITTED for head in (name, "refitted"))),
                 rows=tuple(_values(GPUS[name], refitted[name]) for name in names),
             ),
-            Table(
+            ReportTable(
                 title="Errors, %",
                 columns=("card", "model", "TP", "one token, ms", "model, ms", "decode", "worst", "prompts", "worst",
                          "decode, refitted", "prompts, refitted"),

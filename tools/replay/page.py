@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from valve_tools.replay.report import Cell, Report, Table, claims_table, counted, text
+from valve_tools.replay.report import Cell, Report, ReportTable, claims_table, counted, text
 
 STYLE = """
 :root{color-scheme:light}
@@ -53,7 +53,7 @@ def _verdict(report: Report) -> str:
     return f'<p><span class="verdict {kind}">{counted(report.claims)}</span></p>'
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     head = "".join(f'<th class="{_kind(table, j)}">{escape(column)}</th>' for j, column in enumerate(table.columns))
     rows = "".join(
         "<tr>" + "".join(_cell(table, i, j, value) for j, value in enumerate(row)) + "</tr>"
@@ -66,11 +66,11 @@ def _table(table: Table) -> str:
     )
 
 
-def _kind(table: Table, column: int) -> str:
+def _kind(table: ReportTable, column: int) -> str:
     return "word" if any(isinstance(row[column], str) for row in table.rows) else ""
 
 
-def _cell(table: Table, row: int, column: int, value: Cell) -> str:
+def _cell(table: ReportTable, row: int, column: int, value: Cell) -> str:
     classes = [_kind(table, column)]
     if isinstance(value, str) and len(value) > 48:
         classes.append("long")

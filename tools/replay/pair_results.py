@@ -52,7 +52,7 @@ TIE = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PairTask:
     """One pair under one seed: the service alone (whole card, then the pair's pool), then every combination."""
 
     bound: Bound
@@ -62,7 +62,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PairOutcome:
     pair: str
     seed: int
     own_ttft_ms: dict[str, float]
@@ -76,13 +76,13 @@ class Outcome:
     summaries: dict[str, Summary]
 
 
-def run_task(task: Task) -> Outcome:
+def run_task(task: PairTask) -> PairOutcome:
     bound = task.bound
     own, solo = run_own(bound, task.seed, task.tuning), run_solo(bound, task.seed, task.tuning)
     alone = run_job_alone(bound, task.seed, task.tuning).offline_tokens_per_s
     context = Context(bound=bound, seed=task.seed, solo=solo, tuning=task.tuning)
     wanted = [one for one in COMBINATIONS if one.name in task.names and fits(one, bound)]
-    return Outcome(
+    return PairOutcome(
         pair=bound.pair.key,
         seed=task.seed,
         own_ttft_ms=distribution(own.ttft_ms[own.ttft_ms == own.ttft_ms]),
@@ -110,12 +110,12 @@ def increase_of(metric: str, quantile: str) -> Callable[[Summary], float]:
 class Results:
     """Outcomes of all tasks, asked by pair and combination."""
 
-    def __init__(self, outcomes: Iterable[Outcome]) -> None:
-        self._by_pair: dict[str, list[Outcome]] = defaultdict(list)
+    def __init__(self, outcomes: Iterable[PairOutcome]) -> None:
+        self._by_pair: dict[str, list[PairOutcome]] = defaultdict(list)
         for outcome in sorted(outcomes, key=lambda one: one.seed):
             self._by_pair[outcome.pair].append(outcome)
 
-    def of(self, pair: str) -> list[Outcome]:
+    def of(self, pair: str) -> list[PairOutcome]:
         return self._by_pair[pair]
 
     def has(self, pair: str, name: str) -> bool:

@@ -14,9 +14,9 @@ from valve_tools.replay.pair_results import (
     PAPER_MARKS,
     POOL_MARKS,
     TIE,
-    Outcome,
+    PairOutcome,
+    PairTask,
     Results,
-    Task,
     best_rival,
     claims_of,
     increase_of,
@@ -24,8 +24,8 @@ from valve_tools.replay.pair_results import (
     tokens,
     worst_reclaims,
 )
-from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import (
     BUDGET_ORACLE,
     COMBINATIONS,
@@ -40,9 +40,9 @@ from valve_tools.sim.combinations import (
     Tuning,
 )
 from valve_tools.sim.metrics import Interval, Summary
-from valve_tools.sim.pairs import PAIRS, Bound, Pair, bind
+from valve_tools.sim.pairs import PAIRS, Bound, PairRow, bind
 from valve_tools.sim.rivals import TIME_SLICE, XSCHED
-from valve_tools.sim.shape import Shape
+from valve_tools.sim.shape import LoadShape
 from valve_tools.sim.traces import Folder
 
 SHOWN = (SHIPPED, PRISM, XSCHED, TIME_SLICE, "GPreempt+OurMem", "KernelPreempt+UVM")
@@ -52,26 +52,26 @@ FIRST_TARGET = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PairEntry:
     """A pair as its page shows it: what was bound to it, without the requests."""
 
-    pair: Pair
+    pair: PairRow
     trace: str
     hours: float
     work: str
-    shape: Shape
+    shape: LoadShape
 
 
-def entry_of(bound: Bound) -> Entry:
+def entry_of(bound: Bound) -> PairEntry:
     job = bound.job
     work = f"{job.train_tokens} tokens/step" if job.is_training else (job.lengths.name if job.lengths else "")
-    return Entry(pair=bound.pair, trace=bound.trace.label, hours=bound.seconds / 3600, work=work, shape=bound.shape)
+    return PairEntry(pair=bound.pair, trace=bound.trace.label, hours=bound.seconds / 3600, work=work, shape=bound.shape)
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     bounds = bind(folder)
     names = tuple(one.name for one in COMBINATIONS)
-    tasks = [Task(bound=bound, seed=seed, names=names) for seed in seeds for bound in bounds]
+    tasks = [PairTask(bound=bound, seed=seed, names=names) for seed in seeds for bound in bounds]
     results = Results(spread(run_task, tasks, progress, workers or Workers(), label="pairs"))
     return report([entry_of(bound) for bound in bounds], results, seeds)
 
@@ -80,20 +80,20 @@ def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
     """The same page from the figures of a `pairs.json`."""
     pairs = {pair.key: pair for pair in PAIRS}
     entries = [
-        Entry(
+        PairEntry(
             pair=pairs[key],
             trace=one["trace"],
             hours=one["hours"],
             work=one["work"],
-            shape=msgspec.convert(one["shape"], Shape),
+            shape=msgspec.convert(one["shape"], LoadShape),
         )
         for key, one in sorted(data.items(), key=lambda item: list(pairs).index(item[0]))
     ]
-    runs = [msgspec.convert(run, Outcome) for one in data.values() for run in one["runs"]]
+    runs = [msgspec.convert(run, PairOutcome) for one in data.values() for run in one["runs"]]
     return report(entries, Results(runs), seeds)
 
 
-def report(entries: Sequence[Entry], results: Results, seeds: Sequence[int]) -> Report:
+def report(entries: Sequence[PairEntry], results: Results, seeds: Sequence[int]) -> Report:
     target = Tuning().reservation.target_per_hour
     return Report(
         name="pairs",
@@ -128,7 +128,7 @@ def report(entries: Sequence[Entry], results: Results, seeds: Sequence[int]) -> 
     )
 
 
-def _ahead_table(entries: Sequence[Entry], results: Results) -> Table:
+def _ahead_table(entries: Sequence[PairEntry], results: Results) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
         for words, marks in (("ours", LATENCY_MARKS), ("the papers'", PAPER_MARKS)):
@@ -142,7 +142,7 @@ def _ahead_table(entries: Sequence[Entry], results: Results) -> Table:
             keeps = "yes" if results.keeps_latency(entry.pair.key, SHIPPED, marks) else "no"
             judged = ("yes" if lead.low >= 1 else "no", "yes" if lead.low >= TIE else "no")
             rows.append((entry.pair.key, words, best, plus_minus(lead), f"{lead.low:.4f}", *judged, keeps))
-    return Table(
+    return ReportTable(
         title="Ours over the best baseline that keeps the latency marks",
         columns=("pair", "marks", "baseline", "offline throughput, ratio", "worse end", "ahead (1.00)",
                  f"level ({TIE:g})", "ours keeps them"),
@@ -152,7 +152,7 @@ def _ahead_table(entries: Sequence[Entry], results: Results) -> Table:
     )  # fmt: skip
 
 
-def _reclaim_table(entries: Sequence[Entry], results: Results) -> Table:
+def _reclaim_table(entries: Sequence[PairEntry], results: Results) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
         worst = worst_reclaims(entry.pair.key, results)
@@ -160,7 +160,7 @@ def _reclaim_table(entries: Sequence[Entry], results: Results) -> Table:
         marks = (Tuning().reservation.target_per_hour, FIRST_TARGET)
         within = (("n/a" if worst is None else "yes" if worst <= mark else "no") for mark in marks)
         rows.append((entry.pair.key, "n/a" if worst is None else worst, first, *within))
-    return Table(
+    return ReportTable(
         title="Reclaims of ours in the worst hour, all seeds",
         columns=("pair", "after the first", "first hour", "within the default's 30", "within 6"),
         rows=tuple(rows),
@@ -168,7 +168,7 @@ def _reclaim_table(entries: Sequence[Entry], results: Results) -> Table:
     )
 
 
-def _rung_table(entries: Sequence[Entry], results: Results) -> Table:
+def _rung_table(entries: Sequence[PairEntry], results: Results) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
         for words, name in RUNGS.items():
@@ -188,7 +188,7 @@ def _rung_table(entries: Sequence[Entry], results: Results) -> Table:
                     plus_minus(results.over(entry.pair.key, name, lambda s: s.share_of_alone)),
                 )
             )
-    return Table(
+    return ReportTable(
         title="How memory is taken",
         columns=("pair", "way", "TTFT mean %, own GPU", "TTFT mean %, same pool", "TTFT P99 %, own GPU",
                  "offline of clairvoyant", "GPUs saved"),
@@ -198,7 +198,7 @@ def _rung_table(entries: Sequence[Entry], results: Results) -> Table:
     )  # fmt: skip
 
 
-def _pairs_table(entries: Sequence[Entry], results: Results) -> Table:
+def _pairs_table(entries: Sequence[PairEntry], results: Results) -> ReportTable:
     rows = []
     for entry in entries:
         pair = entry.pair
@@ -223,7 +223,7 @@ def _pairs_table(entries: Sequence[Entry], results: Results) -> Table:
                 first.solo_ttft_ms["mean"],
             )
         )
-    return Table(
+    return ReportTable(
         title="Pairs",
         columns=("pair", "about", "trace", "online", "offline", "hours", "requests", "refused", "harvestable",
                  "idle/h", "KV peak", "handles", "own GPU: TTFT ms", "TTFT P99", "TPOT ms", "same pool: TTFT ms"),
@@ -233,7 +233,7 @@ def _pairs_table(entries: Sequence[Entry], results: Results) -> Table:
     )  # fmt: skip
 
 
-def _result_table(entry: Entry, results: Results) -> Table:
+def _result_table(entry: PairEntry, results: Results) -> ReportTable:
     key = entry.pair.key
     rows: list[tuple[Any, ...]] = []
     marks = set()
@@ -265,7 +265,7 @@ def _result_table(entry: Entry, results: Results) -> Table:
                 max(s.stop_ms["p99"] for s in first),
             )
         )
-    return Table(
+    return ReportTable(
         title=f"{key} {entry.pair.title}: {entry.pair.about}",
         columns=("combination", "own GPU: TTFT % mean", "P99", "TPOT % mean", "P99",
                  "same pool: TTFT % mean", "P99", "TPOT % mean", "P99",
@@ -277,7 +277,7 @@ def _result_table(entry: Entry, results: Results) -> Table:
     )  # fmt: skip
 
 
-def _charts(entries: Sequence[Entry], results: Results) -> list[Chart]:
+def _charts(entries: Sequence[PairEntry], results: Results) -> list[Chart]:
     keys = [entry.pair.key for entry in entries]
 
     def bars(
@@ -317,7 +317,7 @@ def _charts(entries: Sequence[Entry], results: Results) -> list[Chart]:
     ]
 
 
-def _data(entries: Sequence[Entry], results: Results) -> dict[str, Any]:
+def _data(entries: Sequence[PairEntry], results: Results) -> dict[str, Any]:
     return {
         entry.pair.key: {
             "trace": entry.trace,

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from valve_tools.replay.fleet_input import prometheus_of, requests_of
 from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings
-from valve_tools.sim.pairs import Bound, Pair, batch_lengths
+from valve_tools.sim.pairs import Bound, PairRow, batch_lengths
 from valve_tools.sim.sample import sampled
-from valve_tools.sim.shape import Shape, window_s
+from valve_tools.sim.shape import LoadShape, window_s
 from valve_tools.sim.traces import Folder, Trace, TraceError
-from valve_tools.sim.world import Job, Service
+from valve_tools.sim.world import OfflineSide, OnlineSide
 
 PLAUSIBLE = {"memory_gib": (1.0, 10_000.0), "bandwidth_bytes_s": (1e9, 1e15), "flops": (1e10, 1e18)}
 SHARE, TIMES_NS = (0.01, 1.0), (1e-3, 1e9)
 """What a figure of a card can be: by its name, of an efficiency, of a time."""
 LEAST_REQUESTS, LEAST_S = 50, 60.0
 """A shorter load says nothing about a service: no answer is given."""
-NOT_ASKED = Shape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
+NOT_ASKED = LoadShape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
 """The shape says which pair a trace is for; here the operator said it."""
 
 
@@ -103,14 +103,14 @@ def bound_of(question: Question, trace: Trace) -> Bound:
             f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
         )
     online, offline, shape = question.online, question.offline, NOT_ASKED
-    pair = Pair(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
+    pair = PairRow(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
     lengths = batch_lengths(Folder(traces=(), lengths=(), ignored=()))
     return Bound(
         pair=pair,
         trace=trace,
         shape=shape,
-        service=Service(model=MODELS[online], tp=question.tp),
-        job=Job(model=MODELS[offline], tp=question.tp, lengths=lengths),
+        service=OnlineSide(model=MODELS[online], tp=question.tp),
+        job=OfflineSide(model=MODELS[offline], tp=question.tp, lengths=lengths),
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from valve_tools.replay.pair_results import Results, Task, claims_of, run_task
+from valve_tools.replay.pair_results import PairTask, Results, claims_of, run_task
 from valve_tools.replay.report import Claim, Report
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import BUDGET_ORACLE, ORACLE, PRISM, SHIPPED
 from valve_tools.sim.pairs import bind
 from valve_tools.sim.traces import Folder
@@ -30,9 +30,9 @@ NOT_ASKED = frozenset(
 """Services whose cache fills the card, and columns of 2.5 GiB in a small pool: missed on the pages, or nearly so."""
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     short = replace(folder, traces=tuple(trace.first(SECONDS) for trace in folder.traces))
-    tasks = [Task(bound=bound, seed=seeds[0], names=NAMES) for bound in bind(short)]
+    tasks = [PairTask(bound=bound, seed=seeds[0], names=NAMES) for bound in bind(short)]
     results = Results(spread(run_task, tasks, progress, workers or Workers(), label="quick"))
     claims = [claim for task in tasks for claim in claims_of(task.bound.pair.key, results)]
     return Report(

@@ -23,7 +23,7 @@ __all__ = [
     "Chart",
     "Claim",
     "Report",
-    "Table",
+    "ReportTable",
     "at_least",
     "at_most",
     "not_judged",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -57,7 +57,7 @@ class Report:
     title: str
     summary: tuple[str, ...]
     claims: tuple[Claim, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
     charts: tuple[Chart, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ def plus_minus(found: Interval | None, scale: float = 1.0) -> Cell:
     return f"{mean} ± {text(scale * found.half)}" if found.n > 1 else mean
 
 
-def markdown(tables: Sequence[Table]) -> str:
+def markdown(tables: Sequence[ReportTable]) -> str:
     """The tables as plain text that reads in a terminal and on a code host."""
     parts = []
     for table in tables:
@@ -118,9 +118,9 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n".join(parts)
 
 
-def claims_table(claims: Sequence[Claim]) -> Table:
+def claims_table(claims: Sequence[Claim]) -> ReportTable:
     rows = tuple((claim.claim, claim.pair, claim.value, claim.bound, _word(claim), claim.note) for claim in claims)
-    return Table(
+    return ReportTable(
         title="Claims",
         columns=("claim", "pair", "worse end", "bound", "verdict", "note"),
         rows=rows,
@@ -129,7 +129,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     )
 
 
-def claims_grid(claims: Sequence[Claim]) -> Table:
+def claims_grid(claims: Sequence[Claim]) -> ReportTable:
     """A row for each kind of claim, a column for each pair; what is missed is bold, and its cause stands below."""
     names, pairs = list(dict.fromkeys(one.claim for one in claims)), list(dict.fromkeys(one.pair for one in claims))
     found = {(one.claim, one.pair): one for one in claims}
@@ -141,7 +141,7 @@ def claims_grid(claims: Sequence[Claim]) -> Table:
         return text(one.value) if one.ok else f"**{text(one.value)}**"
 
     bounds = {name: next(one.bound for one in claims if one.claim == name) for name in names}
-    return Table(
+    return ReportTable(
         title="Claims, worse ends; bold: missed",
         columns=("claim", "bound", *pairs),
         rows=tuple((name, text(bounds[name]), *(cell(name, pair) for pair in pairs)) for name in names),

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay.pair_results import LATENCY_MARKS, PAPER_MARKS, Marks, increase_of
-from valve_tools.replay.report import Cell, Claim, Report, Table, at_least
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Claim, Report, ReportTable, at_least
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import Context, run_combination, run_job_alone, run_own, run_solo
 from valve_tools.sim.metrics import Summary, summarise
 from valve_tools.sim.pairs import Bound, bind
@@ -26,7 +26,7 @@ NEAR = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class RivalTask:
     bound: Bound
     seed: int
 
@@ -42,7 +42,7 @@ class Tried:
     summary: Summary
 
 
-def run_task(task: Task) -> list[Tried]:
+def run_task(task: RivalTask) -> list[Tried]:
     bound, seed = task.bound, task.seed
     own, solo = run_own(bound, seed), run_solo(bound, seed)
     alone = run_job_alone(bound, seed).offline_tokens_per_s
@@ -60,8 +60,8 @@ def run_task(task: Task) -> list[Tried]:
     ]
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
-    tasks = [Task(bound=bound, seed=seed) for seed in seeds for bound in bind(folder)]
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
+    tasks = [RivalTask(bound=bound, seed=seed) for seed in seeds for bound in bind(folder)]
     found = spread(run_task, tasks, progress, workers or Workers(), label="rivals")
     return report([one for some in found for one in some], seeds)
 
@@ -128,7 +128,7 @@ def _used(sweep: Sweep, value: str) -> str:
     return ", ".join(words)
 
 
-def _table(found: Sequence[Tried]) -> Table:
+def _table(found: Sequence[Tried]) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     for sweep in SWEEPS:
         for value, some in _of(found, sweep.rival).items():
@@ -136,7 +136,7 @@ def _table(found: Sequence[Tried]) -> Table:
             rows.append(
                 (sweep.rival, sweep.setting, value, _used(sweep, value), *(cell for pair in cells for cell in pair))
             )
-    return Table(
+    return ReportTable(
         title="Values tried",
         columns=("rival", "setting", "value", "on the pages for", "score, papers' marks", "runs that keep them",
                  "score, our marks", "runs that keep them"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
 from valve_tools.sim.metrics import Interval, Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
@@ -37,7 +37,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class NodeSetting:
     """One value of one parameter; `combination` is where it matters."""
 
     parameter: str
@@ -46,10 +46,10 @@ class Setting:
     combination: str = OURS
 
 
-def _reservation(parameter: str, values: Sequence[tuple[str, float]]) -> list[Setting]:
+def _reservation(parameter: str, values: Sequence[tuple[str, float]]) -> list[NodeSetting]:
     base = Tuning()
     return [
-        Setting(
+        NodeSetting(
             parameter=parameter,
             label=label,
             tuning=replace(base, reservation=replace(base.reservation, **{parameter: value})),  # type: ignore[arg-type]
@@ -58,10 +58,10 @@ def _reservation(parameter: str, values: Sequence[tuple[str, float]]) -> list[Se
     ]
 
 
-def _cooldown(parameter: str, values: Sequence[tuple[str, float]]) -> list[Setting]:
+def _cooldown(parameter: str, values: Sequence[tuple[str, float]]) -> list[NodeSetting]:
     base = Tuning()
     return [
-        Setting(
+        NodeSetting(
             parameter=f"cooldown {parameter}",
             label=label,
             tuning=replace(base, cooldown=replace(base.cooldown, **{parameter: value})),  # type: ignore[arg-type]
@@ -71,8 +71,8 @@ def _cooldown(parameter: str, values: Sequence[tuple[str, float]]) -> list[Setti
     ]
 
 
-def _machine(parameter: str, label: str, tuning: Tuning) -> Setting:
-    return Setting(parameter=parameter, label=label, tuning=tuning)
+def _machine(parameter: str, label: str, tuning: Tuning) -> NodeSetting:
+    return NodeSetting(parameter=parameter, label=label, tuning=tuning)
 
 
 def _with_handles(base: Tuning, mib: int) -> Tuning:
@@ -85,7 +85,7 @@ def _with_handles(base: Tuning, mib: int) -> Tuning:
     )
 
 
-def settings() -> list[Setting]:
+def settings() -> list[NodeSetting]:
     """Every setting that is tried, a low and a high value for each parameter."""
     base = Tuning()
     return [
@@ -111,13 +111,13 @@ def settings() -> list[Setting]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class SensitivityTask:
     bound: Bound
     seed: int
-    settings: tuple[Setting, ...]
+    settings: tuple[NodeSetting, ...]
 
 
-def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
+def run_task(task: SensitivityTask) -> dict[tuple[str, str, str], Summary]:
     """(parameter, label, combination) -> summary, for one pair and seed; solo is run once per machine."""
     found = {}
     solos: dict[object, tuple[object, float]] = {}
@@ -134,14 +134,14 @@ def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
     return found
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     tried = (
-        Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
-        Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning(), combination=WITHOUT_HINT),
+        NodeSetting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
+        NodeSetting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning(), combination=WITHOUT_HINT),
         *settings(),
     )
-    tasks = [Task(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
+    tasks = [SensitivityTask(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
     return _report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="sensitivity"))
 
 
@@ -151,7 +151,7 @@ Found = Mapping[str, Mapping[tuple[str, str, str], Interval]]
 """Figure -> setting -> its value over the seeds."""
 
 
-def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs) -> Report:
+def _report(tried: Sequence[NodeSetting], tasks: Sequence[SensitivityTask], runs: Runs) -> Report:
     found = {
         name: {_key(setting): figure(setting) for setting in tried} for name, figure in _figures(tasks, runs).items()
     }
@@ -184,17 +184,17 @@ def report(keys: Sequence[tuple[str, str, str]], found: Found, seeds: Sequence[i
             "Cooldown only matters for a service without a lifecycle hint, so it is varied there. ± is half the 95 % "
             "interval over the seeds.",
         ),
-        tables=(Table(title="All settings", columns=("parameter", "value", "combination", *found), rows=rows),),
+        tables=(ReportTable(title="All settings", columns=("parameter", "value", "combination", *found), rows=rows),),
         charts=tuple(charts),
         data={"rows": [[*key, {name: asdict(of[key]) for name, of in found.items()}] for key in keys]},
         seeds=tuple(seeds),
     )
 
 
-def _figures(tasks: Sequence[Task], runs: Runs) -> dict[str, Callable[[Setting], Interval]]:
+def _figures(tasks: Sequence[SensitivityTask], runs: Runs) -> dict[str, Callable[[NodeSetting], Interval]]:
     """Each figure of a setting over the seeds."""
 
-    def over_default(setting: Setting) -> Interval:
+    def over_default(setting: NodeSetting) -> Interval:
         """Offline throughput over that of the defaults, mean over the pairs of one seed."""
         key, base = _key(setting), (DEFAULT, DEFAULT, setting.combination)
         by_seed: dict[int, list[float]] = {}
@@ -204,10 +204,10 @@ def _figures(tasks: Sequence[Task], runs: Runs) -> dict[str, Callable[[Setting],
                 by_seed.setdefault(task.seed, []).append(ratio)
         return interval([sum(ratios) / len(ratios) for ratios in by_seed.values()])
 
-    def worst(figure: Figure) -> Callable[[Setting], Interval]:
+    def worst(figure: Figure) -> Callable[[NodeSetting], Interval]:
         """Of the pair whose mean over the seeds is worst."""
 
-        def of(setting: Setting) -> Interval:
+        def of(setting: NodeSetting) -> Interval:
             by_pair: dict[str, list[float]] = {}
             for task, run in zip(tasks, runs, strict=True):
                 by_pair.setdefault(task.bound.pair.key, []).append(figure(run[_key(setting)]))
@@ -222,7 +222,7 @@ def _figures(tasks: Sequence[Task], runs: Runs) -> dict[str, Callable[[Setting],
     }
 
 
-def _key(setting: Setting) -> tuple[str, str, str]:
+def _key(setting: NodeSetting) -> tuple[str, str, str]:
     return setting.parameter, setting.label, setting.combination
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.replay.question import Question, bound_of, machine_of, trace_of
-from valve_tools.replay.report import Cell, Report, Table
-from valve_tools.replay.store import Store
-from valve_tools.replay.whatif import Answer, Task, refusals, run_task
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Report, ReportTable
+from valve_tools.replay.store import TaskStore
+from valve_tools.replay.whatif import SeedAnswer, WhatifTask, refusals, run_task
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.machine import Settings
 from valve_tools.sim.metrics import interval
 from valve_tools.sim.sample import RULE
@@ -25,7 +25,7 @@ DEFAULTS = "defaults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceFile:
     """One file of the folder; without answers where it tells too little to judge."""
 
     name: str
@@ -33,7 +33,7 @@ class Service:
     hours: float = 0.0
     of_hours: float = 0.0
     """How long the load lasts of which so many hours were judged."""
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[SeedAnswer, ...] = ()
     why_not: tuple[str, ...] = ()
 
     @property
@@ -49,28 +49,28 @@ class Ask:
     question: Question
     settings: Settings
     seeds: tuple[int, ...]
-    store: Store
+    store: TaskStore
 
 
-def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(question: Question, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     settings, workers = machine_of(question), workers or Workers()
     asks = [
         Ask(path=path, question=question, settings=settings, seeds=tuple(seeds), store=workers.store)
         for path in files_of(question)
     ]
-    services = spread(judge, asks, progress, replace(workers, store=Store(folder=None)), label="whatif")
+    services = spread(judge, asks, progress, replace(workers, store=TaskStore(folder=None)), label="whatif")
     return report(question, settings.gpu.name, services, seeds)
 
 
-def judge(ask: Ask) -> Service:
+def judge(ask: Ask) -> ServiceFile:
     path, question = ask.path, replace(ask.question, requests=ask.path)
     try:
         bound = bound_of(question, trace_of(question, ask.seeds[0]))
     except TraceError as error:
-        return Service(name=path.name, why_not=(str(error).removeprefix(f"{path}: "),))
-    tasks = [Task(bound=bound, settings=ask.settings, seed=seed, is_brief=True) for seed in ask.seeds]
+        return ServiceFile(name=path.name, why_not=(str(error).removeprefix(f"{path}: "),))
+    tasks = [WhatifTask(bound=bound, settings=ask.settings, seed=seed, is_brief=True) for seed in ask.seeds]
     answers = tuple(ask.store.run(run_task, task) for task in tasks)
-    return Service(
+    return ServiceFile(
         name=path.name,
         requests=bound.trace.requests,
         hours=bound.seconds / 3600,
@@ -89,7 +89,7 @@ def files_of(question: Question) -> list[Path]:
     return files
 
 
-def report(question: Question, gpu: str, services: Sequence[Service], seeds: Sequence[int]) -> Report:
+def report(question: Question, gpu: str, services: Sequence[ServiceFile], seeds: Sequence[int]) -> Report:
     good = [one for one in services if not one.why_not]
     ordered = sorted(services, key=lambda one: (bool(one.why_not), -one.saved, one.name))
     return Report(
@@ -103,7 +103,7 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
             "A service by itself (--requests FILE) gets its best settings, too.",
         ),
         tables=(
-            Table(
+            ReportTable(
                 title="Services",
                 columns=("service", "requests", "hours", "of hours", "idle %", "GPUs saved",
                          "own GPU: TTFT ms mean", "P99", "with Valve: TTFT ms mean", "P99", "TPOT % mean", "verdict"),
@@ -116,7 +116,7 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
     )  # fmt: skip
 
 
-def _row(one: Service) -> tuple[Cell, ...]:
+def _row(one: ServiceFile) -> tuple[Cell, ...]:
     verdict = "share" if not one.why_not else "DO NOT USE VALVE HERE: " + "; ".join(one.why_not)
     if not one.answers:
         return (one.name, *[None] * 10, verdict)

@@ -34,7 +34,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class TaskStore:
     """A folder with one file per finished task; None keeps nothing."""
 
     folder: Path | None

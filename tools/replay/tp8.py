@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from valve_tools.replay import svg
-from valve_tools.replay.pair_results import LATENCY_MARKS, Results, Task, increase_of, run_task, words_of
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most, plus_minus
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.pair_results import LATENCY_MARKS, PairTask, Results, increase_of, run_task, words_of
+from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_most, plus_minus
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import SHIPPED, Tuning
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.pairs import PAIRS, Bound, batch_lengths, bind
 from valve_tools.sim.traces import Folder
-from valve_tools.sim.world import Job, Service
+from valve_tools.sim.world import OfflineSide, OnlineSide
 
 GPUS = 8
 SHAPES = ("P1", "P5", "P7")
@@ -38,14 +38,14 @@ DRIVERS = tuple(
 )
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     lengths = batch_lengths(folder)
-    service = Service(model=MODELS["70B"], tp=GPUS)
-    job = Job(model=MODELS["14B"], tp=GPUS, lengths=lengths)
+    service = OnlineSide(model=MODELS["70B"], tp=GPUS)
+    job = OfflineSide(model=MODELS["14B"], tp=GPUS, lengths=lengths)
     shaped = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     bounds = [replace(bound, service=service, job=job) for bound in shaped]
     tasks = [
-        Task(bound=bound, seed=seed, names=(SHIPPED,), tuning=driver.tuning)
+        PairTask(bound=bound, seed=seed, names=(SHIPPED,), tuning=driver.tuning)
         for driver in DRIVERS
         for bound in bounds
         for seed in seeds
@@ -106,7 +106,7 @@ def _report(bounds: Sequence[Bound], results: dict[str, Results], seeds: Sequenc
         ),
         claims=tuple(_claims(bounds, results)),
         tables=(
-            Table(
+            ReportTable(
                 title="Stock and patched",
                 columns=("pair", "trace", "driver", "TTFT ms alone", "TTFT % mean", "TTFT % P99", "TPOT % mean",
                          "TPOT % P99", "stop P50 ms", "stop P99 ms", "GPUs saved per GPU"),

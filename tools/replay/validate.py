@@ -23,15 +23,15 @@ from pathlib import Path
 
 import numpy as np
 from valve_tools.demo.command import perform
-from valve_tools.demo.figures import Latency, Run
-from valve_tools.demo.rounds import UNIT_US, Plan
-from valve_tools.replay.report import Cell, Claim, Report, Table, at_most, void
-from valve_tools.replay.work import Progress
+from valve_tools.demo.figures import DemoRun, Latency
+from valve_tools.demo.rounds import UNIT_US, RoundsPlan
+from valve_tools.replay.report import Cell, Claim, Report, ReportTable, at_most, void
+from valve_tools.replay.work import TellProgress
 from valve_tools.sim.machine import GIB, Gpu, Model, Settings
 from valve_tools.sim.memory_policies import NoShare
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.traces import NS, Trace
-from valve_tools.sim.world import Compute, Gap, Job, Result, Service, Stop, World, run
+from valve_tools.sim.world import Compute, HostGap, OfflineSide, OnlineSide, Result, StopTimes, World, run
 
 AGREES = 0.10
 FEWEST_SEEDS, FEWEST_KEPT = 10, 6
@@ -61,7 +61,7 @@ TINY_GPU = Gpu(
 TINY = Model(name="demo", params=1e9, layers=1, hidden=0, weights_gib=1.0, kv_kib_per_token=0.125)
 """Weights that a decode step reads in `DECODE_US`, parameters that make a prompt token `PREFILL_US`."""
 SETTINGS = Settings(gpu=TINY_GPU, lm_head_ns=0.0, online_budget_tokens=16_384)
-JOB = Job(
+JOB = OfflineSide(
     model=TINY,
     train_tokens=round(UNIT_US / (2 * PREFILL_US)),
     train_memory_gib=1.0,
@@ -135,7 +135,7 @@ def arrivals(seed: int, seconds: float) -> Trace:
     )
 
 
-def run_validation(seconds: float, seeds: Sequence[int], progress: Progress) -> Report:
+def run_validation(seconds: float, seeds: Sequence[int], progress: TellProgress) -> Report:
     found = []
     progress("validate", 0, len(seeds))
     for seed in seeds:
@@ -151,7 +151,7 @@ def compare(trace: Trace, seed: int, seconds: float) -> Compared:
         rows = zip(trace.arrive_ns / NS, trace.in_tok, trace.out_tok, strict=True)
         path.write_text("t_s,in_tok,out_tok\n" + "".join(f"{at:.6f},{prompt},{out}\n" for at, prompt, out in rows))
         order = ("alone", "valve", "alone")
-        plan = Plan(seconds=seconds * SCALE, order=order, trace=path, seed=seed, timings=_timings())
+        plan = RoundsPlan(seconds=seconds * SCALE, order=order, trace=path, seed=seed, timings=_timings())
         (alone, valve, again), units_per_s = perform(plan, folder, quiet=True)
     after = Latency.of(again.requests).values
     return Compared(
@@ -168,7 +168,7 @@ def _timings() -> tuple[str, ...]:
     return tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
 
 
-def _emulated(alone: Run, valve: Run, units_per_s: float) -> dict[str, float]:
+def _emulated(alone: DemoRun, valve: DemoRun, units_per_s: float) -> dict[str, float]:
     before, after = Latency.of(alone.requests).values, Latency.of(valve.requests).values
     return {
         "preemptions": float(len(valve.gates)),
@@ -180,7 +180,7 @@ def _emulated(alone: Run, valve: Run, units_per_s: float) -> dict[str, float]:
     }
 
 
-def _simulated(trace: Trace, alone: Run, valve: Run, seed: int) -> dict[str, float]:
+def _simulated(trace: Trace, alone: DemoRun, valve: DemoRun, seed: int) -> dict[str, float]:
     told = _world(trace, valve, seed, host_ms=GAP_MS)
     measured_ms = Latency.of(alone.requests).values["tpot-mean"]
     # The median gap at which the service alone takes as long per token as it took: sleep, launches, events.
@@ -201,14 +201,14 @@ def _alone(world: World) -> Result:
     return run(replace(world, compute=Compute.ALONE), NoShare())
 
 
-def _world(trace: Trace, valve: Run, seed: int, host_ms: float) -> World:
+def _world(trace: Trace, valve: DemoRun, seed: int, host_ms: float) -> World:
     took = np.array([gate.total_ms for gate in valve.gates]) * 1e6
     return World(
         trace=trace,
-        service=Service(model=TINY, gap=Gap(median_ns=host_ms * 1e6, sigma=GAP_SIGMA)),
+        service=OnlineSide(model=TINY, gap=HostGap(median_ns=host_ms * 1e6, sigma=GAP_SIGMA)),
         job=JOB,
         settings=SETTINGS,
-        stop=Stop(
+        stop=StopTimes(
             median_ns=float(np.median(took)),
             sigma=float(np.std(np.log(took))),
             max_ns=float(took.max()),
@@ -249,7 +249,9 @@ def report(found: Sequence[Compared], seconds: float, seeds: Sequence[int]) -> R
         ),
         claims=tuple(_judge(name, kept, len(found)) for name in JUDGED),
         tables=(
-            Table(title="Figures", columns=("seed", "figure", "emulated", "simulated", "ratio"), rows=tuple(rows)),
+            ReportTable(
+                title="Figures", columns=("seed", "figure", "emulated", "simulated", "ratio"), rows=tuple(rows)
+            ),
         ),
         data={"seeds": [asdict(one) for one in found]},
         seeds=tuple(seeds),

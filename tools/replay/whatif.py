@@ -9,8 +9,8 @@ import numpy as np
 from valve_tools.replay import svg
 from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of, words_of
 from valve_tools.replay.question import Question, bounds_of, machine_of, words_of_load
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_least, at_most
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_least, at_most
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import (
     BY_NAME,
     OURS,
@@ -38,7 +38,7 @@ LEAST_SAVED = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WhatifTask:
     """What an answer follows from: the load and the machine themselves, not the files that told them."""
 
     bound: Bound
@@ -49,7 +49,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SeedAnswer:
     """One seed: every candidate setting, and the default without a hint."""
 
     idle_share: float
@@ -73,7 +73,7 @@ def candidates(bound: Bound, settings: Settings) -> dict[str, Tuning]:
     return found
 
 
-def run_task(task: Task) -> Answer:
+def run_task(task: WhatifTask) -> SeedAnswer:
     bound = task.bound
     tunings = candidates(bound, task.settings)
     default = tunings["defaults"]
@@ -87,7 +87,7 @@ def run_task(task: Task) -> Answer:
         context = Context(bound=bound, seed=task.seed, solo=solo, tuning=default)
         blind = run_combination(BY_NAME[WITHOUT_HINT], context)
         summaries["defaults without a hint"] = summarise(blind, solo, alone, own)
-    return Answer(
+    return SeedAnswer(
         idle_share=1 - solo.totals["online_busy_ns"] / NS / solo.seconds,
         largest_gap_ms=bound.service.gap.max_ns / 1e6,
         requests=bound.trace.requests,
@@ -111,11 +111,11 @@ def _handles(bound: Bound, settings: Settings) -> int:
     return handles
 
 
-def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(question: Question, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     settings = machine_of(question)
     bounds = bounds_of(question, seeds)
     bound = bounds[0]
-    tasks = [Task(bound=one, settings=settings, seed=seed) for one, seed in zip(bounds, seeds, strict=True)]
+    tasks = [WhatifTask(bound=one, settings=settings, seed=seed) for one, seed in zip(bounds, seeds, strict=True)]
     answers = spread(run_task, tasks, progress, workers or Workers(), label="whatif")
     names = list(answers[0].summaries)
     best = recommend(answers)
@@ -123,7 +123,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
     why_not = refusals(answers, best)
     tuning = candidates(bound, settings)[best]
     settled = _advice(tuning, answers, best, _handles(bound, tuning.settings))
-    advice = Table(title="Recommended settings", columns=("setting", "value", "why"), rows=settled)
+    advice = ReportTable(title="Recommended settings", columns=("setting", "value", "why"), rows=settled)
     return Report(
         name="whatif",
         title=f"What Valve would give on {bound.trace.label}",
@@ -138,7 +138,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
         tables=(
             *(() if why_not else (advice,)),
             _latency(answers, best),
-            Table(title="All candidates",
+            ReportTable(title="All candidates",
                   columns=("settings", "chosen", "GPUs saved", "low", "high", "TTFT % mean", "TTFT % P99",
                            "TPOT % mean", "TPOT % P99", "max preempt.", "worst reclaims/h"),
                   rows=tuple(rows)),
@@ -155,7 +155,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
     )  # fmt: skip
 
 
-def refusals(answers: Sequence[Answer], best: str) -> list[str]:
+def refusals(answers: Sequence[SeedAnswer], best: str) -> list[str]:
     """Why this service's GPU is not one to share; empty where it is."""
     found = []
     saved = _over(answers, best, "share_of_alone").low
@@ -174,7 +174,7 @@ def refusals(answers: Sequence[Answer], best: str) -> list[str]:
     return found
 
 
-def verdict(answers: Sequence[Answer], best: str, why_not: Sequence[str]) -> list[str]:
+def verdict(answers: Sequence[SeedAnswer], best: str, why_not: Sequence[str]) -> list[str]:
     if why_not:
         return ["DO NOT USE VALVE HERE (docs/when-not.md): " + "; ".join(why_not) + "."]
     saved = _over(answers, best, "share_of_alone")
@@ -187,7 +187,7 @@ def verdict(answers: Sequence[Answer], best: str, why_not: Sequence[str]) -> lis
     ]
 
 
-def _latency(answers: Sequence[Answer], best: str) -> Table:
+def _latency(answers: Sequence[SeedAnswer], best: str) -> ReportTable:
     """What requests take, in milliseconds: an increase in percent says little by itself."""
     figures = [(metric, quantile) for metric in ("ttft", "tpot") for quantile in ("mean", "p99")]
 
@@ -199,7 +199,7 @@ def _latency(answers: Sequence[Answer], best: str) -> Table:
             interval([getattr(one.summaries[best], f"{metric}_ms")[q] for one in answers]).mean for metric, q in figures
         ]
 
-    return Table(
+    return ReportTable(
         title="What requests take",
         columns=("the service", "TTFT ms mean", "P99", "TPOT ms mean", "P99"),
         rows=(
@@ -210,7 +210,7 @@ def _latency(answers: Sequence[Answer], best: str) -> Table:
     )
 
 
-def _claims(answers: Sequence[Answer], best: str) -> list[Claim]:
+def _claims(answers: Sequence[SeedAnswer], best: str) -> list[Claim]:
     """The marks that the recommendation keeps or misses, and what it saves."""
     claims = []
     for metric, quantile, mark in LATENCY_MARKS:
@@ -222,7 +222,7 @@ def _claims(answers: Sequence[Answer], best: str) -> list[Claim]:
     return [*claims, at_least("GPUs saved per GPU", "fleet", saved, LEAST_SAVED)]
 
 
-def recommend(answers: Sequence[Answer]) -> str:
+def recommend(answers: Sequence[SeedAnswer]) -> str:
     """The most offline work among candidates that keep the latency marks by the worse end.
 
     Of equals (within 2 %) the one with fewest reclaims, since a reclaim on hardware has costs that no model has; the
@@ -237,28 +237,28 @@ def recommend(answers: Sequence[Answer]) -> str:
     return min(good, key=lambda name: _reclaims(answers, name))
 
 
-def _worse_end(answers: Sequence[Answer], name: str, metric: str, quantile: str) -> float:
+def _worse_end(answers: Sequence[SeedAnswer], name: str, metric: str, quantile: str) -> float:
     return interval([increase_of(metric, quantile)(one.summaries[name]) for one in answers]).high
 
 
-def _excess(answers: Sequence[Answer], name: str) -> float:
+def _excess(answers: Sequence[SeedAnswer], name: str) -> float:
     """The largest of the latency increases, each over its mark."""
     return max(_worse_end(answers, name, metric, quantile) / mark for metric, quantile, mark in LATENCY_MARKS)
 
 
-def _keeps(answers: Sequence[Answer], name: str) -> bool:
+def _keeps(answers: Sequence[SeedAnswer], name: str) -> bool:
     return _excess(answers, name) <= 1
 
 
-def _over(answers: Sequence[Answer], name: str, figure: str) -> Interval:
+def _over(answers: Sequence[SeedAnswer], name: str, figure: str) -> Interval:
     return interval([getattr(one.summaries[name], figure) for one in answers])
 
 
-def _reclaims(answers: Sequence[Answer], name: str) -> int:
+def _reclaims(answers: Sequence[SeedAnswer], name: str) -> int:
     return max(max(one.summaries[name].reclaims_by_hour) for one in answers)
 
 
-def _row(name: str, answers: Sequence[Answer], is_best: bool) -> tuple[Cell, ...]:
+def _row(name: str, answers: Sequence[SeedAnswer], is_best: bool) -> tuple[Cell, ...]:
     saved = _over(answers, name, "share_of_alone")
     increases = [
         interval([increase_of(metric, quantile)(one.summaries[name]) for one in answers]).mean
@@ -269,7 +269,7 @@ def _row(name: str, answers: Sequence[Answer], is_best: bool) -> tuple[Cell, ...
             _reclaims(answers, name))  # fmt: skip
 
 
-def _advice(tuning: Tuning, answers: Sequence[Answer], best: str, handles: int) -> tuple[tuple[Cell, ...], ...]:
+def _advice(tuning: Tuning, answers: Sequence[SeedAnswer], best: str, handles: int) -> tuple[tuple[Cell, ...], ...]:
     reservation, cooldown = tuning.reservation, tuning.cooldown
     hinted = _over(answers, "defaults", "share_of_alone").mean
     blind = _over(answers, "defaults without a hint", "share_of_alone").mean
@@ -286,7 +286,7 @@ def _advice(tuning: Tuning, answers: Sequence[Answer], best: str, handles: int) 
     )  # fmt: skip
 
 
-def _curves(answers: Sequence[Answer]) -> Mapping[str, list[tuple[float, float]]]:
+def _curves(answers: Sequence[SeedAnswer]) -> Mapping[str, list[tuple[float, float]]]:
     return {
         f"headroom to {share:.0%} of the pool": [
             (target, _over(answers, f"target {target:g}/h, headroom to {share:.0%}", "share_of_alone").mean)

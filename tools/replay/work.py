@@ -14,13 +14,13 @@ from typing import Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from valve_tools.replay.store import Store
+from valve_tools.replay.store import TaskStore
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Progress(Protocol):
+class TellProgress(Protocol):
     """Told how far a named piece of work is."""
 
     def __call__(self, label: str, done: int, of: int) -> None: ...
@@ -55,11 +55,11 @@ class Workers:
     """How independent tasks are worked off."""
 
     processes: int = 1
-    store: Store = field(default_factory=lambda: Store(folder=None))
+    store: TaskStore = field(default_factory=lambda: TaskStore(folder=None))
 
 
 def spread(
-    work: Callable[[A], B], tasks: Sequence[A], progress: Progress, workers: Workers, label: str = "runs"
+    work: Callable[[A], B], tasks: Sequence[A], progress: TellProgress, workers: Workers, label: str = "runs"
 ) -> list[B]:
     """`work` on every task whose result is not kept yet, results in the order of the tasks.
 

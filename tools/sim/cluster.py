@@ -18,14 +18,14 @@ from valve_tools.sim.cluster_load import (
     STEPS,
     WINDOWS,
     FleetLoad,
+    FleetService,
     LoadSettings,
-    Service,
     drawn_services,
     fleet_load,
     services_from,
 )
-from valve_tools.sim.cluster_reports import Reports, Rule, shipped
-from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally, run_week
+from valve_tools.sim.cluster_reports import ReportHistory, Rule, shipped
+from valve_tools.sim.cluster_run import ClusterRun, RunSettings, WeekTally, run_week
 from valve_tools.sim.cluster_schedulers import PRODUCT, SCHEDULERS, Foresight, Scheduler
 from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, interval
 
@@ -109,12 +109,12 @@ class ClusterResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ClusterPart:
     """All weeks of one seed and demand: they share the load."""
 
     plan: ClusterPlan
     demand: float
-    services: list[Service]
+    services: list[FleetService]
     borrowed: int
     source: str
     seed: int
@@ -123,7 +123,7 @@ class Part:
 def run_cluster(
     traces_dir: Path | None,
     seeds: Sequence[int] = (0,),
-    spread: Callable[[list[Part]], Iterable[list[WeekResult]]] = lambda parts: map(run_part, parts),
+    spread: Callable[[list[ClusterPart]], Iterable[list[WeekResult]]] = lambda parts: map(run_part, parts),
     plan: ClusterPlan | None = None,
 ) -> ClusterResult:
     """The whole experiment; deterministic, but for decision times, for the same load, seeds and plan."""
@@ -140,28 +140,28 @@ def run_cluster(
     )
 
 
-def part_of(traces_dir: Path | None, seed: int, demand: float, plan: ClusterPlan) -> Part:
+def part_of(traces_dir: Path | None, seed: int, demand: float, plan: ClusterPlan) -> ClusterPart:
     """`traces_dir` may hold no rates of a week, as a folder of requests alone: the services are drawn then."""
     services, borrowed = services_from(traces_dir, seed) if traces_dir else ([], 0)
     source = f"{len(services)} services of published rates"
     if not services:
         services = drawn_services(seed)
         source = f"{len(services)} drawn services"
-    return Part(plan=plan, demand=demand, services=services, borrowed=borrowed, source=source, seed=seed)
+    return ClusterPart(plan=plan, demand=demand, services=services, borrowed=borrowed, source=source, seed=seed)
 
 
-def run_part(part: Part) -> list[WeekResult]:
+def run_part(part: ClusterPart) -> list[WeekResult]:
     return Weeks(part).run(part.plan)
 
 
 class Weeks:
     """The load of one seed, and the weeks that are run on it."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ClusterPart) -> None:
         plan = part.plan
         self._part = part
         self._load = fleet_load(part.services, plan.load, part.seed, part.borrowed)
-        self._reports = Reports(self._load)
+        self._reports = ReportHistory(self._load)
         self._truth = Truth(self._load, plan.recompute_s)
         self._foresight = Foresight(self._truth, plan.load.nodes) if "oracle" in plan.schedulers else None
         self._idle = float((self._load.idle.mean(axis=1) / STEPS)[self._load.replica_of_gpu].mean())
@@ -174,7 +174,7 @@ class Weeks:
         """What no policy can save more than, as a share of the fleet."""
         return self._truth.supply(plan.run.counted_from, WINDOWS)
 
-    def week(self, name: str, plan: ClusterPlan, demand: float, rule: Rule = shipped) -> tuple[WeekResult, Tally]:
+    def week(self, name: str, plan: ClusterPlan, demand: float, rule: Rule = shipped) -> tuple[WeekResult, WeekTally]:
         """One scheduler's; `rule` is what the product counts on from what nodes have kept."""
         nodes, seed = plan.load.nodes, self._part.seed
         truth = self._truth if plan.recompute_s == self._part.plan.recompute_s else Truth(self._load, plan.recompute_s)
@@ -185,7 +185,7 @@ class Weeks:
 
 
 def _week(
-    name: str, demand: float, seed: int, idle: float, tally: Tally, scheduler: Scheduler, load: FleetLoad
+    name: str, demand: float, seed: int, idle: float, tally: WeekTally, scheduler: Scheduler, load: FleetLoad
 ) -> WeekResult:
     gpus = len(load.replica_of_gpu)
     windows = max(tally.windows, 1)
@@ -216,7 +216,7 @@ def _week(
     )
 
 
-def _bias(tally: Tally, load: FleetLoad) -> tuple[float, ...]:
+def _bias(tally: WeekTally, load: FleetLoad) -> tuple[float, ...]:
     """Mean of predicted - achieved in tenths by memory pressure; those that were moved early weigh by their time."""
     if not tally.predictions:
         return ()
@@ -227,7 +227,7 @@ def _bias(tally: Tally, load: FleetLoad) -> tuple[float, ...]:
     return tuple(float(np.average(difference[tenth == i], weights=windows[tenth == i])) for i in np.unique(tenth))
 
 
-def _model_error(tally: Tally, *, is_calibrated: bool) -> float:
+def _model_error(tally: WeekTally, *, is_calibrated: bool) -> float:
     """Mean error of the model told the true hours; calibrated: judged on odd nodes with factors of the even ones."""
     ran = np.array([one for one in tally.predictions if one[2] >= 144 and one[1] > 0.01])
     if len(ran) == 0:

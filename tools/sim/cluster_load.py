@@ -78,7 +78,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class FleetService:
     """One service's week: requests/s and dispersion per window, and what a request costs."""
 
     name: str
@@ -121,7 +121,7 @@ class FleetLoad:
         return gib
 
 
-def fleet_load(services: list[Service], settings: LoadSettings, seed: int, borrowed: int = 0) -> FleetLoad:
+def fleet_load(services: list[FleetService], settings: LoadSettings, seed: int, borrowed: int = 0) -> FleetLoad:
     """Copies of the services, shifted and scaled, until every GPU is taken; then minute by minute."""
     rng = np.random.default_rng(seed)
     kept = [one for one in services if _peak(one) <= settings.peak_over_mean * one.concurrency.mean()]
@@ -147,7 +147,7 @@ def fleet_load(services: list[Service], settings: LoadSettings, seed: int, borro
     )
 
 
-def drawn_services(seed: int, count: int = 40) -> list[Service]:
+def drawn_services(seed: int, count: int = 40) -> list[FleetService]:
     """A seeded stand-in for the rate files: daily and weekly curves, noise, bursts, log-normal lengths."""
     rng = np.random.default_rng(seed)
     hours = np.arange(WINDOWS) / 6
@@ -157,7 +157,7 @@ def drawn_services(seed: int, count: int = 40) -> list[Service]:
         weekend = np.where(hours % 168 >= 120, rng.uniform(0.6, 1.0), 1.0)
         noise = rng.gamma(25.0, 1 / 25.0, WINDOWS)
         services.append(
-            Service(
+            FleetService(
                 name=f"drawn-{number}",
                 model=ONLINE_8B if number % 2 else ONLINE_32B,
                 rate=rng.lognormal(np.log(20.0), 0.8) * daily * weekend * noise,
@@ -169,7 +169,7 @@ def drawn_services(seed: int, count: int = 40) -> list[Service]:
     return services
 
 
-def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
+def services_from(traces_dir: Path, seed: int) -> tuple[list[FleetService], int]:
     """Services of every (rates, lengths) pair of files of a week, none without one; how many borrow lengths by seed.
 
     The pair with longer outputs in its lengths becomes the 32B service, the other the 8B one.
@@ -195,7 +195,7 @@ def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
             full_rate[windows[inside]], full_cv[windows[inside]] = rate[inside], cv[inside]
             if full_rate.any():
                 services.append(
-                    Service(
+                    FleetService(
                         name=f"{number}-{client}",
                         model=ONLINE_8B if number == 0 and len(pairs) > 1 else ONLINE_32B,
                         rate=full_rate,
@@ -270,11 +270,11 @@ def _read_lengths(path: Path) -> dict[str, dict[str, float]]:
     return {client: {kind: float(np.mean(values)) for kind, values in one.items()} for client, one in whole.items()}
 
 
-def _peak(service: Service) -> float:
+def _peak(service: FleetService) -> float:
     return float(np.quantile(service.concurrency, 0.999))
 
 
-def _sized(services: list[Service], settings: LoadSettings, rng: np.random.Generator) -> float:
+def _sized(services: list[FleetService], settings: LoadSettings, rng: np.random.Generator) -> float:
     """The peak concurrency per replica at which the copies below leave the fleet idle as wanted; by bisection."""
     low, high = 0.2, 60.0
     for _ in range(24):
@@ -290,8 +290,8 @@ def _sized(services: list[Service], settings: LoadSettings, rng: np.random.Gener
 
 
 def _copies(
-    services: list[Service], settings: LoadSettings, peak: float, rng: np.random.Generator
-) -> Iterator[tuple[Service, int]]:
+    services: list[FleetService], settings: LoadSettings, peak: float, rng: np.random.Generator
+) -> Iterator[tuple[FleetService, int]]:
     left = settings.nodes * settings.gpus_per_node
     while left > 0:
         for number in rng.permutation(len(services)):
@@ -304,7 +304,7 @@ def _copies(
             scale = rng.uniform(1 - settings.scale, 1 + settings.scale)
             share = scale * peak / max(_peak(service), 1e-9)
             yield (
-                Service(
+                FleetService(
                     name=service.name,
                     model=service.model,
                     rate=np.roll(service.rate, shift) * share,
@@ -320,7 +320,7 @@ def _copies(
 
 
 def _replicas(
-    service: Service, replicas: int, settings: LoadSettings, rng: np.random.Generator
+    service: FleetService, replicas: int, settings: LoadSettings, rng: np.random.Generator
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """`service.rate` is one replica's share here. The service's bursts hit all its replicas together."""
     per_minute = np.repeat(service.rate * 60, MINUTES_PER_WINDOW)

@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class KeptIdle:
     """What a node has kept of its GPUs, [nodes, gpus]."""
 
     hour: Floats
@@ -39,18 +39,18 @@ class Seen:
     """[144, nodes, gpus]: the day in its ten-minute buckets."""
 
 
-Rule = Callable[[Seen], Floats]
+Rule = Callable[[KeptIdle], Floats]
 """From what was kept to the idle share that is counted on."""
 
 
-def shipped(seen: Seen) -> Floats:
+def shipped(seen: KeptIdle) -> Floats:
     """The product's own."""
     counted: Floats = forecast(seen.buckets[-1].astype(np.float64), seen.hour, seen.day).astype(np.float64)
     return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class HourRows:
     """The hour that ended at one window."""
 
     idle: NDArray[np.float32]
@@ -61,7 +61,7 @@ class Rows:
     """[nodes, gpus, gpus]: share of time in which both are busy."""
 
 
-class Reports:
+class ReportHistory:
     """Snapshots of ten minutes, shared by all schedulers; only the last few are kept."""
 
     def __init__(self, load: FleetLoad) -> None:
@@ -72,7 +72,7 @@ class Reports:
         means = load.idle.reshape(len(load.ranks), WINDOWS, MINUTES_PER_WINDOW).mean(axis=2, dtype=np.float32)
         self._idle = np.ascontiguousarray(means.T / STEPS)  # [windows, replicas]
         self._sums = np.concatenate([np.zeros((1, len(load.ranks))), np.cumsum(self._idle, axis=0, dtype=np.float64)])
-        self._kept: dict[int, Rows] = {}
+        self._kept: dict[int, HourRows] = {}
         self._names = [f"node-{node:04d}" for node in range(self.nodes)]
 
     def fleet(self, window: int, open_gpus: NDArray[np.bool_], rule: Rule = shipped) -> Fleet:
@@ -87,7 +87,9 @@ class Reports:
             standing=np.full(self.nodes, Standing.HARVESTING, dtype=np.int8),
             gpu_model=np.full(self.nodes, "H100"),
             full_mib=np.full(self.nodes, self.full_mib),
-            idle=rule(Seen(hour=hour, day=day, buckets=self._idle[earlier[:, None], replicas].reshape(DAY, *shape))),
+            idle=rule(
+                KeptIdle(hour=hour, day=day, buckets=self._idle[earlier[:, None], replicas].reshape(DAY, *shape))
+            ),
             histogram=rows.histogram[replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
             online_peak=np.zeros(shape),
             alignment=self._alignment(rows.both, hour),
@@ -116,10 +118,10 @@ class Reports:
         mean: Floats = (self._sums[window] - self._sums[first % WINDOWS] + round_week) / windows
         return mean
 
-    def _rows(self, window: int) -> Rows:
+    def _rows(self, window: int) -> HourRows:
         found = self._kept.get(window)
         if found is None:
-            found = Rows(
+            found = HourRows(
                 idle=self._mean(window, HOUR).astype(np.float32),
                 histogram=self._histogram(window),
                 both=self._overlap(window),

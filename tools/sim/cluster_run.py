@@ -72,7 +72,7 @@ class Instances:
 
 
 @dataclass(slots=True)
-class Tally:
+class WeekTally:
     """Sums over the counted windows."""
 
     windows: int = 0
@@ -96,7 +96,7 @@ class ClusterRun:
     """The books: every GPU holds at most one offline instance; a job's instances share its work."""
 
     def __init__(self, scheduler: Scheduler, truth: Truth, jobs: JobTable, nodes: int, settings: RunSettings) -> None:
-        self.tally = Tally()
+        self.tally = WeekTally()
         self._scheduler, self._truth, self._jobs, self._settings = scheduler, truth, jobs, settings
         self._open = np.ones((nodes, 8), dtype=np.bool_)
         self._running = Instances()
@@ -283,7 +283,7 @@ class ClusterRun:
         self.tally.predictions += list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def run_week(run: ClusterRun) -> Tally:
+def run_week(run: ClusterRun) -> WeekTally:
     for window in range(WINDOWS):
         run.step(window)
         if window % 144 == 0:

@@ -16,7 +16,7 @@ from valve_scheduler.model import fits_share, memory_factor, memory_weights, set
 from valve_scheduler.placement.rank import Fleet, GpuSets, Job, PlacementSettings, gpu_sets, rank
 from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, Truth
 from valve_tools.sim.cluster_load import WINDOWS
-from valve_tools.sim.cluster_reports import Reports, Rule, shipped
+from valve_tools.sim.cluster_reports import ReportHistory, Rule, shipped
 
 SCHEDULERS = ("random", "most-idle", "idle-x-memory", "full", "oracle")
 PRODUCT = "full"
@@ -27,7 +27,7 @@ WORTH_IT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class NodeShares:
     """Per node: the predicted share of standalone throughput on the offered set."""
 
     share: Floats
@@ -85,7 +85,7 @@ class Scheduler:
     def __init__(
         self,
         name: str,
-        reports: Reports,
+        reports: ReportHistory,
         foresight: Foresight | None,
         settings: PlacementSettings,
         seed: int,
@@ -105,7 +105,9 @@ class Scheduler:
         self._judged: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}
         self._profiles = [model.profile(reports.full_mib / 1024) for model in MODELS]
 
-    def offer(self, window: int, model: int, sla: float, avoid: frozenset[str], open_gpus: NDArray[np.bool_]) -> Offer:
+    def offer(
+        self, window: int, model: int, sla: float, avoid: frozenset[str], open_gpus: NDArray[np.bool_]
+    ) -> NodeShares:
         if self._foresight is not None and self.name == "oracle":
             return self._foreseen(window, model, sla, open_gpus)
         fleet = self._view(window, open_gpus)
@@ -116,7 +118,7 @@ class Scheduler:
             ranking = rank(fleet, sets, job, self._settings)
             self.decision_ms.append((time.thread_time() - began) * 1e3)
             share = np.where(ranking.set_index >= 0, ranking.share, 0.0)
-            return Offer(share=share, set_index=ranking.set_index.astype(np.int64), score=share)
+            return NodeShares(share=share, set_index=ranking.set_index.astype(np.int64), score=share)
         return self._blind(fleet, model, sla)
 
     def nowcast(self, window: int, model: int, members: Ints) -> Floats:
@@ -138,7 +140,7 @@ class Scheduler:
             self._sets[ranks] = gpu_sets(fleet.idle, fleet.alignment, ranks, self._settings)
         return self._sets[ranks]
 
-    def _blind(self, fleet: Fleet, model: int, sla: float) -> Offer:
+    def _blind(self, fleet: Fleet, model: int, sla: float) -> NodeShares:
         """Feasible sets by chance, by idle time, or by idle time and memory; alignment is not looked at."""
         if model not in self._judged:
             self._judged[model] = self._judge(fleet, model)
@@ -160,7 +162,7 @@ class Scheduler:
         all_fit: NDArray[np.bool_] = np.all(fits[:, members], axis=2)
         return share, all_fit
 
-    def _foreseen(self, window: int, model: int, sla: float, open_gpus: NDArray[np.bool_]) -> Offer:
+    def _foreseen(self, window: int, model: int, sla: float, open_gpus: NDArray[np.bool_]) -> NodeShares:
         assert self._foresight is not None
         ranks = MODELS[model].ranks
         share = self._foresight.share(model, window, sla)
@@ -179,12 +181,12 @@ def _all_open(open_gpus: NDArray[np.bool_], members: Ints) -> NDArray[np.bool_]:
     return is_open
 
 
-def _best(score: Floats, share: Floats) -> Offer:
+def _best(score: Floats, share: Floats) -> NodeShares:
     index = score.argmax(axis=1)
     rows = np.arange(len(index))
     best = score[rows, index]
     found = best >= 0
-    return Offer(
+    return NodeShares(
         share=np.where(found, share[rows, index], 0.0),
         set_index=np.where(found, index, -1),
         score=np.where(found, best, 0.0),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from valve_tools.sim.memory_policies import AllOffline, FixedHeadroom, NoShare, Plan, Uvm, budget_plan
+from valve_tools.sim.memory_policies import AllOffline, Clairvoyant, FixedHeadroom, NoShare, Uvm, budget_plan
 from valve_tools.sim.ours import ProductWake
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.rivals import PRISM, SWEEPS
@@ -96,13 +96,13 @@ def by_way(way: Remap) -> Callable[[Bound, Tuning], Tuning]:
 
 
 def _oracle(context: Context) -> MemoryPolicy:
-    return Plan(usage=context.solo.usage)
+    return Clairvoyant(usage=context.solo.usage)
 
 
 def _budget_oracle(context: Context) -> MemoryPolicy:
     per_hour = context.tuning.reservation.target_per_hour
     hold = budget_plan(context.solo.usage, int(context.bound.seconds), per_hour)
-    return Plan(usage=context.solo.usage, hold=hold)
+    return Clairvoyant(usage=context.solo.usage, hold=hold)
 
 
 COMBINATIONS = (

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from valve_tools.sim.eviction_engine import (
     AffineFreeList,
-    Engine,
     EngineSettings,
+    EvictionEngine,
     Lengths,
     Loss,
     Select,
@@ -101,7 +101,7 @@ RIVALS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResult:
+class EvictionCell:
     allocator: str
     handle_mib: int
     interval_s: int
@@ -129,7 +129,7 @@ class Which:
 class EvictionResult:
     lengths: str
     seeds: tuple[int, ...]
-    cells: tuple[CellResult, ...]
+    cells: tuple[EvictionCell, ...]
     greedy_over_exact: tuple[float, ...]
     """Cost of the greedy set over the cheapest set there is, on small pools."""
     claims: tuple[Claim, ...]
@@ -148,13 +148,13 @@ class EvictionResult:
             found.setdefault(cell.seed, []).append(getattr(cell, figure))
         return interval([float(np.median(values)) for values in found.values()]) if found else None
 
-    def _cells_of(self, which: Which) -> list[CellResult]:
+    def _cells_of(self, which: Which) -> list[EvictionCell]:
         wanted = (which.allocator, which.handle_mib, which.policy)
         return [cell for cell in self.cells if (cell.allocator, cell.handle_mib, cell.policy) == wanted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class EvictionPart:
     """Some intervals on one allocator and handle size under one seed: what can be worked off by itself."""
 
     plan: EvictionPlan
@@ -168,9 +168,9 @@ class Part:
     """All when empty."""
 
 
-def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list[Part]:
+def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list[EvictionPart]:
     """The main grid in thirds of about equal work; every other handle size on every second interval and size."""
-    part = partial(Part, plan=plan, lengths=lengths)
+    part = partial(EvictionPart, plan=plan, lengths=lengths)
     found = []
     for seed in seeds:
         found += [
@@ -191,7 +191,7 @@ def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list
 def run_eviction(
     traces_dir: Path | None,
     seeds: Sequence[int] = (0,),
-    spread: Callable[[list[Part]], Iterable[list[CellResult]]] = lambda parts: map(run_part, parts),
+    spread: Callable[[list[EvictionPart]], Iterable[list[EvictionCell]]] = lambda parts: map(run_part, parts),
     plan: EvictionPlan | None = None,
 ) -> EvictionResult:
     """The whole experiment; deterministic for the same lengths, seeds and plan. `spread` runs `run_part` on each."""
@@ -215,7 +215,7 @@ def offline_lengths(traces_dir: Path | None) -> tuple[Lengths, str]:
     return list(zip(prompts.tolist(), outputs.tolist(), strict=True)), "drawn, about those of a summarising job"
 
 
-def run_part(part: Part) -> list[CellResult]:
+def run_part(part: EvictionPart) -> list[EvictionCell]:
     plan, seed = part.plan, part.seed
     start = pickle.dumps(_churned(plan, part.lengths, seed, part.allocator, part.handle_mib))
     alone = _left_alone(part, start)
@@ -229,7 +229,7 @@ def run_part(part: Part) -> list[CellResult]:
             loss = 1 - engine.useful_tokens / alone[seconds]
             fifo_loss = loss if rival.name == "fifo" else fifo_loss
             results.append(
-                CellResult(
+                EvictionCell(
                     allocator=part.allocator,
                     handle_mib=part.handle_mib,
                     interval_s=interval_s,
@@ -244,13 +244,13 @@ def run_part(part: Part) -> list[CellResult]:
     return results
 
 
-def _churned(plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, handle_mib: int) -> Engine:
+def _churned(plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, handle_mib: int) -> EvictionEngine:
     per_column = handle_mib // plan.block_mib
     column_map = uniform_columns(plan.pool_mib // handle_mib, per_column, pinned=1)
     make = AffineFreeList if allocator == "affine" else StockFreeList
     order = np.random.default_rng(seed).permutation(len(lengths))
     shuffled = [lengths[i] for i in order]
-    engine = Engine(
+    engine = EvictionEngine(
         plan.engine, column_map, make(column_map.block_columns.tolist(), reserved=(0,)), shuffled, loss=Loss.BEHIND
     )
     for _ in range(int(plan.churn_s / plan.engine.step_s)):
@@ -259,9 +259,9 @@ def _churned(plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, ha
     return engine
 
 
-def _left_alone(part: Part, start: bytes) -> dict[float, float]:
+def _left_alone(part: EvictionPart, start: bytes) -> dict[float, float]:
     """Useful tokens of the undisturbed engine after each length of cell."""
-    engine: Engine = pickle.loads(start)
+    engine: EvictionEngine = pickle.loads(start)
     engine.start_counting()
     at: dict[float, float] = {}
     elapsed = 0.0
@@ -273,8 +273,10 @@ def _left_alone(part: Part, start: bytes) -> dict[float, float]:
     return at
 
 
-def _run_cell(plan: EvictionPlan, start: bytes, rival: Rival, interval_s: int, size: float, seed: int) -> Engine:
-    engine: Engine = pickle.loads(start)
+def _run_cell(
+    plan: EvictionPlan, start: bytes, rival: Rival, interval_s: int, size: float, seed: int
+) -> EvictionEngine:
+    engine: EvictionEngine = pickle.loads(start)
     engine.loss = rival.loss
     engine.start_counting()
     needed = max(1, round(size * len(engine.column_map.columns)))

@@ -145,7 +145,7 @@ class Loss(enum.Enum):
 Select = Callable[[ColumnMap, BlockTables, ColumnAges, int], ReclaimDecision]
 
 
-class Engine:
+class EvictionEngine:
     """The batch, the queue and the pool; `useful_tokens` counts every prompt and output token once."""
 
     def __init__(

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from valve_scheduler import model
 from valve_scheduler.controller import monitor
 from valve_scheduler.placement import rank
-from valve_tools.sim.cluster import ClusterPlan, Part, Weeks
+from valve_tools.sim.cluster import ClusterPart, ClusterPlan, Weeks
 from valve_tools.sim.cluster_jobs import JobSettings
-from valve_tools.sim.cluster_load import LoadSettings, Service, drawn_services, services_from
-from valve_tools.sim.cluster_reports import DAY, HOUR, Floats, Rule, Seen, shipped
-from valve_tools.sim.cluster_run import Tally
+from valve_tools.sim.cluster_load import FleetService, LoadSettings, drawn_services, services_from
+from valve_tools.sim.cluster_reports import DAY, HOUR, Floats, KeptIdle, Rule, shipped
+from valve_tools.sim.cluster_run import WeekTally
 from valve_tools.sim.cluster_schedulers import PRODUCT
 
 SHIPPED = "shipped: 0.7 hour, 0.3 ten minutes, at most 0.05 over these"
@@ -35,7 +35,7 @@ TENTHS = 10
 def quantile(share: float, windows: int = DAY) -> Rule:
     """Of the last so many buckets of ten minutes."""
 
-    def rule(seen: Seen) -> Floats:
+    def rule(seen: KeptIdle) -> Floats:
         found: Floats = np.quantile(seen.buckets[-windows:], share, axis=0).astype(np.float64)
         return found
 
@@ -43,7 +43,7 @@ def quantile(share: float, windows: int = DAY) -> Rule:
 
 
 def blend(hour_weight: float, most_over_recent: float = 1.0) -> Rule:
-    def rule(seen: Seen) -> Floats:
+    def rule(seen: KeptIdle) -> Floats:
         recent = seen.buckets[-1].astype(np.float64)
         found: Floats = np.minimum(hour_weight * seen.hour + (1 - hour_weight) * recent, recent + most_over_recent)
         return found
@@ -100,7 +100,7 @@ class Tenth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WeekOutcome:
     """One policy's week on one load."""
 
     load: str
@@ -121,24 +121,26 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WeeksTask:
     """Some of the weeks on one load: small enough that a run which was stopped loses little."""
 
-    part: Part
+    part: ClusterPart
     load: str
     runs: tuple[tuple[str, float], ...]
     """(policy, demand) of each week."""
 
 
-def tasks_of(traces: Path | None, seeds: Sequence[int], plan: ClusterPlan) -> list[Task]:
+def tasks_of(traces: Path | None, seeds: Sequence[int], plan: ClusterPlan) -> list[WeeksTask]:
     found = []
     for seed in seeds:
         for load, services, borrowed in _loads(traces, seed):
             for first in range(0, len(RUNS), RUNS_PER_TASK):
                 runs = RUNS[first : first + RUNS_PER_TASK]
                 told = replace(plan, schedulers=tuple(dict.fromkeys(_scheduler(policy) for policy, _ in runs)))
-                part = Part(plan=told, demand=AMPLE, services=services, borrowed=borrowed, source=load, seed=seed)
-                found.append(Task(part=part, load=load, runs=runs))
+                part = ClusterPart(
+                    plan=told, demand=AMPLE, services=services, borrowed=borrowed, source=load, seed=seed
+                )
+                found.append(WeeksTask(part=part, load=load, runs=runs))
     return found
 
 
@@ -146,7 +148,7 @@ def _scheduler(policy: str) -> str:
     return PRODUCT if policy in RULES else policy
 
 
-def _loads(traces: Path | None, seed: int) -> Iterable[tuple[str, list[Service], int]]:
+def _loads(traces: Path | None, seed: int) -> Iterable[tuple[str, list[FleetService], int]]:
     if traces:
         services, borrowed = services_from(traces, seed)
         digest = rates_digest(traces)
@@ -169,14 +171,14 @@ def half_of(service: str, digest: str) -> int:
     return hashlib.sha256(f"{digest} {service}".encode()).digest()[0] % 2
 
 
-def run_task(task: Task) -> list[Outcome]:
+def run_task(task: WeeksTask) -> list[WeekOutcome]:
     weeks = Weeks(task.part)
     return [_outcome(task, weeks, policy, demand) for policy, demand in task.runs]
 
 
-def _outcome(task: Task, weeks: Weeks, policy: str, demand: float) -> Outcome:
+def _outcome(task: WeeksTask, weeks: Weeks, policy: str, demand: float) -> WeekOutcome:
     week, tally = weeks.week(_scheduler(policy), task.part.plan, demand, RULES.get(policy, shipped))
-    return Outcome(
+    return WeekOutcome(
         load=task.load,
         demand=demand,
         seed=task.part.seed,
@@ -191,7 +193,7 @@ def _outcome(task: Task, weeks: Weeks, policy: str, demand: float) -> Outcome:
     )
 
 
-def tenths_of(tally: Tally) -> tuple[Tenth, ...]:
+def tenths_of(tally: WeekTally) -> tuple[Tenth, ...]:
     table: NDArray[np.float64] = np.array(tally.promises, dtype=np.float64).reshape(-1, 4)
     predicted, achieved, _, kept = table.T
     tenth = np.minimum((predicted * TENTHS).astype(np.int64), TENTHS - 1)
@@ -209,9 +211,9 @@ def tenths_of(tally: Tally) -> tuple[Tenth, ...]:
 def run_forecast(
     traces: Path | None,
     seeds: Sequence[int],
-    spread: Callable[[list[Task]], Iterable[list[Outcome]]],
+    spread: Callable[[list[WeeksTask]], Iterable[list[WeekOutcome]]],
     plan: ClusterPlan,
-) -> list[Outcome]:
+) -> list[WeekOutcome]:
     return [one for found in spread(tasks_of(traces, seeds, plan)) for one in found]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from valve_tools.sim.traces import NS, Folder, IntArray, Lengths, Trace
+from valve_tools.sim.traces import NS, Folder, IntArray, JobLengths, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +97,10 @@ def generate(seed: int = 1) -> Folder:
     return Folder(traces=traces, lengths=(summaries(np.random.default_rng(streams[-1])),), ignored=())
 
 
-def summaries(rng: np.random.Generator) -> Lengths:
+def summaries(rng: np.random.Generator) -> JobLengths:
     """Prompt and answer lengths of a summarising batch job."""
     prompt, answer = SUMMARY
-    return Lengths(name="summaries", in_tok=prompt.draw(rng, 8192), out_tok=answer.draw(rng, 8192))
+    return JobLengths(name="summaries", in_tok=prompt.draw(rng, 8192), out_tok=answer.draw(rng, 8192))
 
 
 def make(recipe: ServiceRecipe, rng: np.random.Generator) -> Trace:

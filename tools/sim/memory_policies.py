@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from valve_tools.sim.ours import take
-from valve_tools.sim.world import IntArray, Memory, MemoryPolicy
+from valve_tools.sim.world import HandleView, IntArray, MemoryPolicy
 
 NS = 1_000_000_000
 MINUTE_NS = 60 * NS
@@ -17,7 +17,7 @@ MINUTE_NS = 60 * NS
 class NoShare(MemoryPolicy):
     """Everything is online's from the start: the solo reference."""
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         memory.take_free(memory.handles)
 
 
@@ -27,7 +27,7 @@ class AllOffline(MemoryPolicy):
 
     online_elastic: bool = True
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         memory.back_offline(memory.handles)
 
 
@@ -41,7 +41,7 @@ class Prism(MemoryPolicy):
     online_elastic: bool = True
     offline_elastic: bool = True
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         memory.take_free(self.online_reserve)
 
 
@@ -63,11 +63,11 @@ class StaticMem(MemoryPolicy):
     kill_ns: int = 10_000_000
     release_ns: int = 25_000
     window_minutes: int = 60
-    _memory: Memory = field(init=False)
+    _memory: HandleView = field(init=False)
     _peaks: deque[int] = field(init=False)
     _dead_until: int = 0
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self._peaks = deque(maxlen=self.window_minutes)
         self._memory = memory
         self._peaks.append(self.first_hour_peak)
@@ -108,9 +108,9 @@ class FixedHeadroom(MemoryPolicy):
 
     share: float
     pressure_ratio: float = 1.0
-    _memory: Memory = field(init=False)
+    _memory: HandleView = field(init=False)
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self._memory = memory
         memory.take_free(self._headroom)
         memory.back_offline(memory.handles)
@@ -136,16 +136,16 @@ class FixedHeadroom(MemoryPolicy):
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan(MemoryPolicy):
+class Clairvoyant(MemoryPolicy):
     """A clairvoyant reservation: in every second online holds the peak of the coming minute, seen in the solo run."""
 
     usage: IntArray
     hold: list[int] = field(default_factory=list)
     """Handles to hold in every second; empty: the peak of the coming `ahead_s`."""
     ahead_s: int = 60
-    _memory: Memory = field(init=False)
+    _memory: HandleView = field(init=False)
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self._memory = memory
         self.hold = self.hold or hold_ahead(self.usage, int(memory.world.seconds), self.ahead_s)
         self._apply(0)

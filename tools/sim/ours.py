@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from valve_tools.sim.machine import blocks_per_handle, timing
 from valve_tools.sim.rungs import waited_ns
-from valve_tools.sim.world import Memory, MemoryPolicy
+from valve_tools.sim.world import HandleView, MemoryPolicy
 
 from valved.model.memory import (
     OnlineMemory,
@@ -40,7 +40,7 @@ def _columns(columns: int, per_column: int, block_tokens: int) -> ColumnMap:
     return uniform_columns(columns, per_column, block_tokens)
 
 
-def take(memory: Memory, handles: int, wait_ns: int = 0) -> int:
+def take(memory: HandleView, handles: int, wait_ns: int = 0) -> int:
     """Free handles first, then offline's columns in the order of the product's selective eviction, after a wait."""
     if handles <= 0:
         return 0
@@ -52,7 +52,7 @@ def take(memory: Memory, handles: int, wait_ns: int = 0) -> int:
     return taken + memory.take_columns(_victims(memory, handles - taken))
 
 
-def _victims(memory: Memory, handles: int) -> list[int]:
+def _victims(memory: HandleView, handles: int) -> list[int]:
     job, settings = memory.world.job, memory.world.settings
     if job is None:
         return []
@@ -114,7 +114,7 @@ class OurMemory(MemoryPolicy):
     step at that moment is any part of it."""
     let_ns: int = 0
     """So much of a step that somebody waits for is let run at a time; 0: all of it."""
-    _memory: Memory = field(init=False)
+    _memory: HandleView = field(init=False)
     _state: ReservationState = field(init=False)
     _chance: random.Random = field(init=False)
     _said: ReservationDecision | None = None
@@ -126,7 +126,7 @@ class OurMemory(MemoryPolicy):
     def __post_init__(self) -> None:
         self.pressure_ratio = self.settings.pressure_ratio
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self._memory = memory
         self._chance = random.Random(memory.world.seed)
         self._state = reservation.start(0, self.settings)
@@ -199,12 +199,12 @@ class ProductWake:
     hinted: bool
     cooldown: CooldownSettings = field(default_factory=CooldownSettings)
     wake: WakeSettings = field(default_factory=WakeSettings)
-    _memory: Memory = field(init=False)
+    _memory: HandleView = field(init=False)
     _cooldown: CooldownState = field(init=False)
     _wake: WakeState = field(default_factory=WakeState)
     _cooldown_ns: int = 0
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: HandleView) -> None:
         self._memory = memory
         self._cooldown = first_cooldown(0, self.cooldown)
         self._step(0, ())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from valve_tools.sim.generator import summaries
 from valve_tools.sim.machine import MODELS
-from valve_tools.sim.shape import Candidate, Shape, assign, candidates, window_s
-from valve_tools.sim.traces import Folder, Lengths, Trace, largest
-from valve_tools.sim.world import Job, Service
+from valve_tools.sim.shape import LoadShape, ShapedTrace, assign, candidates, window_s
+from valve_tools.sim.traces import Folder, JobLengths, Trace, largest
+from valve_tools.sim.world import OfflineSide, OnlineSide
 
 LENGTHS_SEED = 1
 MISALIGNED = 0.3
@@ -18,7 +18,7 @@ MISALIGNED = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PairRow:
     """A row of the experiment before it has a trace."""
 
     key: str
@@ -26,7 +26,7 @@ class Pair:
     about: str
     online: str
     offline: str
-    shape: Shape
+    shape: LoadShape
     tp: int = 1
     skew_max: float = 0.0
     work: str = "summarise"
@@ -35,30 +35,30 @@ class Pair:
     train_memory_gib: float = 0.0
 
 
-def _shape(harvestable: float, idle_per_hour: float, kv_peak_tokens: float) -> Shape:
-    return Shape(harvestable=harvestable, idle_per_hour=idle_per_hour, kv_peak_tokens=kv_peak_tokens)
+def _shape(harvestable: float, idle_per_hour: float, kv_peak_tokens: float) -> LoadShape:
+    return LoadShape(harvestable=harvestable, idle_per_hour=idle_per_hour, kv_peak_tokens=kv_peak_tokens)
 
 
 PAIRS = (
-    Pair(key="P1", title="chat", about="compute bursts, Poisson-like", online="8B", offline="8B",
+    PairRow(key="P1", title="chat", about="compute bursts, Poisson-like", online="8B", offline="8B",
          shape=_shape(0.51, 1100, 7_000)),
-    Pair(key="P2", title="code", about="arrival bursts, KV bursts", online="8B", offline="8B",
+    PairRow(key="P2", title="code", about="arrival bursts, KV bursts", online="8B", offline="8B",
          shape=_shape(0.85, 1550, 57_000), work="long-answers"),
-    Pair(key="P3", title="long context", about="compute and KV bursts", online="8B", offline="8B",
+    PairRow(key="P3", title="long context", about="compute and KV bursts", online="8B", offline="8B",
          shape=_shape(0.46, 67, 256_000)),
-    Pair(key="P4", title="reasoning", about="compute and KV, long answers", online="8B", offline="8B",
+    PairRow(key="P4", title="reasoning", about="compute and KV, long answers", online="8B", offline="8B",
          shape=_shape(0.40, 44, 415_000), work="train", train_tokens=2048, train_memory_gib=5.0),
-    Pair(key="P5", title="short gaps", about="thousands of idle periods an hour", online="8B", offline="8B",
+    PairRow(key="P5", title="short gaps", about="thousands of idle periods an hour", online="8B", offline="8B",
          shape=_shape(0.35, 3780, 7_700)),
-    Pair(key="P6", title="tiny TTFT", about="prompts of tens of tokens", online="3B", offline="8B",
+    PairRow(key="P6", title="tiny TTFT", about="prompts of tens of tokens", online="3B", offline="8B",
          shape=_shape(0.70, 1070, 1_500), work="long-prompts"),
-    Pair(key="P7", title="tight memory", about="KV bursts in a small pool", online="8B", offline="14B",
+    PairRow(key="P7", title="tight memory", about="KV bursts in a small pool", online="8B", offline="14B",
          shape=_shape(0.66, 320, 128_000)),
-    Pair(key="P8", title="rollout", about="periodic, huge KV swing, misaligned ranks", online="32B", offline="14B",
+    PairRow(key="P8", title="rollout", about="periodic, huge KV swing, misaligned ranks", online="32B", offline="14B",
          shape=_shape(0.66, 20, 130_000), tp=2, skew_max=MISALIGNED),
-    Pair(key="P9", title="busy control", about="hardly idle: must harm nobody", online="70B", offline="14B",
+    PairRow(key="P9", title="busy control", about="hardly idle: must harm nobody", online="70B", offline="14B",
          shape=_shape(0.10, 280, 264_000), tp=4),
-    Pair(key="P10", title="adapter", about="compute bursts beside fine-tuning", online="8B", offline="8B",
+    PairRow(key="P10", title="adapter", about="compute bursts beside fine-tuning", online="8B", offline="8B",
          shape=_shape(0.52, 263, 30_000), work="train", train_tokens=4096, train_memory_gib=6.0),
 )  # fmt: skip
 
@@ -67,18 +67,18 @@ PAIRS = (
 class Bound:
     """A pair with its trace."""
 
-    pair: Pair
+    pair: PairRow
     trace: Trace
-    shape: Shape
-    service: Service
-    job: Job
+    shape: LoadShape
+    service: OnlineSide
+    job: OfflineSide
 
     @property
     def seconds(self) -> float:
         return window_s(self.trace)
 
 
-def bind(folder: Folder, pairs: Sequence[Pair] = PAIRS) -> list[Bound]:
+def bind(folder: Folder, pairs: Sequence[PairRow] = PAIRS) -> list[Bound]:
     """Give every pair the trace of the folder that is nearest to its shape."""
     offered = candidates(folder.traces)
     chosen = assign({pair.key: pair.shape for pair in pairs}, offered)
@@ -86,33 +86,35 @@ def bind(folder: Folder, pairs: Sequence[Pair] = PAIRS) -> list[Bound]:
     return [_bound(pair, chosen[pair.key], lengths) for pair in pairs]
 
 
-def batch_lengths(folder: Folder) -> Lengths:
+def batch_lengths(folder: Folder) -> JobLengths:
     """The folder's own lengths of a batch job, else the shipped ones."""
     if folder.lengths:
         return largest(folder.lengths)
     return summaries(np.random.default_rng(LENGTHS_SEED))
 
 
-def _bound(pair: Pair, candidate: Candidate, lengths: Lengths) -> Bound:
+def _bound(pair: PairRow, candidate: ShapedTrace, lengths: JobLengths) -> Bound:
     return Bound(
         pair=pair,
         trace=candidate.trace,
         shape=candidate.shape,
-        service=Service(model=MODELS[pair.online], tp=pair.tp, skew_max=pair.skew_max),
+        service=OnlineSide(model=MODELS[pair.online], tp=pair.tp, skew_max=pair.skew_max),
         job=_job(pair, lengths),
     )
 
 
-def _job(pair: Pair, lengths: Lengths) -> Job:
+def _job(pair: PairRow, lengths: JobLengths) -> OfflineSide:
     model = MODELS[pair.offline]
     if pair.work == "train":
-        return Job(model=model, tp=pair.tp, train_tokens=pair.train_tokens, train_memory_gib=pair.train_memory_gib)
+        return OfflineSide(
+            model=model, tp=pair.tp, train_tokens=pair.train_tokens, train_memory_gib=pair.train_memory_gib
+        )
     if pair.work == "long-answers":
-        return Job(model=model, tp=pair.tp, lengths=_fixed("512/1024", 512, 1024))
+        return OfflineSide(model=model, tp=pair.tp, lengths=_fixed("512/1024", 512, 1024))
     if pair.work == "long-prompts":
-        return Job(model=model, tp=pair.tp, lengths=_fixed("32k/128", 32_000, 128), budget_tokens=32_768)
-    return Job(model=model, tp=pair.tp, lengths=lengths)
+        return OfflineSide(model=model, tp=pair.tp, lengths=_fixed("32k/128", 32_000, 128), budget_tokens=32_768)
+    return OfflineSide(model=model, tp=pair.tp, lengths=lengths)
 
 
-def _fixed(name: str, prompt: int, answer: int) -> Lengths:
-    return Lengths(name=name, in_tok=np.asarray([prompt]), out_tok=np.asarray([answer]))
+def _fixed(name: str, prompt: int, answer: int) -> JobLengths:
+    return JobLengths(name=name, in_tok=np.asarray([prompt]), out_tok=np.asarray([answer]))

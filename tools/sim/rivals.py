@@ -13,7 +13,7 @@ from valve_tools.sim.memory_policies import Prism, StaticMem, Uvm
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.rungs import step_ns
 from valve_tools.sim.tuning import Combination, Context, Tuning, ours
-from valve_tools.sim.world import GPREEMPT_STOP, Compute, MemoryPolicy, Stop
+from valve_tools.sim.world import GPREEMPT_STOP, Compute, MemoryPolicy, StopTimes
 
 PRISM = "Channel+Prism"
 XSCHED = "XSched+kvcached"
@@ -76,7 +76,7 @@ def static(minutes: int) -> Memory:
     return memory
 
 
-def stopped_by(stop: Stop, resume_ns: int) -> Tuned:
+def stopped_by(stop: StopTimes, resume_ns: int) -> Tuned:
     return lambda _, tuning: replace(tuning, stop=replace(stop, resume_ns=resume_ns))
 
 
@@ -91,7 +91,7 @@ def in_flight(commands: int, after_ms: int) -> Tuned:
     def tuned(bound: Bound, tuning: Tuning) -> Tuning:
         kernels = LAYER_KERNELS * bound.job.model.layers
         kernel_ns = step_ns(bound.job, tuning.settings) / 2 / kernels
-        stop = Stop(
+        stop = StopTimes(
             median_ns=(commands - 0.5) * kernel_ns,
             sigma=0.3,
             max_ns=commands * kernel_ns,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from valve_tools.sim.machine import Settings, timing
-from valve_tools.sim.world import Job, train_step_ns
+from valve_tools.sim.world import OfflineSide, train_step_ns
 
 from valved.config import Config
 from valved.kv.beside import LET_REST_NS
@@ -26,7 +26,7 @@ MAP_NS = 40_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class RungTimes:
     """One way on one machine, for columns of so many handles."""
 
     take_ns: int
@@ -38,11 +38,11 @@ class Rung:
     """A step that somebody waits for is let run so long at a time; 0: memory is taken under the gate."""
 
 
-def rung_of(way: Remap, handles: int, config: Config | None = None) -> Rung:
+def rung_of(way: Remap, handles: int, config: Config | None = None) -> RungTimes:
     """By the product's settings; `auto` is what a process that has passed its trial gets."""
     table = (config or Config()).memory
     way = Remap.SPARSE if way is Remap.AUTO else way
-    rung = Rung(
+    rung = RungTimes(
         take_ns=round(handles * TAKE_MS[way] * 1e6 / MEASURED_HANDLES),
         map_ns=handles * MAP_NS,
         pressure_ratio=table.pressure_ratio,
@@ -57,12 +57,12 @@ def rung_of(way: Remap, handles: int, config: Config | None = None) -> Rung:
     )
 
 
-def cut(job: Job, tokens: int) -> Job:
+def cut(job: OfflineSide, tokens: int) -> OfflineSide:
     """The job with steps of at most so many tokens; a training step has no such limit."""
     return job if job.is_training or not tokens else replace(job, budget_tokens=min(job.budget_tokens, tokens))
 
 
-def step_ns(job: Job, settings: Settings) -> int:
+def step_ns(job: OfflineSide, settings: Settings) -> int:
     """The longest step of the job: what a request may have to wait for."""
     if job.is_training:
         return train_step_ns(job, settings.gpu)

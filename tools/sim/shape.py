@@ -14,9 +14,9 @@ import numpy as np
 from valve_tools.sim.machine import MODELS, Settings, blocks_per_handle
 from valve_tools.sim.memory_policies import NoShare
 from valve_tools.sim.traces import NS, Trace
-from valve_tools.sim.world import Compute, Service, World, run
+from valve_tools.sim.world import Compute, OnlineSide, World, run
 
-REFERENCE = Service(model=MODELS["8B"])
+REFERENCE = OnlineSide(model=MODELS["8B"])
 HARVESTABLE_NS = 20_000_000
 """Idle periods above 20 ms count as harvestable."""
 THINNING = (4, 8, 16)
@@ -26,13 +26,13 @@ LONGEST_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LoadShape:
     harvestable: float
     """Share of time in idle periods above 20 ms."""
     idle_per_hour: float
     kv_peak_tokens: float
 
-    def distance(self, other: Shape) -> float:
+    def distance(self, other: LoadShape) -> float:
         """0.1 of harvestable share weighs as much as a factor of 1.5 in idle periods or in KV peak."""
         return math.hypot(
             (self.harvestable - other.harvestable) / 0.1,
@@ -46,9 +46,9 @@ def _log_ratio(a: float, b: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidate:
+class ShapedTrace:
     trace: Trace
-    shape: Shape
+    shape: LoadShape
 
 
 def window_s(trace: Trace) -> float:
@@ -58,7 +58,7 @@ def window_s(trace: Trace) -> float:
     return min(LONGEST_S, math.floor(trace.duration_s) + 1.0)
 
 
-def measure(trace: Trace) -> tuple[Shape, bool]:
+def measure(trace: Trace) -> tuple[LoadShape, bool]:
     """The shape, and whether the trace is more than one reference GPU can serve."""
     seconds = window_s(trace)
     world = World(trace=trace, service=REFERENCE, job=None, compute=Compute.ALONE, seconds=seconds)
@@ -67,7 +67,7 @@ def measure(trace: Trace) -> tuple[Shape, bool]:
     per_handle = blocks_per_handle(REFERENCE.model, 1, world.settings) * world.settings.block_tokens
     busy = result.totals["online_busy_ns"] / NS / seconds
     ttft = float(np.nanmean(result.ttft_ms)) if np.isfinite(result.ttft_ms).any() else math.inf
-    shape = Shape(
+    shape = LoadShape(
         harvestable=float(idle[idle > HARVESTABLE_NS].sum()) / NS / seconds,
         idle_per_hour=len(idle) / seconds * 3600,
         kv_peak_tokens=float(result.usage[:, 1].max(initial=0)) * per_handle,
@@ -75,22 +75,22 @@ def measure(trace: Trace) -> tuple[Shape, bool]:
     return shape, ttft > OVERLOAD_TTFT_MS or busy > OVERLOAD_BUSY
 
 
-def candidates(traces: Iterable[Trace]) -> list[Candidate]:
+def candidates(traces: Iterable[Trace]) -> list[ShapedTrace]:
     """Every trace, and thinned forms of those that overload the reference; empty traces are left out."""
     found = []
     for trace in traces:
         if trace.requests == 0:
             continue
         shape, is_overload = measure(trace)
-        found.append(Candidate(trace=trace, shape=shape))
+        found.append(ShapedTrace(trace=trace, shape=shape))
         if is_overload:
             for thin in THINNING:
                 thinned = trace.thinned(thin)
-                found.append(Candidate(trace=thinned, shape=measure(thinned)[0]))
+                found.append(ShapedTrace(trace=thinned, shape=measure(thinned)[0]))
     return found
 
 
-def assign(wanted: Mapping[str, Shape], offered: Sequence[Candidate]) -> dict[str, Candidate]:
+def assign(wanted: Mapping[str, LoadShape], offered: Sequence[ShapedTrace]) -> dict[str, ShapedTrace]:
     """Nearest shapes first, each trace once while there are enough traces, then the nearest again."""
     ranked = sorted(
         (
@@ -99,7 +99,7 @@ def assign(wanted: Mapping[str, Shape], offered: Sequence[Candidate]) -> dict[st
             for index, candidate in enumerate(offered)
         ),
     )
-    chosen: dict[str, Candidate] = {}
+    chosen: dict[str, ShapedTrace] = {}
     used: set[str] = set()
     for is_fresh in (True, False):
         for _, pair, index in ranked:
@@ -111,4 +111,4 @@ def assign(wanted: Mapping[str, Shape], offered: Sequence[Candidate]) -> dict[st
     return {pair: chosen[pair] for pair in wanted if pair in chosen}
 
 
-__all__ = ["Candidate", "Settings", "Shape", "assign", "candidates", "measure", "window_s"]
+__all__ = ["LoadShape", "Settings", "ShapedTrace", "assign", "candidates", "measure", "window_s"]

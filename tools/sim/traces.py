@@ -109,7 +109,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lengths:
+class JobLengths:
     """Prompt and answer lengths of a batch job."""
 
     name: str
@@ -124,7 +124,7 @@ class Folder:
     """What a trace folder holds."""
 
     traces: tuple[Trace, ...]
-    lengths: tuple[Lengths, ...]
+    lengths: tuple[JobLengths, ...]
     ignored: tuple[str, ...]
 
     def half(self, half: Half) -> Folder:
@@ -151,13 +151,13 @@ def require_folder(path: Path) -> Path:
 def read_folder(path: Path) -> Folder:
     """Every request trace and length file of `path`, by name; raises TraceError when there is no request trace."""
     traces: list[Trace] = []
-    lengths: list[Lengths] = []
+    lengths: list[JobLengths] = []
     ignored: list[str] = []
     for file in _files(path):
         found = _read_if_readable(file)
         if isinstance(found, Trace):
             traces.append(found)
-        elif isinstance(found, Lengths):
+        elif isinstance(found, JobLengths):
             lengths.append(found)
         else:
             ignored.append(file.name)
@@ -166,18 +166,18 @@ def read_folder(path: Path) -> Folder:
     return Folder(traces=tuple(traces), lengths=tuple(lengths), ignored=tuple(ignored))
 
 
-def lengths_in(path: Path) -> list[Lengths]:
+def lengths_in(path: Path) -> list[JobLengths]:
     """The length files of a folder alone, for who replays no requests."""
     found = (_read_if_readable(file, only_lengths=True) for file in _files(path))
-    return [one for one in found if isinstance(one, Lengths)]
+    return [one for one in found if isinstance(one, JobLengths)]
 
 
-def largest(lengths: Sequence[Lengths]) -> Lengths:
+def largest(lengths: Sequence[JobLengths]) -> JobLengths:
     """Of several length files the one that every experiment takes."""
     return max(lengths, key=lambda one: int(one.in_tok.size))
 
 
-def read_file(file: Path, *, only_lengths: bool = False) -> Trace | Lengths | None:
+def read_file(file: Path, *, only_lengths: bool = False) -> Trace | JobLengths | None:
     """The trace or the lengths in a file, or None when it is neither."""
     if not file.name.endswith((".csv", ".csv.gz")):
         return None
@@ -190,7 +190,7 @@ def read_file(file: Path, *, only_lengths: bool = False) -> Trace | Lengths | No
     if sorted(columns) == sorted(LENGTHS):
         rows, skipped = _read_rows(file, records, columns, LENGTHS)
         if rows:
-            return Lengths(name=name, in_tok=_tokens(rows, 0), out_tok=_tokens(rows, 1), skipped=skipped)
+            return JobLengths(name=name, in_tok=_tokens(rows, 0), out_tok=_tokens(rows, 1), skipped=skipped)
     return None
 
 
@@ -198,7 +198,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(entry for entry in require_folder(path).iterdir() if entry.is_file())
 
 
-def _read_if_readable(file: Path, *, only_lengths: bool = False) -> Trace | Lengths | None:
+def _read_if_readable(file: Path, *, only_lengths: bool = False) -> Trace | JobLengths | None:
     try:
         return read_file(file, only_lengths=only_lengths)
     except UnreadableError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from valve_tools.sim.machine import Settings
 from valve_tools.sim.ours import OurMemory
 from valve_tools.sim.pairs import Bound
-from valve_tools.sim.world import CHANNEL_STOP, Compute, MemoryPolicy, Result, Stop
+from valve_tools.sim.world import CHANNEL_STOP, Compute, MemoryPolicy, Result, StopTimes
 
 from valved.policy.cooldown import CooldownSettings
 from valved.policy.reservation import ReservationSettings
@@ -21,7 +21,7 @@ class Tuning:
     reservation: ReservationSettings = field(default_factory=ReservationSettings)
     cooldown: CooldownSettings = field(default_factory=CooldownSettings)
     settings: Settings = field(default_factory=Settings)
-    stop: Stop = CHANNEL_STOP
+    stop: StopTimes = CHANNEL_STOP
     serial_gate: bool = True
     gate_on_hint: bool = True
     offline_step_ns: int = 0

@@ -22,7 +22,7 @@ from valve_tools.sim.machine import (
     timing,
 )
 from valve_tools.sim.native import load
-from valve_tools.sim.traces import Lengths, Trace
+from valve_tools.sim.traces import JobLengths, Trace
 
 NS = 1_000_000_000
 IntArray = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Compute(enum.IntEnum):
     TIME_SLICE = 8
 
 
-class Event(enum.IntEnum):
+class SimEvent(enum.IntEnum):
     """Values of enum sim_event."""
 
     PRESSURE = 0
@@ -53,7 +53,7 @@ class Event(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class HostGap:
     """Host time between two iterations, lognormal."""
 
     median_ns: float = 0.5e6
@@ -63,7 +63,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopTimes:
     """How long a stop takes on one GPU, lognormal, and what resuming costs."""
 
     median_ns: float
@@ -73,30 +73,30 @@ class Stop:
     resume_ns: int = 0
 
 
-CHANNEL_STOP = Stop(median_ns=0.35e6, sigma=0.406, max_ns=5e6, resume_ns=200_000)
+CHANNEL_STOP = StopTimes(median_ns=0.35e6, sigma=0.406, max_ns=5e6, resume_ns=200_000)
 """p99 0.9 ms; 0.2 ms to enable."""
-GPREEMPT_STOP = Stop(median_ns=0.1e6, sigma=0.538, max_ns=5e6, resume_ns=100_000)
+GPREEMPT_STOP = StopTimes(median_ns=0.1e6, sigma=0.538, max_ns=5e6, resume_ns=100_000)
 """p99 0.35 ms with its hint; 0.1 ms to switch back in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class OnlineSide:
     """The online side."""
 
     model: Model
     tp: int = 1
-    gap: Gap = Gap()
+    gap: HostGap = HostGap()
     skew_max: float = 0.0
     """Largest share of a busy period by which the last rank leaves the GPU later than the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class OfflineSide:
     """The offline side: a batch job over `lengths`, or training steps."""
 
     model: Model
     tp: int = 1
-    lengths: Lengths | None = None
+    lengths: JobLengths | None = None
     budget_tokens: int = 2048
     train_tokens: int = 0
     """Tokens per optimiser step; 0 for a batch job."""
@@ -112,11 +112,11 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     trace: Trace
-    service: Service
-    job: Job | None
+    service: OnlineSide
+    job: OfflineSide | None
     settings: Settings = field(default_factory=Settings)
     compute: Compute = Compute.CHANNEL
-    stop: Stop = CHANNEL_STOP
+    stop: StopTimes = CHANNEL_STOP
     hinted: bool = True
     gate_on_hint: bool = True
     """The stop begins when a hinted service's first request arrives, not at its first launch."""
@@ -147,7 +147,7 @@ class World:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPolicy:
-    """Who gets which handles; answers the core's callbacks through `Memory`. By itself it shares nothing and decides
+    """Who gets which handles; answers the core through `HandleView`. By itself it shares nothing and decides
     nothing."""
 
     online_elastic: bool = False
@@ -159,7 +159,7 @@ class MemoryPolicy:
     """Used over mapped at which the core reports pressure; 0: never."""
     uvm: bool = False
 
-    def begin(self, memory: Memory) -> None: ...
+    def begin(self, memory: HandleView) -> None: ...
     def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
     def on_tick(self, now_ns: int) -> None: ...
 
@@ -167,7 +167,7 @@ class MemoryPolicy:
 class WakePolicy(Protocol):
     """The product's wake and cooldown decisions for one service."""
 
-    def begin(self, memory: Memory) -> None: ...
+    def begin(self, memory: HandleView) -> None: ...
     def on_wake(self, now_ns: int, open_requests: int, quiet_ns: int) -> int: ...
     def on_gap(self, now_ns: int, gap_ns: int) -> None: ...
 
@@ -205,7 +205,7 @@ class Result:
         return self.totals["offline_busy_ns"] / NS / self.seconds
 
 
-class Memory:
+class HandleView:
     """The core's handles as a memory policy sees them."""
 
     def __init__(self, ffi: Any, lib: Any, sim: Any, world: World) -> None:
@@ -307,18 +307,18 @@ def run(world: World, memory_policy: MemoryPolicy, wake_policy: WakePolicy | Non
     if sim == ffi.NULL:
         raise MemoryError("the simulator could not be set up")
     try:
-        memory = Memory(ffi, lib, sim, world)
+        memory = HandleView(ffi, lib, sim, world)
         answers.update(
             {
-                Event.PRESSURE: lambda now, a, b: memory_policy.on_pressure(now, 0),
-                Event.SHORT: lambda now, a, b: memory_policy.on_pressure(now, a),
-                Event.TICK: lambda now, a, b: memory_policy.on_tick(now),
+                SimEvent.PRESSURE: lambda now, a, b: memory_policy.on_pressure(now, 0),
+                SimEvent.SHORT: lambda now, a, b: memory_policy.on_pressure(now, a),
+                SimEvent.TICK: lambda now, a, b: memory_policy.on_tick(now),
             }
         )
         if wake_policy is not None:
             wakes = wake_policy
-            answers[Event.WAKE] = wakes.on_wake
-            answers[Event.GAP] = lambda now, a, b: wakes.on_gap(now, a)
+            answers[SimEvent.WAKE] = wakes.on_wake
+            answers[SimEvent.GAP] = lambda now, a, b: wakes.on_gap(now, a)
             wakes.begin(memory)
         memory_policy.begin(memory)
         failed = lib.sim_run(sim)
@@ -331,7 +331,7 @@ def run(world: World, memory_policy: MemoryPolicy, wake_policy: WakePolicy | Non
         lib.sim_free(sim)
 
 
-def _lengths(job: Job | None) -> list[npt.NDArray[np.int32]]:
+def _lengths(job: OfflineSide | None) -> list[npt.NDArray[np.int32]]:
     if job is None or job.lengths is None:
         return [np.ones(1, dtype=np.int32), np.ones(1, dtype=np.int32)]
     return _int32(job.lengths.in_tok, job.lengths.out_tok)
@@ -387,7 +387,7 @@ def _params(ffi: Any, world: World, policy: MemoryPolicy) -> Any:
     return p
 
 
-def _fill_job(p: Any, job: Job, settings: Settings) -> None:
+def _fill_job(p: Any, job: OfflineSide, settings: Settings) -> None:
     gpu = settings.gpu
     p.job = 2 if job.is_training else 1
     p.offline_blocks_per_handle = blocks_per_handle(job.model, job.tp, settings)
@@ -400,7 +400,7 @@ def _fill_job(p: Any, job: Job, settings: Settings) -> None:
         p.train_handles = int(job.train_memory_gib * 1024 / settings.handle_mib)
 
 
-def train_step_ns(job: Job, gpu: Gpu) -> int:
+def train_step_ns(job: OfflineSide, gpu: Gpu) -> int:
     """One optimiser step."""
     flop = 4 * job.model.params * job.train_tokens
     return int(flop / (job.tp * gpu.flops * job.train_efficiency) * 1e9)
@@ -419,7 +419,7 @@ def _pairs(ffi: Any, read: Any, sim: Any) -> IntArray:
     return pairs
 
 
-def _result(ffi: Any, lib: Any, sim: Any, trace: Trace, world: World, memory: Memory) -> Result:
+def _result(ffi: Any, lib: Any, sim: Any, trace: Trace, world: World, memory: HandleView) -> Result:
     n = trace.requests
     first, last = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     lib.sim_online_times(sim, *(ffi.cast("int64_t *", ffi.from_buffer(a)) for a in (first, last)))

@@ -32,7 +32,7 @@ UUIDS = ("parentUUID", "uuid")  # a part of a GPU (MIG) has both, and only its p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DraDevice:
     """One device of a DRA driver, as its ResourceSlices name it."""
 
     driver: str
@@ -45,15 +45,15 @@ class Claimed:
     """What a container holds by one claim. `devices` None: nobody could say yet."""
 
     container: str
-    devices: frozenset[Device] | None
+    devices: frozenset[DraDevice] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """What a claim got. What is only watched (adminAccess) nobody holds."""
 
-    held: frozenset[Device]
-    watched: frozenset[Device]
+    held: frozenset[DraDevice]
+    watched: frozenset[DraDevice]
 
 
 class Claims:
@@ -71,7 +71,7 @@ class Claims:
         self._again_s = again_s
         self._results: dict[tuple[str, str], Allocation] = {}  # (pod UID, claim)
         self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}  # those that are under way
-        self._slices: dict[str, tuple[tuple[str, str, int], dict[Device, str]]] = {}  # by name: its pool, its devices
+        self._slices: dict[str, tuple[tuple[str, str, int], dict[DraDevice, str]]] = {}  # by name: pool, devices
         self.slices = Reflector(
             client,
             f"{API}/resourceslices",
@@ -143,7 +143,7 @@ class Claims:
                 for container in sorted(containers):
                     yield Claimed(container=container, devices=devices)
 
-    def uuid(self, device: Device) -> str:
+    def uuid(self, device: DraDevice) -> str:
         """Empty while no slice names the device. Of a pool only the newest generation counts."""
         found = [
             (pool[2], devices[device])
@@ -176,17 +176,17 @@ class Claims:
         self._slices.pop(item["metadata"]["name"], None)
 
 
-def _told(driver: str, text: str) -> Device:
+def _told(driver: str, text: str) -> DraDevice:
     pool, _, name = text.rpartition("/")
-    return Device(driver=driver, pool=pool, name=name)
+    return DraDevice(driver=driver, pool=pool, name=name)
 
 
-def read_slice(spec: Json) -> tuple[tuple[str, str, int], dict[Device, str]]:
+def read_slice(spec: Json) -> tuple[tuple[str, str, int], dict[DraDevice, str]]:
     """(driver, pool, generation) and the UUIDs of the devices that have one."""
     driver, pool = str(spec.get("driver", "")), spec.get("pool") or {}
     name = str(pool.get("name", ""))
     devices = {
-        Device(driver=driver, pool=name, name=str(device.get("name", ""))): uuid
+        DraDevice(driver=driver, pool=name, name=str(device.get("name", ""))): uuid
         for device in spec.get("devices") or []
         if (uuid := _uuid_of(device, driver))
     }
@@ -215,5 +215,5 @@ def allocated(claim: Json) -> Allocation | None:
     )
 
 
-def _device(result: Json) -> Device:
-    return Device(driver=str(result.get("driver")), pool=str(result.get("pool")), name=str(result.get("device")))
+def _device(result: Json) -> DraDevice:
+    return DraDevice(driver=str(result.get("driver")), pool=str(result.get("pool")), name=str(result.get("device")))

@@ -12,7 +12,7 @@ from valved.clients.register import Register
 from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
-from valved.kube.claims import Claims, Device
+from valved.kube.claims import Claims, DraDevice
 from valved.kube.levels import EngineMemory
 from valved.kube.nri import Injector
 from valved.kube.offline import Reading
@@ -248,7 +248,7 @@ class Observer:
             return list(holding.ids)
         return [one for one in holding.ids if not self.claims.is_watched(pod, holding.resource, one)]
 
-    def _claimed(self, devices: frozenset[Device] | None) -> tuple[frozenset[GpuIndex], bool]:
+    def _claimed(self, devices: frozenset[DraDevice] | None) -> tuple[frozenset[GpuIndex], bool]:
         """The same for an allocation. One that cannot be told yet may be any GPU."""
         gpus = [self._by_uuid().get(self.claims.uuid(device)) for device in self._of_gpu_drivers(devices)]
         if devices is None or None in gpus:
@@ -256,7 +256,7 @@ class Observer:
         return frozenset(gpu for gpu in gpus if gpu is not None), True
 
     @staticmethod
-    def _of_gpu_drivers(devices: frozenset[Device] | None) -> list[Device]:
+    def _of_gpu_drivers(devices: frozenset[DraDevice] | None) -> list[DraDevice]:
         return [device for device in devices or () if device.driver in names.ONLINE_RESOURCES]
 
     def _by_uuid(self) -> dict[str, GpuIndex]:

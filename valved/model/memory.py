@@ -13,8 +13,6 @@ from typing import NamedTuple, NewType
 
 ColumnId = NewType("ColumnId", int)
 """Index of a column in its ColumnMap; ascending ids are ascending addresses of the first plane."""
-BlockId = NewType("BlockId", int)
-"""The engine's own number of a KV block."""
 HandleIndex = NewType("HandleIndex", int)
 """Index of a VMM handle, counted through all ranges of a layout in registration order."""
 RequestId = NewType("RequestId", str)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from valve_tools.engines.figures import (
     METRICS,
-    Bench,
-    Look,
-    Outcome,
+    ClientRun,
+    EngineOutcome,
+    RuleResult,
     Share,
-    Verdict,
+    StatusSample,
     compare,
     latency,
     progress,
@@ -24,7 +24,7 @@ from valved.config import load_config
 def looks(*states):
     """One a second: (a request is open, tokens)."""
     return [
-        Look(at_s=float(at), is_open=is_open, tokens=tokens, ran_s=at / 2)
+        StatusSample(at_s=float(at), is_open=is_open, tokens=tokens, ran_s=at / 2)
         for at, (is_open, tokens) in enumerate(states)
     ]
 
@@ -51,9 +51,9 @@ def outcome(**conditions):
     """Runs whose four metrics are alike: {condition: [milliseconds of each run]}."""
     part = Share(seconds=10.0, idle_s=5.0, ran_s=4.0, tokens=400)
     rest = {"completed": 30, "stops": 3, "reclaims": 2, "outlived": True, "share": part, "idle_rate": 100.0}
-    return Outcome(
+    return EngineOutcome(
         benches=[
-            Bench(condition=name, latency=dict.fromkeys(METRICS, value), **rest)
+            ClientRun(condition=name, latency=dict.fromkeys(METRICS, value), **rest)
             for name, values in conditions.items()
             for value in values
         ]
@@ -73,10 +73,10 @@ QUIET = [100.0, 100.2, 100.1, 99.9, 100.0]
 @pytest.mark.parametrize(
     ("alone", "valve", "ungated", "verdict"),
     [
-        (QUIET, [100.9] * 5, [200.0], Verdict.KEPT),
-        (QUIET, [101.5] * 5, [200.0], Verdict.BROKEN),  # TPOT may grow by one per cent
-        (QUIET, [100.9] * 5, [100.5], Verdict.BROKEN),  # nothing shows without Valve
-        (QUIET, [100.9] * 4 + [140.0], [200.0], Verdict.KEPT),  # one disturbed run moves no median
+        (QUIET, [100.9] * 5, [200.0], RuleResult.KEPT),
+        (QUIET, [101.5] * 5, [200.0], RuleResult.BROKEN),  # TPOT may grow by one per cent
+        (QUIET, [100.9] * 5, [100.5], RuleResult.BROKEN),  # nothing shows without Valve
+        (QUIET, [100.9] * 4 + [140.0], [200.0], RuleResult.KEPT),  # one disturbed run moves no median
     ],
 )
 def test_latency_is_judged_by_the_bound_alone(alone, valve, ungated, verdict):
@@ -88,12 +88,12 @@ def test_a_noisy_run_is_void_and_never_a_pass_nor_a_wider_bound(valve):
     """Runs alone 14 per cent apart: once that was what Valve was allowed to add."""
     found = outcome(alone=[100.0, 100.0, 114.0, 100.0, 100.0], Valve=[valve] * 5, ungated=[200.0])
 
-    assert latency(found) is Verdict.VOID
+    assert latency(found) is RuleResult.VOID
     assert set(too_noisy(found)) == set(METRICS)
 
 
 def test_fewer_than_five_rounds_never_pass():
-    assert latency(outcome(alone=[100.0] * 4, Valve=[100.0] * 4, ungated=[200.0])) is Verdict.VOID
+    assert latency(outcome(alone=[100.0] * 4, Valve=[100.0] * 4, ungated=[200.0])) is RuleResult.VOID
 
 
 def test_both_sides_keep_a_prefix_cache(tmp_path):

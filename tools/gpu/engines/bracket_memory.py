@@ -1,6 +1,6 @@
 """The memory under test of torch_bracket.py: a cache in the shim's bracket, and a CUDA graph that reads all of it.
 
-`TorchMemory` is stock PyTorch with one of its allocators. `DriverMemory` makes the driver calls that torch would make,
+`BracketMemory` is stock PyTorch with one of its allocators. `DriverMemory` makes the driver calls torch would make,
 for the emulated GPU, on which PyTorch has no CUDA. Words are 32 bits; every page of 4096 bytes is read in full.
 """
 
@@ -33,7 +33,7 @@ def bracket(stack_up: Any) -> Any:
         yield is_within
 
 
-class TorchMemory:
+class BracketMemory:
     def __init__(self, blocks: int, block_bytes: int) -> None:
         import torch
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EnginePrograms:
     """Command lines of one engine's two programs."""
 
     name: str
@@ -36,28 +36,28 @@ def python_with_torch() -> str:
     raise LabError("no python with PyTorch and a GPU: name one in VALVE_LAB_PYTHON")
 
 
-def torch_engine(folder: Path, shape: str) -> Engine:
+def torch_engine(folder: Path, shape: str) -> EnginePrograms:
     python = python_with_torch()
     digests = str(folder / f"digests-{shape}.json")
-    return Engine(
+    return EnginePrograms(
         name=f"torch {shape}",
         online=lambda seconds: [python, str(HERE / "torch_online.py"), "--shape", shape, "--duration", f"{seconds:g}"],
         offline=lambda: [python, str(HERE / "torch_offline.py"), "--shape", shape, "--digests", digests],
     )
 
 
-def demo_engine() -> Engine:
+def demo_engine() -> EnginePrograms:
     from valve_tools.demo.rounds import OFFLINE, ONLINE, UNIT_US
 
     online = [str(ONLINE), "--rate", "3", "--out-tokens", "8", "--in-tokens", "100"]
-    return Engine(
+    return EnginePrograms(
         name="demo",
         online=lambda seconds: [*online, "--duration", f"{seconds:g}"],
         offline=lambda: [str(OFFLINE), "--unit-us", str(UNIT_US)],
     )
 
 
-def engine_of(rig: Rig) -> Engine:
+def engine_of(rig: Rig) -> EnginePrograms:
     """The engine for this machine; VALVE_LAB_SHAPE chooses 1b, 3b or 8b on a card."""
     if rig.machine.is_dry:
         return demo_engine()

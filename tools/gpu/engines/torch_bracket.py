@@ -22,7 +22,7 @@ from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # runs where nothing of the lab is installed
-from bracket_memory import DriverMemory, TorchMemory  # type: ignore[import-not-found]
+from bracket_memory import BracketMemory, DriverMemory  # type: ignore[import-not-found]
 
 BLOCK_TOKENS = 16
 ATTACH_S = 60.0
@@ -113,7 +113,7 @@ def main() -> int:
     options = parser.parse_args()
     size = options.block_mib << 20
     blocks = options.blocks
-    memory = DriverMemory(blocks, size, options.allocator) if options.driver else TorchMemory(blocks, size)
+    memory = DriverMemory(blocks, size, options.allocator) if options.driver else BracketMemory(blocks, size)
     cache = Cache(memory, options.blocks, size)
     (offline if options.role == "offline" else online)(cache, options.want)
     return 0

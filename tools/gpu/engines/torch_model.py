@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class TorchShape:
     """Of a model. Parameters: about 12 * layers * width^2 with these feed-forward ratios, plus the vocabulary."""
 
     layers: int
@@ -30,10 +30,10 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, width=64, heads=4, kv_heads=2, inner=128, vocabulary=256),
-    "1b": Shape(layers=16, width=2048, heads=32, kv_heads=8, inner=8192, vocabulary=128256),
-    "3b": Shape(layers=28, width=3072, heads=24, kv_heads=8, inner=8192, vocabulary=128256),
-    "8b": Shape(layers=32, width=4096, heads=32, kv_heads=8, inner=14336, vocabulary=128256),
+    "tiny": TorchShape(layers=2, width=64, heads=4, kv_heads=2, inner=128, vocabulary=256),
+    "1b": TorchShape(layers=16, width=2048, heads=32, kv_heads=8, inner=8192, vocabulary=128256),
+    "3b": TorchShape(layers=28, width=3072, heads=24, kv_heads=8, inner=8192, vocabulary=128256),
+    "8b": TorchShape(layers=32, width=4096, heads=32, kv_heads=8, inner=14336, vocabulary=128256),
 }
 
 
@@ -48,7 +48,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TorchShape) -> None:
         super().__init__()
         self.shape = shape
         kv = shape.kv_heads * shape.head
@@ -78,7 +78,7 @@ class Layer(nn.Module):  # type: ignore[misc]
 class Decoder(nn.Module):  # type: ignore[misc]
     """`slots` requests of at most `room` tokens each. prefill() fills a slot, step() makes a token for every slot."""
 
-    def __init__(self, shape: Shape, *, slots: int, room: int, device: str, seed: int = 1) -> None:
+    def __init__(self, shape: TorchShape, *, slots: int, room: int, device: str, seed: int = 1) -> None:
         super().__init__()
         torch.manual_seed(seed)
         kind = torch.bfloat16 if device.startswith("cuda") else torch.float32

@@ -26,7 +26,7 @@ SEEDS = 4
 PROMPT = 32
 
 
-class Job:
+class TorchJob:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         room = PROMPT + options.tokens + 1
@@ -52,7 +52,7 @@ class Job:
         self.stopped = True
 
 
-def run(job: Job, known: dict[str, str]) -> tuple[int, float, str, bool]:
+def run(job: TorchJob, known: dict[str, str]) -> tuple[int, float, str, bool]:
     """(units, seconds, digest over all of them, whether every unit came out as known)."""
     options, whole, same = job.options, hashlib.sha256(), True
     start = reported = time.monotonic()
@@ -88,7 +88,7 @@ def main() -> int:
     if options.digests and options.digests.exists():
         known = json.loads(options.digests.read_text())
     with torch.inference_mode():
-        job = Job(options)
+        job = TorchJob(options)
         signal.signal(signal.SIGTERM, job.stop)
         signal.signal(signal.SIGINT, job.stop)
         units, wall_s, digest, same = run(job, known)

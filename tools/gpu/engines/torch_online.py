@@ -21,7 +21,7 @@ from torch_model import SHAPES, Decoder, Stepper, wait  # type: ignore[import-no
 
 
 @dataclass
-class Request:
+class TorchRequest:
     name: int
     arrival_s: float
     prompt: int
@@ -30,26 +30,26 @@ class Request:
     made: int = 0
 
 
-def draw(options: argparse.Namespace) -> list[Request]:
+def draw(options: argparse.Namespace) -> list[TorchRequest]:
     """Bursty arrivals (gaps of squared variation 4) with lognormal lengths, as the demo's generator draws them."""
     dice, at = random.Random(options.seed), 0.0
-    found: list[Request] = []
+    found: list[TorchRequest] = []
     while True:
         at += dice.gammavariate(0.25, 4.0 / options.rate)
         if at >= options.duration:
             return found
         prompt = min(options.room // 2, max(1, round(options.in_tokens * dice.lognormvariate(0, 0.7))))
         answer = min(options.room // 2 - 1, max(2, round(options.out_tokens * dice.lognormvariate(0, 0.5))))
-        found.append(Request(name=len(found), arrival_s=at, prompt=prompt, answer=answer))
+        found.append(TorchRequest(name=len(found), arrival_s=at, prompt=prompt, answer=answer))
 
 
-class Service:
+class TorchService:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = options.device
         self.model = Decoder(SHAPES[options.shape], slots=options.slots, room=options.room, device=options.device)
         self.step = Stepper(self.model, graphs=not options.eager)
         self.free = list(range(options.slots))
-        self.active: dict[int, Request] = {}
+        self.active: dict[int, TorchRequest] = {}
         self.hint = getattr(ctypes.CDLL(None), "valve_hint_open_requests", None)
         self.start_s = 0.0
 
@@ -61,7 +61,7 @@ class Service:
         if self.hint is not None:
             self.hint(ctypes.c_uint32(open_requests))
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: TorchRequest) -> None:
         slot = self.free.pop()
         prompt = torch.arange(request.prompt, device=self.device) % SHAPES["tiny"].vocabulary
         self.model.prefill(slot, prompt)
@@ -69,7 +69,7 @@ class Service:
         request.first_s, request.made = self.now(), 1
         self.active[slot] = request
 
-    def decode(self) -> list[Request]:
+    def decode(self) -> list[TorchRequest]:
         """One token for every open request; those that are complete."""
         self.step()
         wait(self.device)
@@ -81,7 +81,7 @@ class Service:
                 self.free.append(slot)
         return done
 
-    def serve(self, arrivals: list[Request]) -> int:
+    def serve(self, arrivals: list[TorchRequest]) -> int:
         """All of them, in order of arrival; how many tokens were made."""
         waiting, finished = list(arrivals), 0
         self.start_s = time.monotonic()
@@ -100,7 +100,7 @@ class Service:
         return sum(each.made for each in arrivals)
 
 
-def show(request: Request, done_s: float) -> None:
+def show(request: TorchRequest, done_s: float) -> None:
     tpot = (done_s - request.first_s) * 1e3 / max(1, request.made - 1)
     record = {"request": request.name, "arrival_s": request.arrival_s, "in": request.prompt, "out": request.made}
     print(json.dumps({**record, "ttft_ms": (request.first_s - request.arrival_s) * 1e3, "tpot_ms": tpot}), flush=True)
@@ -120,8 +120,10 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     options = parser.parse_args()
     with torch.inference_mode():
-        service = Service(options)
-        service.admit(Request(name=-1, arrival_s=0, prompt=8, answer=2))  # warm up: the first call of each kind is slow
+        service = TorchService(options)
+        service.admit(
+            TorchRequest(name=-1, arrival_s=0, prompt=8, answer=2)
+        )  # warm up: the first call of each kind is slow
         service.decode()
         arrivals = draw(options)
         tokens = service.serve(arrivals)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.gpu.engines.choice import HERE, need_product, python_with_torch
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Outcome, Verdict
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import LabOutcome, LabVerdict
 from valve_tools.gpu.rig import Rig
 from valve_tools.gpu.steps.product import product
 
@@ -29,7 +29,7 @@ PATIENCE_S = 240.0
 @experiment(
     "C15", seconds=240, decides="whether engines on PyTorch may share their KV cache, and with which allocator settings"
 )
-def c15(rig: Rig) -> Outcome:
+def c15(rig: Rig) -> LabOutcome:
     """Does stock PyTorch's cache become Valve's memory (three allocators), and does a graph stand a remap?"""
     need_product()
     found = {name: ask_allocator(rig, name) for name in ALLOCATORS}
@@ -42,8 +42,8 @@ def c15(rig: Rig) -> Outcome:
         for name, one in found.items()
     ]
     told = "; ".join([*words, *(f"{name}: {why}" for name, why in bad.items())])
-    return Outcome(
-        verdict=Verdict.OK if not bad else Verdict.DIFFERS,
+    return LabOutcome(
+        verdict=LabVerdict.OK if not bad else LabVerdict.DIFFERS,
         detail=told,
         answers={"allocators": found, "shared": shared, "rung": sorted({str(one["rung"]) for one in found.values()})},
     )
@@ -92,4 +92,4 @@ def is_ordinary(out: Path) -> bool:
     return "ordinary memory" in out.read_text(errors="replace")
 
 
-BATCH = Batch(name="torch", about="stock PyTorch's KV cache in Valve's memory", experiments=(c15,))
+BATCH = ExperimentBatch(name="torch", about="stock PyTorch's KV cache in Valve's memory", experiments=(c15,))

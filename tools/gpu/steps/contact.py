@@ -8,9 +8,9 @@ import struct
 from collections import Counter
 from typing import Any
 
-from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Outcome, Verdict, figures
+from valve_tools.gpu.errors import LabRefused
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import LabOutcome, LabVerdict, figures
 from valve_tools.gpu.probe import CYCLE, Probe
 from valve_tools.gpu.rig import NOBODY, Rig, first_refusal
 
@@ -21,12 +21,12 @@ IDS = struct.Struct("<128I128II128I")
 @experiment(
     "D0", seconds=20, decides="whether the answers hold for the fleet: open modules, GSP firmware, Default mode, no MIG"
 )
-def d0(rig: Rig) -> Outcome:
+def d0(rig: Rig) -> LabOutcome:
     """What machine is this?"""
     facts = dict(rig.machine.facts())
     unknown = [name for name, value in facts.items() if value in {"?", "unknown"}]
-    return Outcome(
-        verdict=Verdict.PART if unknown else Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.PART if unknown else LabVerdict.OK,
         detail="; ".join(f"{name}: {value}" for name, value in facts.items()),
         answers=facts,
     )
@@ -41,7 +41,7 @@ def channel_words(channels: list[dict[str, Any]]) -> str:
 @experiment(
     "D1", seconds=30, decides="how channels are learnt: UVM registration or allocation, TSG by engine, which class"
 )
-def d1(rig: Rig) -> Outcome:
+def d1(rig: Rig) -> LabOutcome:
     """Which objects and driver calls make a CUDA process?"""
     with rig.workload("alu", rig.effort.ms(2000), trace=True) as work:
         with rig.probe(work) as probe:
@@ -68,8 +68,8 @@ def d1(rig: Rig) -> Outcome:
         "controls": {f"{command:#x}": n for command, n in commands.most_common(40)},
     }
     complete = not seen["incomplete"] and answers["uvm_registered"] == len(channels)
-    verdict = Verdict.BLIND if not gr else Verdict.OK if complete else Verdict.PART
-    return Outcome(
+    verdict = LabVerdict.BLIND if not gr else LabVerdict.OK if complete else LabVerdict.PART
+    return LabOutcome(
         verdict=verdict,
         detail=f"{channel_words(channels)}; {answers['uvm_registered']} registered with UVM, "
         f"{answers['cid_nonzero']} with a cid; libcuda itself disabled {seen['app_disables']} times",
@@ -86,7 +86,7 @@ def keep_trace(rig: Rig, text: str) -> None:
 @experiment(
     "D2", seconds=10, decides="whether valved needs nothing but the device nodes, and must keep the GPU's node open"
 )
-def d2(rig: Rig) -> Outcome:
+def d2(rig: Rig) -> LabOutcome:
     """Can a process build its own driver client by raw calls?"""
     with bare_probe(rig) as probe:
         opened = probe.do("open")
@@ -94,12 +94,12 @@ def d2(rig: Rig) -> Outcome:
         without = probe.do("open bare")
     device = next(step for step in without["steps"] if step["name"] == "alloc device")
     us = sum(step["us"] for step in opened["steps"])
-    return Outcome(
-        verdict=Verdict.OK
+    return LabOutcome(
+        verdict=LabVerdict.OK
         if opened["ok"] and device["status"] == 0x1B
-        else Verdict.PART
+        else LabVerdict.PART
         if opened["ok"]
-        else Verdict.BAD,
+        else LabVerdict.BAD,
         detail=f"own client: {first_refusal(opened)}, {us:.0f} us; without the node open: device status "
         f"{device['status']:#x}",
         answers={"ok": opened["ok"], "device_status_without_node": device["status"]},
@@ -121,7 +121,7 @@ def ids_of(probe: Probe, pairs: list[tuple[int, int]]) -> tuple[int, list[int]]:
 
 
 @experiment("D3", seconds=15, decides="whether a reported channel can be verified before it is trusted")
-def d3(rig: Rig) -> Outcome:
+def d3(rig: Rig) -> LabOutcome:
     """Does the driver resolve channels of other clients?"""
     with rig.workload("alu", rig.effort.ms(3000)) as work, rig.probe(work) as probe:
         channels = probe.do("list")["channels"]
@@ -131,27 +131,27 @@ def d3(rig: Rig) -> Outcome:
         wrong_client, _ = ids_of(probe, [(0xC1DFFFF0, pairs[0][1])])
     equal = sum(channel["cid"] == cid for channel, cid in zip(channels, ids, strict=True))
     good = status == 0 and equal == len(pairs)
-    return Outcome(
-        verdict=Verdict.OK if good else Verdict.REFUSED,
+    return LabOutcome(
+        verdict=LabVerdict.OK if good else LabVerdict.REFUSED,
         detail=f"{len(pairs)} foreign pairs: status {status:#x}, {equal} ids as allocated; a wrong channel "
         f"{wrong_channel:#x}, a wrong client {wrong_client:#x}",
         answers={"status": status, "equal": equal, "wrong_channel": wrong_channel, "wrong_client": wrong_client},
     )
 
 
-def judge_cycles(done: dict[str, Any], path: str, *, name: str = "") -> Outcome:
+def judge_cycles(done: dict[str, Any], path: str, *, name: str = "") -> LabOutcome:
     """The verdict on a run of pauses."""
     n, frozen, refused = done["n"], done["frozen"], done["refused"]
     if refused:
-        verdict = Verdict.REFUSED
+        verdict = LabVerdict.REFUSED
     elif n and not frozen:
-        verdict = Verdict.SILENT
+        verdict = LabVerdict.SILENT
     else:
-        verdict = Verdict.OK if n and frozen == n else Verdict.PART
+        verdict = LabVerdict.OK if n and frozen == n else LabVerdict.PART
     shown = figures(done, *CYCLE)
     why = f" (status {done['status']:#x}, errno {done['errno']})" if refused else ""
     speed = "; ".join(f"{key} {shown[key].words()}" for key in ("off_us", "last_seen_us", "resume_us") if key in shown)
-    return Outcome(
+    return LabOutcome(
         verdict=verdict,
         detail=f"{name}path {path}: {n} pauses, {frozen} frozen{why}; {speed or done['note']}",
         figures={f"{name.strip()}_{key}".lstrip("_"): value for key, value in shown.items()},
@@ -159,48 +159,50 @@ def judge_cycles(done: dict[str, Any], path: str, *, name: str = "") -> Outcome:
     )
 
 
-def paused(rig: Rig, path: str, n: int, uid: int | None = None) -> Outcome:
+def paused(rig: Rig, path: str, n: int, uid: int | None = None) -> LabOutcome:
     with rig.workload("alu", rig.effort.ms(12000)) as work:
         try:
             with rig.probe(work, path=path, uid=uid) as probe:
                 return judge_cycles(probe.cycles(rig.effort.cycles(n), gap_us=(2000, 6000)), path)
-        except Refused as error:
-            return Outcome(verdict=Verdict.REFUSED, detail=f"path {path}: {error}", answers={"path": path, "frozen": 0})
+        except LabRefused as error:
+            return LabOutcome(
+                verdict=LabVerdict.REFUSED, detail=f"path {path}: {error}", answers={"path": path, "frozen": 0}
+            )
 
 
 @experiment("D4", seconds=60, decides="the first rung of the reach order: valved's own client with foreign lists")
-def d4(rig: Rig) -> Outcome:
+def d4(rig: Rig) -> LabOutcome:
     """Can one process stop the channels of another (path A)?"""
     outcome = paused(rig, "a", 200)
-    if outcome.verdict is Verdict.OK:
+    if outcome.verdict is LabVerdict.OK:
         rig.path = "a"
     return outcome
 
 
 @experiment("D4u", seconds=25, decides="the exposure that SECURITY.md states")
-def d4u(rig: Rig) -> Outcome:
+def d4u(rig: Rig) -> LabOutcome:
     """Can an unprivileged user do so?"""
     if os.getuid():
-        return Outcome(verdict=Verdict.SKIPPED, detail="needs root, to become somebody else")
+        return LabOutcome(verdict=LabVerdict.SKIPPED, detail="needs root, to become somebody else")
     return paused(rig, "a", 40, uid=NOBODY)
 
 
 @experiment("D4b", seconds=60, decides="the next rungs of the reach order")
-def d4b(rig: Rig) -> Outcome:
+def d4b(rig: Rig) -> LabOutcome:
     """Do the passed descriptor (B) and the process itself (C) stop them?"""
     parts = {path: paused(rig, path, 50) for path in "bc"}
-    good = [path for path, part in parts.items() if part.verdict is Verdict.OK]
+    good = [path for path, part in parts.items() if part.verdict is LabVerdict.OK]
     if good and not rig.path:
         rig.path = good[0]
-    return Outcome(
-        verdict=Verdict.REFUSED if not good else Verdict.OK if len(good) == len(parts) else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.REFUSED if not good else LabVerdict.OK if len(good) == len(parts) else LabVerdict.PART,
         detail=" | ".join(part.detail for part in parts.values()),
         figures={f"{path}_{key}": value for path, part in parts.items() for key, value in part.figures.items()},
         answers={path: part.verdict.value for path, part in parts.items()},
     )
 
 
-BATCH = Batch(
+BATCH = ExperimentBatch(
     name="contact",
     about="what a CUDA process looks like from outside, and whether its channels stop",
     experiments=(d0, d1, d2, d3, d4, d4u, d4b),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from valve_tools.gpu.errors import Stop
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Figure, Outcome, Verdict
+from valve_tools.gpu.errors import StopRule
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import Figure, LabOutcome, LabVerdict
 from valve_tools.gpu.probe import Probe
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.talk import TooLate
@@ -40,16 +40,16 @@ def edge(
     answer["runs_after"] = probe.do("watch 50")["changes"] > 0
     answer["last"] = probe.do(f"raw on 0 {text_of(full)}")["status"]
     if not work.moves() and not work.beat.is_done:
-        raise Stop("the workload stands although the full list was enabled")
+        raise StopRule("the workload stands although the full list was enabled")
     return answer
 
 
 @experiment("D7", seconds=40, decides="how valved builds lists, and what a partial failure leaves")
-def d7(rig: Rig) -> Outcome:
+def d7(rig: Rig) -> LabOutcome:
     """What does the call do at its edges?"""
     path = rig.reach()
     if path == "c":
-        return Outcome(verdict=Verdict.SKIPPED, detail="raw lists need path a or b")
+        return LabOutcome(verdict=LabVerdict.SKIPPED, detail="raw lists need path a or b")
     with rig.workload("alu", rig.effort.ms(30000)) as work:
         with rig.probe(work, path=path) as probe:
             channels = [c for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8]
@@ -75,7 +75,7 @@ def d7(rig: Rig) -> Outcome:
     ]
     plain = cases["plain"]
     good = not plain["runs_while_off"] and plain["runs_after"] and not cases["twice off, once on"]["runs_while_off"]
-    return Outcome(verdict=Verdict.OK if good else Verdict.PART, detail="; ".join(words), answers=cases)
+    return LabOutcome(verdict=LabVerdict.OK if good else LabVerdict.PART, detail="; ".join(words), answers=cases)
 
 
 def make_while_off(rig: Rig, what: str, path: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def make_while_off(rig: Rig, what: str, path: str) -> dict[str, Any]:
 
 
 @experiment("D9", seconds=80, decides="which calls the shim must hold while gated")
-def d9(rig: Rig) -> Outcome:
+def d9(rig: Rig) -> LabOutcome:
     """Does a paused process wake itself by making new objects?"""
     path = rig.reach()
     found = {what: make_while_off(rig, what, path) for what in NEW}
@@ -110,15 +110,15 @@ def d9(rig: Rig) -> Outcome:
         for what, a in found.items()
     ]
     again = [what for what, a in found.items() if a["runs_again"]]
-    return Outcome(
-        verdict=Verdict.PART if again else Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.PART if again else LabVerdict.OK,
         detail="; ".join(words),
         answers={**found, "re_enabled_by": again},
     )
 
 
 @experiment("D10", seconds=150, decides="whether a pause must be capped")
-def d10(rig: Rig) -> Outcome:
+def d10(rig: Rig) -> LabOutcome:
     """Is a pause of two minutes clean?"""
     path, span_s = rig.reach(), rig.effort.seconds(120)
     with rig.workload("alu", rig.effort.ms(4000)) as work:
@@ -133,8 +133,8 @@ def d10(rig: Rig) -> Outcome:
         moves = work.moves()
         result = rig.finish(work)
     same = result["checksum"] == undisturbed["checksum"]
-    return Outcome(
-        verdict=Verdict.OK if frozen and moves and same else Verdict.DIFFERS if not same else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if frozen and moves and same else LabVerdict.DIFFERS if not same else LabVerdict.PART,
         detail=f"off for {span_s:g} s: {'stood still' if frozen else 'MOVED'}, then "
         f"{'went on' if moves else 'STANDS'}, checksum {'equal' if same else 'DIFFERS'}, no Xid",
         answers={"seconds": span_s, "frozen": frozen, "same": same},
@@ -142,7 +142,7 @@ def d10(rig: Rig) -> Outcome:
 
 
 @experiment("C3", seconds=40, decides="what a mistake in the remap would cost, and whom")
-def c3(rig: Rig) -> Outcome:
+def c3(rig: Rig) -> LabOutcome:
     """What does a read of unmapped memory end?"""
     with (
         rig.workload("alu", rig.effort.ms(20000)) as other,
@@ -154,8 +154,8 @@ def c3(rig: Rig) -> Outcome:
         rig.stop(other)
         xids = rig.allow_xids()
     survived = other.result().get("error") == 0
-    return Outcome(
-        verdict=Verdict.OK if error and alive and survived else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if error and alive and survived else LabVerdict.PART,
         detail=f"a kernel that reads a hole: error {error} in its own context, {xids} Xid; the neighbour "
         f"{'is unharmed' if alive and survived else 'WAS HIT'}",
         answers={"error": error, "xids": xids, "neighbour_unharmed": alive and survived},
@@ -163,7 +163,7 @@ def c3(rig: Rig) -> Outcome:
 
 
 @experiment("D15", seconds=90, decides="whether enable-before-kill is mandatory everywhere", opt_in=True)
-def d15(rig: Rig) -> Outcome:
+def d15(rig: Rig) -> LabOutcome:
     """How long does the driver stall when a paused process is killed?
 
     The one experiment that kills a process whose channels are off: it must be named to run.
@@ -186,11 +186,11 @@ def d15(rig: Rig) -> Outcome:
             if gone_s is None and work.process.poll() is not None:
                 gone_s = time.monotonic() - start
             if time.monotonic() - start > 60:
-                raise Stop("the killed workload is not gone after 60 s")
+                raise StopRule("the killed workload is not gone after 60 s")
             time.sleep(0.05)
     slow = max(calls)
-    return Outcome(
-        verdict=Verdict.OK if slow < 10_000 else Verdict.SLOW,
+    return LabOutcome(
+        verdict=LabVerdict.OK if slow < 10_000 else LabVerdict.SLOW,
         detail=f"killed while off with queued work: gone within {gone_s:.1f} s; a harmless call elsewhere took up to "
         f"{slow / 1e3:.1f} ms meanwhile",
         figures={"bystander_us": Figure(samples=tuple(calls))},
@@ -198,7 +198,9 @@ def d15(rig: Rig) -> Outcome:
     )
 
 
-BATCH = Batch(
+BATCH = ExperimentBatch(
     name="edges", about="wrong lists, long pauses, new objects while paused, a hole", experiments=(d7, d9, d10, c3)
 )
-LAST = Batch(name="last", about="the dangerous one: killing a process whose channels are off", experiments=(d15,))
+LAST = ExperimentBatch(
+    name="last", about="the dangerous one: killing a process whose channels are off", experiments=(d15,)
+)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from valve_tools.gpu.experiment import experiment
-from valve_tools.gpu.outcome import Figure, Outcome, Verdict
+from valve_tools.gpu.outcome import Figure, LabOutcome, LabVerdict
 from valve_tools.gpu.probe import Probe
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.pause import engine_of
@@ -91,13 +91,13 @@ class GatedCalls:
     def figures(self) -> dict[str, Figure]:
         return {name: Figure(samples=tuple(values)) for name, values in self.us.items()}
 
-    def verdict(self, hang: Hang | None) -> Verdict:
+    def verdict(self, hang: Hang | None) -> LabVerdict:
         if hang:
-            return Verdict.PART if self.kind == "alloc" else Verdict.HANG  # nobody needs to allocate while paused
+            return LabVerdict.PART if self.kind == "alloc" else LabVerdict.HANG  # nobody needs to allocate while paused
         if self.wrong or self.frozen < self.parts:
-            return Verdict.PART
+            return LabVerdict.PART
         slow = any(figure.at(0.99) > 10_000 for name, figure in self.figures().items() if name.startswith("paused"))
-        return Verdict.SLOW if slow else Verdict.OK
+        return LabVerdict.SLOW if slow else LabVerdict.OK
 
     def words(self, mode: str, hang: Hang | None) -> str:
         times = [f"{name[7:-3]} {f.words()}" for name, f in self.figures().items() if name.startswith("paused")]
@@ -106,7 +106,7 @@ class GatedCalls:
 
 
 @experiment("C4", seconds=150, decides="remap rung (ii): a helper thread in the shim, or not")
-def c4(rig: Rig) -> Outcome:
+def c4(rig: Rig) -> LabOutcome:
     """Do they work from a helper thread while the channels are off?"""
     shown: dict[str, Figure] = {}
     words, verdicts, hang = [], [], None
@@ -126,13 +126,13 @@ def c4(rig: Rig) -> Outcome:
         verdicts.append(calls.verdict(hang))
         if hang:
             break
-    order = (Verdict.HANG, Verdict.PART, Verdict.SLOW, Verdict.OK)
+    order = (LabVerdict.HANG, LabVerdict.PART, LabVerdict.SLOW, LabVerdict.OK)
     worst = next(verdict for verdict in order if verdict in verdicts)
-    return Outcome(
+    return LabOutcome(
         verdict=worst,
         detail=" | ".join(words),
         figures=shown,
-        answers={"hang": str(hang or ""), "remap_works_while_off": Verdict.HANG not in verdicts},
+        answers={"hang": str(hang or ""), "remap_works_while_off": LabVerdict.HANG not in verdicts},
     )
 
 
@@ -168,7 +168,7 @@ def sparse_rounds(work: Workload, probe: Probe, who: str, n: int) -> dict[str, A
 
 
 @experiment("C6", seconds=40, decides="remap rung (i): one call from outside the process, without libcuda")
-def c6(rig: Rig) -> Outcome:
+def c6(rig: Rig) -> LabOutcome:
     """Does a sparse mapping quarantine a range, also on a passed descriptor?"""
     path, n = rig.reach(), rig.effort.cycles(20)
     with rig.workload("alu", rig.effort.ms(60000), helper=True) as work, rig.probe(work, path=path) as probe:
@@ -180,8 +180,8 @@ def c6(rig: Rig) -> Outcome:
     ]
     shown = {f"{who}_us": Figure(samples=tuple(each["us"])) for who, each in found.items() if each["us"]}
     times = [f"{name} {figure.words()}" for name, figure in shown.items()]
-    return Outcome(
-        verdict=Verdict.OK if len(good) == len(found) else Verdict.PART if good else Verdict.REFUSED,
+    return LabOutcome(
+        verdict=LabVerdict.OK if len(good) == len(found) else LabVerdict.PART if good else LabVerdict.REFUSED,
         detail=f"zeros read, no fault, put back: {', '.join(good) or 'never'}; {'; '.join([*refused, *times])}",
         figures=shown,
         answers={who: each["works"] for who, each in found.items()},

@@ -7,9 +7,9 @@ import os
 import time
 from typing import Any
 
-from valve_tools.gpu.experiment import Batch, experiment
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
 from valve_tools.gpu.machine import branch_of
-from valve_tools.gpu.outcome import Outcome, Verdict, figures
+from valve_tools.gpu.outcome import LabOutcome, LabVerdict, figures
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.gated import REMAP, c4, c6
 from valve_tools.gpu.talk import Talk
@@ -19,7 +19,7 @@ MAP_EXTERNAL = 33
 
 
 @experiment("C8", seconds=60, decides="the pool's handle size, and how much headroom a reclaim within its time needs")
-def c8(rig: Rig) -> Outcome:
+def c8(rig: Rig) -> LabOutcome:
     """What do the virtual memory calls cost, by handle size?"""
     shown, words, answers = {}, [], {}
     with rig.workload("idle", 120_000, helper=True) as work:
@@ -27,7 +27,7 @@ def c8(rig: Rig) -> Outcome:
             total = max(rig.effort.mib(1024), mib)
             cost = work.helper().ask_json(f"cost {mib} {total}", patience_s=90)
             if cost["error"]:
-                return Outcome(verdict=Verdict.BAD, detail=f"{mib} MiB handles: CUDA error {cost['error']}")
+                return LabOutcome(verdict=LabVerdict.BAD, detail=f"{mib} MiB handles: CUDA error {cost['error']}")
             part = figures(cost, *COST, prefix=f"{mib}mib_")
             shown.update(part)
             each = sum(part[f"{mib}mib_{call}_us"].at(0.5) for call in REMAP)
@@ -37,7 +37,7 @@ def c8(rig: Rig) -> Outcome:
                 f"{mib} MiB: remap {each:.0f} us, {gib['each_ms']:.1f} ms per GiB ({gib['batch_ms']:.1f} in one go)"
             )
         rig.stop(work)
-    return Outcome(verdict=Verdict.OK, detail="; ".join(words), figures=shown, answers=answers)
+    return LabOutcome(verdict=LabVerdict.OK, detail="; ".join(words), figures=shown, answers=answers)
 
 
 def lines_since(work: Workload, seen: int) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def call_name(line: dict[str, Any]) -> str:
 
 
 @experiment("C2", seconds=15, decides="what runs under which lock, and what the daemon could do by itself")
-def c2(rig: Rig) -> Outcome:
+def c2(rig: Rig) -> LabOutcome:
     """Which driver calls does each of them make?"""
     found: dict[str, list[str]] = {}
     with rig.workload("idle", 60_000, helper=True, trace=True) as work:
@@ -65,18 +65,18 @@ def c2(rig: Rig) -> Outcome:
             seen = len(work.trace.read_text().splitlines())
             answer = work.helper().ask_json(f"vmm {call} 0 0")
             if answer["error"]:
-                return Outcome(verdict=Verdict.BAD, detail=f"{call}: CUDA error {answer['error']}")
+                return LabOutcome(verdict=LabVerdict.BAD, detail=f"{call}: CUDA error {answer['error']}")
             found[call] = [call_name(line) for line in lines_since(work, seen)]
         rig.stop(work)
-    return Outcome(
-        verdict=Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.OK,
         detail="; ".join(f"{call}: {', '.join(calls) or 'none'}" for call, calls in found.items()),
         answers=found,
     )
 
 
 @experiment("C9", seconds=15, decides="whether one large handle can feed a whole column")
-def c9(rig: Rig) -> Outcome:
+def c9(rig: Rig) -> LabOutcome:
     """Can part of a handle be mapped in place, with an offset?"""
     with rig.workload("idle", 60_000, helper=True, trace=True) as work:
         seen = len(work.trace.read_text().splitlines())
@@ -84,8 +84,8 @@ def c9(rig: Rig) -> Outcome:
             work.helper().ask_json(f"vmm {call} 0 0")
         maps = [line for line in lines_since(work, seen) if line.get("request") == MAP_EXTERNAL]
         if not maps:
-            return Outcome(
-                verdict=Verdict.BLIND, detail="set access made no UVM_MAP_EXTERNAL_ALLOCATION that could be seen"
+            return LabOutcome(
+                verdict=LabVerdict.BLIND, detail="set access made no UVM_MAP_EXTERNAL_ALLOCATION that could be seen"
             )
         branch = branch_of(rig.machine.driver) or 580
         answer = work.helper().ask_json(f"offset 0 {maps[-1]['tail']} {branch}")
@@ -95,8 +95,8 @@ def c9(rig: Rig) -> Outcome:
         rig.stop(work)
     moved = answer["moved"] and back
     refused = answer["errno"] or answer["status"]
-    return Outcome(
-        verdict=Verdict.OK if moved else Verdict.REFUSED if refused else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if moved else LabVerdict.REFUSED if refused else LabVerdict.PART,
         detail=f"second half of a handle over the first, in place: errno {answer['errno']}, status "
         f"{answer['status']:#x}, {answer['us']:.0f} us, bytes {'moved' if answer['moved'] else 'did not move'}, "
         f"put back {back}",
@@ -105,13 +105,13 @@ def c9(rig: Rig) -> Outcome:
 
 
 @experiment("C7", seconds=10, decides="which queries the shim must answer itself")
-def c7(rig: Rig) -> Outcome:
+def c7(rig: Rig) -> LabOutcome:
     """What do frameworks learn about such memory?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         a = work.helper().ask_json("range")
         rig.stop(work)
-    return Outcome(
-        verdict=Verdict.OK if not a["range"] and not a["type"] else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if not a["range"] and not a["type"] else LabVerdict.PART,
         detail=f"address range: {a['bytes']} bytes, {'per mapping' if a['per_mapping'] else 'the whole reservation'}; "
         f"legacy IPC capable {a['legacy_capable']}, cuIpcGetMemHandle error {a['ipc']}; RANGE_SIZE {a['range_bytes']} "
         f"(error {a['range_size']})",
@@ -133,7 +133,7 @@ def used_below(rig: Rig, limit: float, patience_s: float = 8.0) -> float:
 
 
 @experiment("D12", seconds=40, decides="how fast valved must close it (path B)")
-def d12(rig: Rig) -> Outcome:
+def d12(rig: Rig) -> LabOutcome:
     """Does a passed descriptor keep a killed process's memory?"""
     start = used(rig)
     with rig.workload("alu", rig.effort.ms(20000), helper=True, may_fail=True) as work:
@@ -145,8 +145,8 @@ def d12(rig: Rig) -> Outcome:
         os.close(fd)
         closed = used_below(rig, (start + running) / 2)
     held = killed > (start + running) / 2
-    return Outcome(
-        verdict=Verdict.OK if closed < (start + running) / 2 else Verdict.BAD,
+    return LabOutcome(
+        verdict=LabVerdict.OK if closed < (start + running) / 2 else LabVerdict.BAD,
         detail=f"MiB in use: before {start:.0f}, running {running:.0f}, killed while we hold its descriptor "
         f"{killed:.0f}, descriptor closed {closed:.0f}",
         answers={"memory_held_by_passed_fd": held},
@@ -154,14 +154,14 @@ def d12(rig: Rig) -> Outcome:
 
 
 @experiment("D13", seconds=60, decides="whether the pool's gating needs a CUDA context")
-def d13(rig: Rig) -> Outcome:
+def d13(rig: Rig) -> LabOutcome:
     """Does an exported descriptor alone keep memory alive?"""
     mib, before = rig.effort.mib(2048), used(rig)
     with rig.workload("idle", 60_000, helper=True) as exporter:
         text, fd = exporter.helper().ask(f"export {mib}", patience_s=60)
         rig.stop(exporter)
     if fd < 0:
-        return Outcome(verdict=Verdict.BAD, detail=f"export failed: {text}")
+        return LabOutcome(verdict=LabVerdict.BAD, detail=f"export failed: {text}")
     held = used_below(rig, before + mib / 2, rig.effort.seconds(6))
     with rig.workload("idle", 60_000, helper=True) as importer:
         checked = importer.helper().ask_json(f"import {mib}", patience_s=60, fd=fd)
@@ -170,12 +170,14 @@ def d13(rig: Rig) -> Outcome:
     closed = used_below(rig, before + mib / 2)
     kept = held >= before + mib / 2
     intact = not checked["error"] and not checked["wrong"]
-    return Outcome(
-        verdict=Verdict.OK if kept and intact and closed < before + mib / 2 else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if kept and intact and closed < before + mib / 2 else LabVerdict.PART,
         detail=f"{mib} MiB, exporter gone: {'held' if kept else 'LOST'} ({held:.0f} MiB in use); imported elsewhere: "
         f"error {checked['error']}, {checked['wrong']} wrong words; descriptor closed: {closed:.0f} MiB in use",
         answers={"held": kept, "intact": intact},
     )
 
 
-BATCH = Batch(name="memory", about="moving memory under a workload", experiments=(c8, c2, c4, c6, c9, c7, d12, d13))
+BATCH = ExperimentBatch(
+    name="memory", about="moving memory under a workload", experiments=(c8, c2, c4, c6, c9, c7, d12, d13)
+)

@@ -6,9 +6,9 @@ import struct
 import threading
 import time
 
-from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
+from valve_tools.gpu.errors import LabRefused
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import Figure, LabOutcome, LabVerdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.contact import judge_cycles
@@ -23,7 +23,7 @@ def engine_of(mode: str) -> str:
 
 
 @experiment("D5", seconds=110, decides="whether pausing is safe at all; if not, nothing else matters")
-def d5(rig: Rig) -> Outcome:
+def d5(rig: Rig) -> LabOutcome:
     """Does work come out the same after a thousand random pauses?"""
     path, parts, words = rig.reach(), {}, []
     for mode in ("alu", "graph", "copy"):
@@ -38,8 +38,8 @@ def d5(rig: Rig) -> Outcome:
         words.append(f"{mode}: {done['n']} pauses, {done['frozen']} frozen, checksum {'equal' if same else 'DIFFERS'}")
     all_same = all(part["same"] and not part["error"] for part in parts.values())
     all_frozen = all(part["frozen"] == part["pauses"] > 0 for part in parts.values())
-    verdict = Verdict.DIFFERS if not all_same else Verdict.OK if all_frozen else Verdict.PART
-    return Outcome(verdict=verdict, detail="; ".join(words), answers=parts)
+    verdict = LabVerdict.DIFFERS if not all_same else LabVerdict.OK if all_frozen else LabVerdict.PART
+    return LabOutcome(verdict=verdict, detail="; ".join(words), answers=parts)
 
 
 def preemption_mode(rig: Rig, work: Workload) -> str:
@@ -49,13 +49,13 @@ def preemption_mode(rig: Rig, work: Workload) -> str:
             compute = next(c for c in probe.do("list")["channels"] if c["compute"])
             params = struct.pack("<6I", compute["channel"], 0, 0, 0, 0, 0)
             status, after = probe.control("theirs", "sub", GET_CTXSW_MODES, params)
-    except (Refused, StopIteration) as error:
+    except (LabRefused, StopIteration) as error:
         return f"unknown ({error})"
     return MODES.get(struct.unpack("<6I", after)[4], "?") if status == 0 else f"unknown (status {status:#x})"
 
 
 @experiment("D6", seconds=100, decides="promise P1: under 1 ms for every kind of work, or only for short kernels")
-def d6(rig: Rig) -> Outcome:
+def d6(rig: Rig) -> LabOutcome:
     """How soon does each kind of work stop?"""
     path, words, good, mode_word = rig.reach(), [], True, ""
     shown: dict[str, Figure] = {}
@@ -66,12 +66,12 @@ def d6(rig: Rig) -> Outcome:
                 done = probe.cycles(rig.effort.cycles(60), engine=engine_of(mode), gap_us=(2000, 6000), limit_s=8)
             rig.stop(work)
         part = judge_cycles(done, path, name=f"{mode} ")
-        good = good and (part.verdict is Verdict.OK or (mode == "long" and done["frozen"] == done["n"]))
+        good = good and (part.verdict is LabVerdict.OK or (mode == "long" and done["frozen"] == done["n"]))
         shown.update(part.figures)
         seen = part.figures.get(f"{mode}_last_seen_us")
         words.append(f"{mode} {done['frozen']}/{done['n']} {seen.words() if seen else '-'}")
-    return Outcome(
-        verdict=Verdict.OK if good and mode_word == "CILP" else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if good and mode_word == "CILP" else LabVerdict.PART,
         detail=f"preemption mode {mode_word}; last seen after the call [us]: {'; '.join(words)}",
         figures=shown,
         answers={"preemption_mode": mode_word},
@@ -102,13 +102,13 @@ def beside(rig: Rig, *, paused: bool) -> Figure:
 @experiment(
     "D8", seconds=60, decides="whether gating compute channels is enough, or something else of the neighbour still runs"
 )
-def d8(rig: Rig) -> Outcome:
+def d8(rig: Rig) -> LabOutcome:
     """What does an online service see beside a running and a paused neighbour?"""
     rig.reach()
     found = {"alone": duty(rig), "beside_running": beside(rig, paused=False), "beside_paused": beside(rig, paused=True)}
     ratio = found["beside_paused"].at(0.5) / found["alone"].at(0.5)
-    return Outcome(
-        verdict=Verdict.OK if ratio <= 1.02 else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if ratio <= 1.02 else LabVerdict.PART,
         detail="1 ms kernels [us]: " + "; ".join(f"{name} {figure.words()}" for name, figure in found.items()),
         figures={f"{name}_us": figure for name, figure in found.items()},
         answers={"paused_over_alone": round(ratio, 4)},
@@ -116,7 +116,7 @@ def d8(rig: Rig) -> Outcome:
 
 
 @experiment("D11", seconds=25, decides="whether valved's client must live on elsewhere during an upgrade")
-def d11(rig: Rig) -> Outcome:
+def d11(rig: Rig) -> LabOutcome:
     """Does a pause outlive the process that asked for it?"""
     path = rig.reach()
     with rig.workload("alu", rig.effort.ms(30000)) as work:
@@ -129,8 +129,8 @@ def d11(rig: Rig) -> Outcome:
         moves = work.moves()
         rig.stop(work)
     words = "stays off" if stays else "runs again by itself"
-    return Outcome(
-        verdict=Verdict.OK if moves else Verdict.BAD,
+    return LabOutcome(
+        verdict=LabVerdict.OK if moves else LabVerdict.BAD,
         detail=f"disabled (status {answer['status']:#x}), the disabler killed: {words}; a new client enables with "
         f"status {enabled['status']:#x}, {'and it runs' if moves else 'AND IT STANDS'}",
         answers={"stays_off": stays, "new_client_status": enabled["status"]},
@@ -144,7 +144,7 @@ def storm(work: Workload, over: threading.Event) -> None:
 
 
 @experiment("D14", seconds=80, decides="whether reclaim must be scheduled around a pending preemption")
-def d14(rig: Rig) -> Outcome:
+def d14(rig: Rig) -> LabOutcome:
     """How much slower is a disable beside a process that maps memory?"""
     path, over = rig.reach(), threading.Event()
     with rig.workload("alu", rig.effort.ms(40000)) as work, rig.workload("idle", 120_000, helper=True) as mapper:
@@ -160,8 +160,8 @@ def d14(rig: Rig) -> Outcome:
         rig.stop(work)
         rig.stop(mapper)
     shown = {**figures(quiet, *CYCLE, prefix="quiet_"), **figures(busy, *CYCLE, prefix="mapping_")}
-    return Outcome(
-        verdict=Verdict.OK if busy["frozen"] == busy["n"] else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.OK if busy["frozen"] == busy["n"] else LabVerdict.PART,
         detail=f"disable call [us]: quiet {shown['quiet_off_us'].words()}; beside a process that maps all the time "
         f"{shown['mapping_off_us'].words()}",
         figures=shown,
@@ -180,7 +180,7 @@ def settled_launches(work: Workload, still_s: float) -> int:
 
 
 @experiment("C13", seconds=50, decides="how long an offline engine's threads stay responsive while gated")
-def c13(rig: Rig) -> Outcome:
+def c13(rig: Rig) -> LabOutcome:
     """After how many launches does a paused channel block the CPU?"""
     with rig.workload("flood", 8000) as work:
         with rig.probe(work, path=rig.reach()) as probe:
@@ -190,14 +190,14 @@ def c13(rig: Rig) -> Outcome:
             probe.do("on gr")
         goes_on = work.moves()
         rig.stop(work)
-    return Outcome(
-        verdict=Verdict.OK if goes_on else Verdict.BAD,
+    return LabOutcome(
+        verdict=LabVerdict.OK if goes_on else LabVerdict.BAD,
         detail=f"launches blocked the CPU after {stood} in all, {stood - before} of them made while off",
         answers={"queued": stood, "made_while_off": stood - before},
     )
 
 
-BATCH = Batch(
+BATCH = ExperimentBatch(
     name="pause",
     about="what a pause does to the work that is paused and to its neighbours",
     experiments=(d5, d6, d8, d11, d14, c13),

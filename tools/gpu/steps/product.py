@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valve_tools.gpu.engines.choice import Engine, engine_of, need_product
+from valve_tools.gpu.engines.choice import EnginePrograms, engine_of, need_product
 from valve_tools.gpu.errors import LabError
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import Figure, LabOutcome, LabVerdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import READY_S, Rig
 from valve_tools.gpu.steps.calls import CALLS
 from valve_tools.gpu.talk import Talk
 
 if TYPE_CHECKING:
-    from valve_tools.demo.figures import Run
+    from valve_tools.demo.figures import DemoRun
     from valve_tools.gpu.product_node import LabNode
 
 CONDITIONS = ("alone", "ungated", "valve")
@@ -39,14 +39,14 @@ def product(rig: Rig) -> Iterator[LabNode]:
         yield node
 
 
-def runs_of(rig: Rig) -> list[Run]:
+def runs_of(rig: Rig) -> list[DemoRun]:
     """The same arrivals alone, beside ungated offline work, and under Valve. Made once for the experiments that ask."""
     need_product()
-    from valve_tools.demo.rounds import Demo, Plan
+    from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class EnginePlan(Plan):
-        engine: Engine
+    class EnginePlan(RoundsPlan):
+        engine: EnginePrograms
 
         def online(self) -> list[str]:
             return self.engine.online(self.seconds)
@@ -58,14 +58,14 @@ def runs_of(rig: Rig) -> list[Run]:
         dry = rig.effort.dry
         plan = EnginePlan(seconds=2.0 if dry else 25.0, rounds=1 if dry else 2, engine=engine_of(rig))
         with product(rig) as node:
-            demo = Demo(node, plan, say=lambda _: None)
+            demo = RoundsDemo(node, plan, say=lambda _: None)
             demo.offline_rate(0.5 if dry else 8.0)
             rig.shared["runs"] = [demo.run(condition) for condition in plan.conditions()]
-    found: list[Run] = rig.shared["runs"]
+    found: list[DemoRun] = rig.shared["runs"]
     return found
 
 
-def latencies(runs: list[Run], condition: str) -> dict[str, Figure]:
+def latencies(runs: list[DemoRun], condition: str) -> dict[str, Figure]:
     requests = [request for run in runs if run.condition == condition for request in run.requests]
     ttft = tuple(request.ttft_ms for request in requests)
     tpot = tuple(request.tpot_ms for request in requests if request.out_tokens > 1)
@@ -75,7 +75,7 @@ def latencies(runs: list[Run], condition: str) -> dict[str, Figure]:
 @experiment(
     "P1", seconds=260, decides="promise P5; the engine is PyTorch with random weights, VALVE_LAB_SHAPE=1b, 3b or 8b"
 )
-def p1(rig: Rig) -> Outcome:
+def p1(rig: Rig) -> LabOutcome:
     """TTFT and TPOT: alone, beside offline work, under Valve"""
     runs = runs_of(rig)
     from valve_tools.bench.demo import P5_PERCENT
@@ -87,8 +87,8 @@ def p1(rig: Rig) -> Outcome:
     sound = all(run.offline_ok is not False for run in runs)
     words = [f"{name} " + ", ".join(f"{key} {value:+.1f} %" for key, value in over[name].items()) for name in over]
     values = ", ".join(f"{name} {value:.1f} ms" for name, value in alone.values.items())
-    return Outcome(
-        verdict=Verdict.DIFFERS if not sound else Verdict.OK if kept else Verdict.PART,
+    return LabOutcome(
+        verdict=LabVerdict.DIFFERS if not sound else LabVerdict.OK if kept else LabVerdict.PART,
         detail=f"engine {engine_of(rig).name}; alone {values}; against it: {'; '.join(words[1:])}; offline output "
         f"{'as undisturbed' if sound else 'DIFFERS'}",
         figures={name: figure for each in CONDITIONS for name, figure in latencies(runs, each).items()},
@@ -97,15 +97,15 @@ def p1(rig: Rig) -> Outcome:
 
 
 @experiment("C11", seconds=5, decides="promise P1: p99 under 1 ms, and our share of it")
-def c11(rig: Rig) -> Outcome:
+def c11(rig: Rig) -> LabOutcome:
     """How long from the first launch to offline stopped?"""
     gates = [gate for run in runs_of(rig) for gate in run.gates]
     if not gates:
-        return Outcome(verdict=Verdict.BLIND, detail="no preemption was recorded")
+        return LabOutcome(verdict=LabVerdict.BLIND, detail="no preemption was recorded")
     own, total = Figure(samples=tuple(g.own_us for g in gates)), Figure(samples=tuple(g.total_ms * 1e3 for g in gates))
     most = [run.most_per_request for run in runs_of(rig) if run.most_per_request is not None]
-    return Outcome(
-        verdict=Verdict.OK if total.at(0.99) < 1000 else Verdict.SLOW,
+    return LabOutcome(
+        verdict=LabVerdict.OK if total.at(0.99) < 1000 else LabVerdict.SLOW,
         detail=f"{len(gates)} preemptions; launch to driver call {own.words()} us; launch to stopped "
         f"{total.words()} us; most of any one request: {max(most, default=0)}",
         figures={"own_us": own, "total_us": total},
@@ -130,15 +130,15 @@ def call_costs(rig: Rig, node: LabNode, role: str) -> dict[str, Figure]:
 
 
 @experiment("P3", seconds=40, decides="promise P9")
-def p3(rig: Rig) -> Outcome:
+def p3(rig: Rig) -> LabOutcome:
     """What does the shim add to a launch and to a graph launch?"""
     with product(rig) as node:
         node.start_valved()
         without, with_shim = call_costs(rig, node, ""), call_costs(rig, node, "online")
     added = {name: (with_shim[f"{name}_us"].at(0.5) - without[f"{name}_us"].at(0.5)) * 1e3 for name in CALLS[:2]}
     shown = {f"without_{name}": figure for name, figure in without.items()}
-    return Outcome(
-        verdict=Verdict.OK if max(added.values()) < 50 else Verdict.SLOW,
+    return LabOutcome(
+        verdict=LabVerdict.OK if max(added.values()) < 50 else LabVerdict.SLOW,
         detail="added by the shim at the median: " + ", ".join(f"{name} {ns:+.0f} ns" for name, ns in added.items()),
         figures={**shown, **{f"shim_{name}": figure for name, figure in with_shim.items()}},
         answers={"added_ns": {name: round(ns, 1) for name, ns in added.items()}},
@@ -177,19 +177,19 @@ def traced_engine(rig: Rig, units: int, cycles: int) -> tuple[dict[str, Any], di
 
 
 @experiment("P4", seconds=90, decides="promise P4")
-def p4(rig: Rig) -> Outcome:
+def p4(rig: Rig) -> LabOutcome:
     """Is the offline output bit-identical after a thousand random pauses?"""
     rig.reach()
     units = 400 if rig.effort.dry else rate_of(rig, seconds=12)
     undisturbed, _ = traced_engine(rig, units, 0)
     disturbed, paused = traced_engine(rig, units, rig.effort.cycles(1000))
     same = undisturbed["checksum"] == disturbed["checksum"] and disturbed["ok"]
-    return Outcome(
-        verdict=Verdict.OK
+    return LabOutcome(
+        verdict=LabVerdict.OK
         if same and paused["frozen"] == paused["n"] > 0
-        else Verdict.DIFFERS
+        else LabVerdict.DIFFERS
         if not same
-        else Verdict.PART,
+        else LabVerdict.PART,
         detail=f"{engine_of(rig).name}: {units} units, {paused['n']} random pauses ({paused['note']}); output "
         f"{'bit-identical' if same else 'DIFFERS'}",
         figures=figures(paused, *CYCLE[:2]),
@@ -208,7 +208,7 @@ def rate_of(rig: Rig, *, seconds: float) -> int:
 
 
 @experiment("C10", seconds=60, decides="whether the shim may be preloaded everywhere")
-def c10(rig: Rig) -> Outcome:
+def c10(rig: Rig) -> LabOutcome:
     """Does the shim change what a framework computes, or how fast?"""
     units = 200 if rig.effort.dry else rate_of(rig, seconds=8)
     found: dict[str, dict[str, Any]] = {}
@@ -221,12 +221,12 @@ def c10(rig: Rig) -> Outcome:
             found[role] = {**summary_of(out), "all_s": time.monotonic() - start}
     same = found[""]["checksum"] == found["offline"]["checksum"]
     slower = found["offline"]["wall_s"] / found[""]["wall_s"] - 1
-    return Outcome(
-        verdict=Verdict.OK if same and slower < 0.02 else Verdict.DIFFERS if not same else Verdict.SLOW,
+    return LabOutcome(
+        verdict=LabVerdict.OK if same and slower < 0.02 else LabVerdict.DIFFERS if not same else LabVerdict.SLOW,
         detail=f"{engine_of(rig).name}, {units} units with and without the shim: output "
         f"{'identical' if same else 'DIFFERS'}, {slower:+.1%} time",
         answers={"same": same, "slower": round(slower, 4)},
     )
 
 
-BATCH = Batch(name="product", about="valved, the shim and two engines", experiments=(p1, c11, p3, p4, c10))
+BATCH = ExperimentBatch(name="product", about="valved, the shim and two engines", experiments=(p1, c11, p3, p4, c10))

@@ -12,9 +12,9 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, experiment
-from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
+from valve_tools.gpu.errors import LabRefused
+from valve_tools.gpu.experiment import ExperimentBatch, experiment
+from valve_tools.gpu.outcome import Figure, LabOutcome, LabVerdict, figures
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.calls import SET_TIMESLICE
 from valve_tools.gpu.steps.gated import REMAP
@@ -24,12 +24,12 @@ from valve_tools.gpu.steps.pause import duty
 LOW_US, HIGH_US = 1, 1_000_000  # what GPreempt gives to its low and its high priority
 
 
-def outcome(rig: Rig, shared: Figure, offline_per_s: float, *, note: str = "") -> Outcome:
+def outcome(rig: Rig, shared: Figure, offline_per_s: float, *, note: str = "") -> LabOutcome:
     """A rival against running alone, measured in the same minute."""
     alone = duty(rig)
     slower = {f"p{q * 100:g}": shared.at(q) / alone.at(q) for q in (0.5, 0.99)}
-    return Outcome(
-        verdict=Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.OK,
         detail=f"1 ms kernels [us]: alone {alone.words()}; shared {shared.words()} ({slower['p50']:.2f}x, p99 "
         f"{slower['p99']:.2f}x); offline {offline_per_s:.0f} kernels/s{note}",
         figures={"alone_us": alone, "shared_us": shared},
@@ -52,7 +52,7 @@ def beside(rig: Rig, *more: Callable[[Workload], list[str]]) -> tuple[Figure, fl
 
 
 @experiment("R1", seconds=45, decides="the baseline that everybody knows")
-def r1(rig: Rig) -> Outcome:
+def r1(rig: Rig) -> LabOutcome:
     """Plain time slicing between processes"""
     shared, rate = beside(rig)
     return outcome(rig, shared, rate)
@@ -64,7 +64,7 @@ def r1(rig: Rig) -> Outcome:
     decides="what co-location in one process would give",
     silicon="the emulated GPU knows no stream priorities",
 )
-def r2(rig: Rig) -> Outcome:
+def r2(rig: Rig) -> LabOutcome:
     """Stream priorities inside one process"""
     found = {}
     for mate in ("same", "low"):
@@ -72,8 +72,8 @@ def r2(rig: Rig) -> Outcome:
             found[mate] = Figure(samples=tuple(rig.finish(work)["latency_us"]))
     alone = duty(rig)
     words = "; ".join(f"{mate} priority {figure.words()}" for mate, figure in found.items())
-    return Outcome(
-        verdict=Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.OK,
         detail=f"one process, two streams; 1 ms kernels [us]: alone {alone.words()}; offline stream of {words}",
         figures={"alone_us": alone, **{f"{mate}_us": figure for mate, figure in found.items()}},
     )
@@ -85,10 +85,10 @@ def r2(rig: Rig) -> Outcome:
     decides="what concurrency without preemption costs online work",
     silicon="MPS exists on a card only",
 )
-def r3(rig: Rig) -> Outcome:
+def r3(rig: Rig) -> LabOutcome:
     """MPS"""
     if not shutil.which("nvidia-cuda-mps-control"):
-        return Outcome(verdict=Verdict.SKIPPED, detail="nvidia-cuda-mps-control is not installed here")
+        return LabOutcome(verdict=LabVerdict.SKIPPED, detail="nvidia-cuda-mps-control is not installed here")
     pipe = rig.folder / "mps"
     pipe.mkdir(exist_ok=True)
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
@@ -110,13 +110,13 @@ def set_slice(rig: Rig, work: Workload, us: int) -> int:
 
 
 @experiment("R4", seconds=60, decides="the fallback rung below channel control")
-def r4(rig: Rig) -> Outcome:
+def r4(rig: Rig) -> LabOutcome:
     """Time slices of 1 us against 1 s (the GPreempt and XSched way)"""
     with rig.workload("alu", rig.effort.ms(30000)) as offline:
         try:
             low = set_slice(rig, offline, LOW_US)
-        except Refused as error:
-            return Outcome(verdict=Verdict.REFUSED, detail=f"the slice could not be set: {error}")
+        except LabRefused as error:
+            return LabOutcome(verdict=LabVerdict.REFUSED, detail=f"the slice could not be set: {error}")
         start, before = time.monotonic(), offline.beat.launches
         with rig.workload("duty", rig.effort.ms(3000)) as online:
             high = set_slice(rig, online, HIGH_US)
@@ -124,30 +124,30 @@ def r4(rig: Rig) -> Outcome:
         rate = (offline.beat.launches - before) / (time.monotonic() - start)
         rig.stop(offline)
     if low:
-        return Outcome(verdict=Verdict.REFUSED, detail=f"slice of {LOW_US} us: status {low:#x}")
+        return LabOutcome(verdict=LabVerdict.REFUSED, detail=f"slice of {LOW_US} us: status {low:#x}")
     return outcome(rig, shared, rate, note=f"; offline slice {LOW_US} us, online {HIGH_US} us (status {high:#x})")
 
 
 @experiment("R5", seconds=45, decides="the last rung: drain of what is queued bounds it")
-def r5(rig: Rig) -> Outcome:
+def r5(rig: Rig) -> LabOutcome:
     """Launch gating in the offline process (the TGS way)"""
     shared, rate = beside(rig, lambda work: ["--gate", str(work.beat_path)])
     return outcome(rig, shared, rate, note="; offline launches held while an online kernel runs")
 
 
 @experiment("R6", seconds=30, decides="what page-wise reclaim would cost")
-def r6(rig: Rig) -> Outcome:
+def r6(rig: Rig) -> LabOutcome:
     """Map and unmap in 2 MiB handles (the kvcached way)"""
     total = rig.effort.mib(1024)
     with rig.workload("idle", 120_000, helper=True) as work:
         cost = work.helper().ask_json(f"cost 2 {total}", patience_s=90)
         rig.stop(work)
     if cost["error"]:
-        return Outcome(verdict=Verdict.BAD, detail=f"CUDA error {cost['error']}")
+        return LabOutcome(verdict=LabVerdict.BAD, detail=f"CUDA error {cost['error']}")
     shown = figures(cost, *COST)
     remap = sum(shown[f"{call}_us"].at(0.5) for call in REMAP)
-    return Outcome(
-        verdict=Verdict.OK,
+    return LabOutcome(
+        verdict=LabVerdict.OK,
         detail=f"{cost['handles']} handles of 2 MiB [us]: "
         + "; ".join(f"{name[:-3]} {figure.words()}" for name, figure in shown.items()),
         figures=shown,
@@ -155,4 +155,6 @@ def r6(rig: Rig) -> Outcome:
     )
 
 
-BATCH = Batch(name="rivals", about="other ways to share a GPU, on the same work", experiments=(r1, r2, r3, r4, r5, r6))
+BATCH = ExperimentBatch(
+    name="rivals", about="other ways to share a GPU, on the same work", experiments=(r1, r2, r3, r4, r5, r6)
+)
