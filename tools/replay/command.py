@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import ReportTable as Shown
+from rich.table import Table as Shown
 from valve_tools.replay import (
     crowding,
     early,
