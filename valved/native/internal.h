@@ -140,7 +140,8 @@ struct gpu {
 	uint32_t handled;            /* the kick that the issuer went to sleep on */
 	uint32_t flight;             /* issuer and watchdog */
 	uint64_t flight_ns;
-	struct plan *plan;  /* issuer's; the watchdog's while a flight is lost */
+	uint32_t owes_release; /* others have ordered holds for it, which an enable takes back: the issuer clears it */
+	struct plan *plan;     /* issuer's; the watchdog's while a flight is lost */
 	struct mail *spent; /* issuer pushes, caller takes all */
 	struct mail *
 	        late; /* issuer's alone: answered, but what they were to run now was refused; until it runs */
@@ -313,14 +314,15 @@ bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_clie
 int own_unique_id(struct gpu *gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid);
 
 /* late.c: issuer's alone */
-void late_run(struct gpu *gpu, struct plan *owed);
+void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
 void late_forget(struct plan *owed);
 bool late_join(struct gpu *gpu);
 bool late_keep(struct gpu *gpu, struct mail *mail);
 uint64_t late_turn(struct gpu *gpu, uint32_t seen);
 
 /* issuer.c: for late.c */
-void issuer_run(struct gpu *gpu, struct plan *owed);
+bool issuer_is_awaited(const struct gpu *gpu);
+void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
 void issuer_spend(struct gpu *gpu, struct mail *mail);
 uint64_t issuer_backoff_ns(uint32_t failures);
 
@@ -351,6 +353,7 @@ void bell_ring(const struct ringer *ringer, int eventfd);
 bool issuer_take(struct gpu *gpu);
 void issuer_serve(struct gpu *gpu);
 void issuer_kick(struct gpu *gpu);
+void issuer_owe_release(struct gpu *gpu);
 
 /* listener.c */
 int listener_open(struct valve_gate *gate);

@@ -18,13 +18,30 @@ void issuer_kick(struct gpu *gpu)
 	futex_wake(&gpu->kick);
 }
 
+void issuer_owe_release(struct gpu *gpu)
+{
+	store_release(&gpu->owes_release, 1); /* after the orders; pairs with the swap in issuer_serve */
+	issuer_kick(gpu);
+}
+
+/* A GPU that was being enabled is held again: nobody enables more of it first. */
+bool issuer_is_awaited(const struct gpu *gpu)
+{
+	return gpu->state == VALVE_GPU_ENABLING &&
+	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
+}
+
 /* Walk all steps of a plan; the first bad status, 0 if none. Stopping holds the clients of a step that failed. */
 static int walk(struct gpu *gpu, struct plan *plan, bool stop)
 {
 	int status = 0;
 
 	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		int rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
+		int rc;
+
+		if (!stop && i && issuer_is_awaited(gpu))
+			return -ECANCELED;
+		rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
 
 		status = status ? status : rc;
 		if (rc && stop)
@@ -209,8 +226,11 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 {
 	int rc = step_issue(gpu, step, lists);
 
-	return step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu) ? step_issue(gpu, step, lists)
-	                                                                      : rc;
+	if (step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu))
+		rc = step_issue(gpu, step, lists);
+	return rm_is_stale(rc) && !own_believes(gpu, step, lists->hClientList[0], lists->hChannelList[0])
+	               ? NV_ERR_INVALID_STATE
+	               : rc;
 }
 
 /* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
@@ -245,7 +265,7 @@ static int change_plan(struct gpu *gpu, const struct mail *mail)
 	gpu->owed = false;
 	if (gpu->state < VALVE_GPU_STOPPED)
 		late_forget(mail->run_now);
-	late_run(gpu, mail->run_now);
+	late_run(gpu, mail->run_now, NULL);
 	order_leave(gpu, mail->run_now);
 	return status;
 }
@@ -300,10 +320,10 @@ void issuer_spend(struct gpu *gpu, struct mail *mail)
 }
 
 /* Run channels that are in no plan, whatever the state of the GPU. */
-void issuer_run(struct gpu *gpu, struct plan *owed)
+void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 {
 	take_off(gpu, now_ns());
-	late_run(gpu, owed);
+	late_run(gpu, owed, seen);
 	if (land(gpu))
 		recover(gpu, 0);
 }
@@ -373,10 +393,14 @@ void issuer_serve(struct gpu *gpu)
 	for (;;) {
 		/* First of all: whoever changes something kicks afterwards. */
 		uint32_t seen = load_acquire(&gpu->kick);
+		uint32_t owes_release =
+		        swap(&gpu->owes_release, 0); /* then the mail: its plan may name who is held */
 		enum valve_gpu_state target;
 		uint64_t holders, timeout_ns, late_ns;
 
 		read_mail(gpu);
+		if (owes_release && gpu->state < VALVE_GPU_STOPPED)
+			store_release(&gpu->state, VALVE_GPU_ENABLING);
 		holders = load_full(&gpu->holders);
 		target = gpu_target(gpu, holders);
 		timeout_ns = pursue(gpu, target, holders);
