@@ -260,7 +260,7 @@ def test_no_question_ever_lies_in_wait_for_an_issuer_that_hangs(hasty: Rig) -> N
 @pytest.mark.parametrize("orders", ["watchdog", "caller"])
 @pytest.mark.parametrize("call", ["hang_query", "hang_enable"])
 def test_no_process_is_ever_held_once_its_service_is_quiet_again(hasty: Rig, call: str, orders: str) -> None:
-    """A call hung while the GPU ran, a hold came and went, and nothing was ever stopped: so nothing is to be enabled."""
+    """A call hung while the GPU ran, a hold came and went, and nothing was stopped: so nothing is to be enabled."""
     workload, online = hasty.offline(), hasty.online(7, {0})
     running(hasty)
     workload.add()

@@ -38,9 +38,7 @@ class Leftovers:
     ) -> None:
         key = (channel.h_client, channel.h_channel)
         self._pop(key)
-        self._channels[key] = Leftover(
-            channel=channel, owner=owner, has_left=has_left, is_out_of_reach=is_out_of_reach
-        )
+        self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left, is_out_of_reach=is_out_of_reach)
         self._owners[owner] += 1
 
     def _pop(self, key: tuple[int, int]) -> Leftover | None:
