@@ -13,9 +13,8 @@ from node_world import World
 
 from valved.daemon import take_over
 from valved.errors import InvalidRequest
-from valved.machine.ports import ArmResult
 from valved.model.events import EventKind
-from valved.model.ids import Mode, Reach, Role, ServiceId
+from valved.model.ids import Mode, Role, ServiceId
 from valved.model.memory import ReservationState
 from valved.node import turn
 from valved.state import saved as state
@@ -293,34 +292,6 @@ def test_a_crash_between_two_lives_without_clients_back_lets_no_gpu_of_a_service
 
     assert third.gating.online[service].away == {200}
     assert third.gate.is_gated(0)
-
-
-def test_a_leftover_that_no_valved_here_can_enable_never_bars_grants_for_ever(first):
-    """It is kept for its process, its end and a valved that can."""
-    first.offline(pid=300)
-    second = successor(first)
-    leftovers = second.register.channels.leftovers
-    assert leftovers.bar_grants()
-
-    second.gate.out_of_reach = True
-    second.run(5000)
-
-    assert len(leftovers) == 1
-    assert not leftovers.bar_grants()
-    assert len(successor(second).register.channels.leftovers) == 1
-
-
-@pytest.mark.parametrize("out_of_reach", [True, False])
-def test_a_leftover_that_its_client_reports_and_no_rung_reaches_is_never_forgotten(first, out_of_reach):
-    h_client = 0xC1D00000 + first.offline(pid=300)
-    second = successor(first)
-    second.gate.out_of_reach = out_of_reach
-    second.gate.next_arm = ArmResult(status=0x1B, reach=Reach.NONE, want_fd=True, gated=False)
-
-    client = second.hello(300).client
-    second.add_channel(client, h_client=h_client)
-
-    assert len(second.register.channels.leftovers) == int(out_of_reach)
 
 
 def test_a_crash_between_two_lives_without_clients_back_loses_no_leftover(first):

@@ -21,7 +21,7 @@ from valved.config import LinkTable, QuotaTable
 from valved.gate.accounts import Harvest
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, LeftOff, ProverPort
+from valved.machine.ports import GatePort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.state.journal import Journal
@@ -200,9 +200,7 @@ class Channels:
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            outcome = self._port.enable_unless_held(channel)
-            if armed.reach is Reach.NONE and outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH):  # in no plan still
-                self.leftovers.put(channel, entry.process, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
+            self.leftovers.keep(channel, entry.process, self._port.enable_unless_held(channel), armed.reach)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from valved.machine.ports import GatePort, LeftOff, ProcessPort
-from valved.model.ids import ChannelRef, ProcessId
+from valved.model.ids import ChannelRef, ProcessId, Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,13 @@ class Leftovers:
         self._pop(key)
         self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left, is_out_of_reach=is_out_of_reach)
         self._owners[owner] += 1
+
+    def keep(self, channel: ChannelRef, owner: ProcessId, outcome: LeftOff, reach: Reach = Reach.NONE) -> bool:
+        """One that was tried: what is still owed goes on being so, unless a plan has it."""
+        is_owed = reach is Reach.NONE and outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH)
+        if is_owed:
+            self.put(channel, owner, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
+        return is_owed
 
     def _pop(self, key: tuple[int, int]) -> Leftover | None:
         left = self._channels.pop(key, None)
@@ -84,9 +91,7 @@ def enable_due(
     known = gate.channels.enable_foreign(due) if due else 0
     for left in leftovers.take_where(lambda left: patience_over and not left.has_left):
         outcome = gate.channels.enable_unless_held(left.channel)
-        if outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH):
-            leftovers.put(left.channel, left.owner, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
-        else:
+        if not leftovers.keep(left.channel, left.owner, outcome):
             due.append(left.channel)
             known += outcome is LeftOff.ENABLED
     return due, known

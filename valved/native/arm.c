@@ -184,6 +184,12 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_en
 	return off || rm_is_stale(on) || on == -ETIMEDOUT ? (off ? off : on) : 0;
 }
 
+void issuer_owe_release(struct gpu *gpu)
+{
+	store_release(&gpu->owes_release, 1); /* after the orders; pairs with the swap in issuer_serve */
+	issuer_kick(gpu);
+}
+
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++)

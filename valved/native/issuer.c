@@ -8,27 +8,11 @@
  */
 #include "internal.h"
 
-#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
-#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
-
 void issuer_kick(struct gpu *gpu)
 {
 	add_fetch(&gpu->kick,
 	          1); /* pairs with the load of kick in issuer_main, before it looks at anything else */
 	futex_wake(&gpu->kick);
-}
-
-void issuer_owe_release(struct gpu *gpu)
-{
-	store_release(&gpu->owes_release, 1); /* after the orders; pairs with the swap in issuer_serve */
-	issuer_kick(gpu);
-}
-
-/* A GPU that was being enabled is held again: nobody enables more of it first. */
-bool issuer_is_awaited(const struct gpu *gpu)
-{
-	return gpu->state == VALVE_GPU_ENABLING &&
-	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
 }
 
 /* Walk all steps of a plan; the first bad status, 0 if none. Stopping holds the clients of a step that failed. */
@@ -195,11 +179,6 @@ static void follow_end(struct gpu *gpu)
 		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
 }
 
-uint64_t issuer_backoff_ns(uint32_t failures)
-{
-	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
-}
-
 /* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
 static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
@@ -309,14 +288,6 @@ static void recover(struct gpu *gpu, int status)
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
 	stamp_push(&gpu->gate->stamps, &stamp, true);
-}
-
-/* The caller frees it. */
-void issuer_spend(struct gpu *gpu, struct mail *mail)
-{
-	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
-	while (!compare_swap(&gpu->spent, &mail->next, mail))
-		;
 }
 
 /* Run channels that are in no plan, whatever the state of the GPU. */

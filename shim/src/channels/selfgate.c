@@ -105,8 +105,8 @@ static bool has_ended(uint32_t at)
 
 	query.hClients[0] = batch.list.hClientList[at];
 	query.hChannels[0] = batch.list.hChannelList[at];
-	return NV_STATUS_IS_STALE(control(NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, &query,
-	                                  sizeof(query))) &&
+	return NV_STATUS_IS_STALE(
+	               control(NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, &query, sizeof(query))) &&
 	       control(NV2080_CTRL_CMD_GPU_GET_GID_INFO, &gid, sizeof(gid)) == NV_OK;
 }
 

@@ -26,7 +26,7 @@ static bool load_driver(void)
 	if (load_acquire(&places.loaded))
 		return true;
 	valve_lock(&places.lock);
-#define X(name, parameters)                                               \
+#define X(name, parameters)                                                       \
 	if (!load_relaxed(&places.loaded))                                        \
 		valve_cu.name = (CUresult(*) parameters)valve_real_symbol(#name); \
 	all &= valve_cu.name != NULL;
