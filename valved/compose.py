@@ -135,7 +135,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         bystanders = Bystanders(*who)
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
-    granting = Granting(gate.granting, gating, books, consents.of, lambda: len(leftovers) > 0, slices, worths)
+    granting = Granting(gate.granting, gating, books, consents.of, leftovers.bar_grants, slices, worths)
     sharing = SharedWeights(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
     reporter = Reporter(
         gate,

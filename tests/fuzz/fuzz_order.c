@@ -26,18 +26,16 @@ static void begin(void)
 	CHECK(!valve_vmm_fill(range));
 }
 
-static void carry_out(const struct valve_link_kv_entries *packet, const struct valve_fds *fds)
+/* What the memory thread does with a part of an order, were all ranges this one. False: the rest is left out. */
+static bool carry_out(struct valve_kv_order *part)
 {
-	struct valve_kv_order order = {
-	        .op = packet->op, .how = packet->how, .count = packet->count, .fds = *fds};
 	struct valve_outcome out = {0};
 
-	memcpy(order.entry, packet->entry, sizeof(order.entry));
-	valve_vmm_carry_out(range, &order, &out);
-	CHECK(out.done <= packet->count);
+	valve_vmm_carry_out(range, part, &out);
+	CHECK(out.done <= part->count);
 	compare(range);
 	no_references(range->place->zero);
-	valve_vmm_cleared(range, &order, out.done, true);
+	valve_vmm_cleared(range, part, out.done, true);
 	compare(range);
 	valve_fds_close(&out.made);
 	if (gpu.next_handle > HANDLES - 200) {
@@ -45,6 +43,21 @@ static void carry_out(const struct valve_link_kv_entries *packet, const struct v
 		CHECK(!valve_vmm_fill(range));
 		gpu.next_handle = range->place->zero;
 	}
+	return out.done == part->count;
+}
+
+/* Into the queue and out of it, as either form of a packet. False: it is neither. */
+static bool queue(const void *packet, size_t length, struct valve_fds *fds, struct valve_queued *order)
+{
+	const struct valve_link_kv_entries *entries = packet;
+
+	if (valve_packet_is_order(packet, (int)length, fds) && entries->op != VALVE_KV_TRY)
+		valve_queued_order(order, packet, fds);
+	else if (valve_packet_is_runs(packet, (int)length, fds))
+		valve_queued_runs(order, packet, fds);
+	else
+		return false;
+	return true;
 }
 
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size);
@@ -52,6 +65,9 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size);
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 {
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX] = {0};
+	static struct valve_queued order;
+	struct valve_kv_order part;
+	uint32_t slots = 0, parts = 0;
 	size_t length = size > 2 ? size - 2 : 0;
 	struct valve_fds fds = {.count = size ? data[0] % (VALVE_LINK_FDS + 1) : 0,
 	                        .cut = size > 1 && data[1] == 1};
@@ -65,15 +81,56 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 	/* Numbers that are no descriptors: whatever is wrong with an order, it must not close what is not its own. */
 	for (uint32_t i = 0; i < fds.count; i++)
 		fds.at[i] = 60000 + (int)i;
-	if (valve_packet_is_order((const void *)packet, (int)length, &fds) &&
-	    ((const struct valve_link_kv_entries *)(const void *)packet)->op != VALVE_KV_TRY)
-		carry_out((const void *)packet, &fds);
+	if (!queue(packet, length, &fds, &order))
+		return 0;
+	for (uint32_t i = 0; i < order.runs; i++)
+		slots += order.run[i].count;
+	while (valve_queued_next(&order, &part)) {
+		CHECK(part.count <= VALVE_KV_ENTRIES && part.count <= slots && part.fds.count <= part.count);
+		CHECK(part.count || !parts);
+		slots -= part.count;
+		parts++;
+		if (!carry_out(&part))
+			return 0;
+	}
+	CHECK(!slots && (order.refused || order.next.fd == order.fds.count));
 	return 0;
 }
 
 #ifndef FUZZER
+/* Bytes that are wrong; descriptors of more or less. */
+static size_t spoil(unsigned char *input, size_t bytes, uint32_t fds)
+{
+	input[0] = (unsigned char)(draw() % 8 ? fds : draw());
+	input[1] = draw() % 8 == 0;
+	for (uint64_t wrong = draw() % 4; wrong > 1; wrong--)
+		input[2 + draw() % bytes] = (unsigned char)draw();
+	return 2 + bytes - (draw() % 16 == 0);
+}
+
+static size_t invent_runs(unsigned char *input)
+{
+	struct valve_link_kv_runs packet = {.op = (uint16_t)(1 + draw() % 3),
+	                                    .how = (uint16_t)(draw() % 4),
+	                                    .count = (uint32_t)(1 + draw() % 6)};
+	uint32_t fds = 0;
+
+	packet.header = (struct valve_link_header){
+	        .magic = VALVE_LINK_MAGIC, .type = VALVE_LINK_KV_RUNS, .length = sizeof(packet)};
+	for (uint32_t i = 0; i < packet.count; i++) {
+		packet.run[i] = (struct valve_kv_run){.range = (uint32_t)(draw() % 2),
+		                                      .slot = (uint32_t)(draw() % 72),
+		                                      .count = (uint32_t)(1 + draw() % 12)};
+		packet.run[i].flags = packet.op == VALVE_KV_BACK ? (uint32_t)(draw() % 4) : 0;
+		if (packet.op == VALVE_KV_BACK && !(packet.run[i].flags & VALVE_KV_CREATE))
+			fds += packet.run[i].count;
+	}
+	memcpy(input + 2, &packet, sizeof(packet));
+	return spoil(input, sizeof(packet), fds);
+}
+
 /* An order that is right but for a few bytes. */
-static size_t invent(unsigned char *input)
+static size_t invent_entries(unsigned char *input)
 {
 	struct valve_link_kv_entries packet = {.op = (uint16_t)(draw() % 6),
 	                                       .how = (uint16_t)(draw() % 4),
@@ -87,12 +144,8 @@ static size_t invent(unsigned char *input)
 		packet.entry[i].flags = packet.op == VALVE_KV_BACK ? (uint32_t)(draw() % 4) : 0;
 		fds += packet.op == VALVE_KV_BACK && !(packet.entry[i].flags & VALVE_KV_CREATE);
 	}
-	input[0] = (unsigned char)(draw() % 8 ? fds : draw());
-	input[1] = draw() % 8 == 0;
 	memcpy(input + 2, &packet, sizeof(packet));
-	for (uint64_t wrong = draw() % 4; wrong > 1; wrong--)
-		input[2 + draw() % sizeof(packet)] = (unsigned char)draw();
-	return 2 + sizeof(packet) - (draw() % 16 == 0);
+	return spoil(input, sizeof(packet), fds);
 }
 
 int main(int argc, char **argv)
@@ -102,7 +155,7 @@ int main(int argc, char **argv)
 
 	gpu.random = argc == 4 ? strtoull(argv[3], NULL, 10) : 1;
 	for (long i = 0; i < count; i++)
-		LLVMFuzzerTestOneInput(input, invent(input));
+		LLVMFuzzerTestOneInput(input, draw() % 2 ? invent_runs(input) : invent_entries(input));
 	printf("%ld inputs\n", count);
 	return 0;
 }

@@ -96,6 +96,8 @@ static uint32_t alloc(int fd, struct nvos21_alloc *request)
 		fake_counts.clients++;
 		return NV_OK;
 	}
+	if (request->hClass == NV01_DEVICE_0 && fake_rules.fail_clients)
+		return fake_rules.fail_clients;
 	parent = find(request->hRoot, request->hRoot);
 	if (!parent || parent->file != file_of(fd))
 		return NV_ERR_INVALID_CLIENT;

@@ -12,6 +12,7 @@
 struct fake_rules {
 	char version[64];
 	uint32_t gpus;
+	uint32_t fail_clients; /* status of every device of a new RM client */
 	uint32_t deny_foreign; /* status for lists that name other clients' channels; 0: allowed */
 	uint32_t fail_disable; /* status of every disable */
 	uint32_t fail_enable;  /* status of every enable */

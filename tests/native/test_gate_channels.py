@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gates import FakeDriver, Rig, gate_rig, wait_until
 
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import LeftOff, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)
@@ -273,7 +273,7 @@ def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig:
     off = rig.gate.remove_client(leaving.client, lives_on=True)
 
     assert off == tuple(leaving.channels)
-    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [None, None]
+    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [LeftOff.HELD] * 2
     assert leaving.on() == staying.on() == 0
 
 
@@ -287,7 +287,7 @@ def test_a_channel_in_no_plan_is_enabled_when_nobody_holds_its_gpu(rig: Rig) -> 
     running(rig)
 
     assert leaving.on() == 0
-    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [True, False]
+    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [LeftOff.ENABLED, LeftOff.ENDED]
     assert leaving.on() == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from gates import FakeDriver, Rig, gate_rig, wait_until
 from valve_abi import Feature, Order
 
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import LeftOff, StampKind, WakeOutcome
 from valved.model.ids import GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)
@@ -237,6 +237,60 @@ def test_a_process_that_frees_its_last_channel_while_the_driver_hangs_is_never_h
     assert workload.control["gate_epoch"] % 2 == 0
 
 
+def test_no_question_ever_lies_in_wait_for_an_issuer_that_hangs(hasty: Rig) -> None:
+    """They would be as many as its processes think of, for as long as it hangs."""
+    workload, online = hasty.offline(), hasty.online(7, {0})
+    running(hasty)
+    workload.add()
+    ref = hasty.offline().allocate()
+    hasty.driver.rules.hang = 1
+    online.launch()
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    for _ in range(100):
+        assert hasty.gate.channels.enable_unless_held(ref) is LeftOff.HELD
+        hasty.gate.channels.add_channel(workload.client, workload.allocate())
+    hasty.driver.rules.hang = 0
+    hasty.wait_gated(0)
+
+    assert hasty.driver.counts.queries == 1  # before it hung
+    assert workload.on() == 0
+
+
+@pytest.mark.parametrize("orders", ["watchdog", "caller"])
+@pytest.mark.parametrize("call", ["hang_query", "hang_enable"])
+def test_no_process_is_ever_held_once_its_service_is_quiet_again(hasty: Rig, call: str, orders: str) -> None:
+    """A call hung while the GPU ran, a hold came and went, and nothing was stopped: so nothing is to be enabled."""
+    workload, online = hasty.offline(), hasty.online(7, {0})
+    running(hasty)
+    workload.add()
+    if call == "hang_enable":
+        hasty.driver.rules.fail_enable = DENIED
+        hasty.gate.channels.enable_foreign([hasty.offline().allocate()])  # late: it is tried again and again
+        hasty.driver.rules.hang_enable = 1
+        hasty.driver.rules.fail_enable = 0
+        wait_until(lambda: hasty.driver.counts.hanging == 1, "it hangs")
+    else:
+        hasty.driver.rules.hang_query = 1
+        hasty.offline().add()  # given up: the question hangs
+    online.launch()
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+    if orders == "watchdog":
+        hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+        wait_until(lambda: workload.control["order"] == Order.HOLD, "the next rung")
+    else:
+        workload.add()
+        assert workload.control["order"] == Order.HOLD
+
+    online.finish()
+    assert hasty.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    setattr(hasty.driver.rules, call, 0)
+
+    wait_until(lambda: workload.control["order"] == Order.RUN, "its launches go on")
+    assert workload.control["gate_epoch"] % 2 == 0
+    assert workload.on() == len(workload.channels)
+
+
 def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(hasty: Rig) -> None:
     workload, online = hasty.offline(), hasty.online(7, {0})
     running(hasty)
@@ -426,9 +480,9 @@ def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_clien
     hasty.gate.channels.give_rm_client(gone.client, gone.gpu, gone.h_client, 0, gone.h_subdevice, mine)
     hasty.driver.rules.hang = 1
     online.launch()
-    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    wait_until(lambda: hasty.driver.counts.hanging == 1, "the disable hangs")
 
-    assert hasty.gate.granting.shorten(gone.client, ref, 1000)
+    assert hasty.gate.granting.shorten(gone.client, ref, 1000)  # returns once the watchdog has given the disable up
     hasty.gate.remove_client(gone.client)
 
     assert os.readlink(f"/proc/self/fd/{mine}") == os.devnull

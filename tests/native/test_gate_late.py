@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
 
-from gates import FakeDriver, Rig, Workload, gate_rig, wait_until
+import pytest
+from gates import FakeDriver, Launcher, Rig, Workload, gate_rig, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from valve_abi import Feature, Order
 
-from valved.machine.ports import WakeOutcome
+from valved.machine.ports import LeftOff, WakeOutcome
 from valved.model.ids import ChannelRef, Reach, ServiceId
 
 SERVICE = ServiceId(7)
@@ -158,6 +159,54 @@ def test_no_stop_ever_waits_for_enables_that_are_late(rig: Rig) -> None:
         assert rig.driver.counts.enables - tried <= 2  # of the list that was under way, and no other
 
 
+def of_many_steps(rig: Rig) -> Workload:
+    workload = rig.offline()
+    workload.add(64 * 8)
+    return workload
+
+
+def stopped_behind_an_enable(rig: Rig, online: Launcher) -> int:
+    """An enable is under way, and the service launches. How many more there are until its GPU is stopped."""
+    wait_until(lambda: rig.driver.counts.hanging == 1, "an enable is under way")
+    online.launch()
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+    tried = rig.driver.counts.enables
+    rig.driver.rules.hang_enable = 0
+    rig.wait_stamp(lambda stamp: stamp.client == online.client)
+    return int(rig.driver.counts.enables - tried)
+
+
+def test_no_stop_ever_waits_for_the_rest_of_a_late_list(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    leaving = of_many_steps(rig)
+    refuse_enables(rig)
+    rig.gate.remove_client(leaving.client)
+    rig.gate.wake(SERVICE)
+    rig.wait_gated(0, False)
+    rig.offline().add()
+    rig.driver.rules.hang_enable = 1
+    refuse_enables(rig, False)
+
+    assert stopped_behind_an_enable(rig, online) <= 1  # of another turn, once the stop is stamped
+
+    wait_until(lambda: leaving.on() == len(leaving.channels), "all run")
+
+
+def test_no_stop_ever_waits_for_the_rest_of_an_enable_that_it_makes_vain(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    workload = of_many_steps(rig)
+    rig.wait_gated(0)
+    rig.driver.rules.hang_enable = 1
+    rig.gate.wake(SERVICE)
+
+    assert stopped_behind_an_enable(rig, online) == 0
+    assert workload.on() == 0
+    online.finish()
+    wait_until(lambda: rig.gate.wake(SERVICE) is not WakeOutcome.REFUSED, "woken")
+    wait_until(lambda: workload.on() == len(workload.channels), "all run")
+
+
 def test_no_channel_of_a_predecessor_stays_off_because_the_driver_refused_once(rig: Rig) -> None:
     """Nobody else remembers it: its process has ended, or was never ours to stop."""
     workload = rig.offline()
@@ -179,9 +228,33 @@ def test_a_leftover_whose_process_lives_is_never_forgotten_for_a_refusal(rig: Ri
     rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
     rig.driver.rules.fail_enable, rig.driver.rules.fail_times = REFUSED, 1
 
-    assert rig.gate.channels.enable_unless_held(ref) is None
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.HELD
     assert workload.on() == 0
-    assert rig.gate.channels.enable_unless_held(ref) is True
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
+
+
+@pytest.mark.parametrize("why", ["no RM client of our own", "foreign lists are denied", "not supported"])
+def test_a_leftover_that_this_valved_cannot_enable_is_never_waited_for(fake_library: Path, why: str) -> None:
+    driver = FakeDriver(fake_library)
+    driver.rules.fail_clients = 0x1B if why == "no RM client of our own" else 0
+    with gate_rig(driver) as rig:
+        driver.rules.deny_foreign = {"foreign lists are denied": 0x1B, "not supported": 0x56}.get(why, 0)
+        ref = rig.offline().allocate()
+
+        assert rig.gate.channels.enable_unless_held(ref) is LeftOff.OUT_OF_REACH
+
+
+def test_our_own_client_that_cannot_be_had_is_never_taken_for_the_end_of_a_channel(rig: Rig) -> None:
+    workload = rig.offline()
+    ref = workload.allocate()
+    rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
+    rig.driver.lib.fake_forget_openers()
+    gpus, rig.driver.rules.gpus = rig.driver.rules.gpus, 0  # its node does not open
+
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.HELD
+
+    rig.driver.rules.gpus = gpus
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
 
 
 def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channel(rig: Rig) -> None:
@@ -190,7 +263,7 @@ def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channe
     rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
     rig.driver.lib.fake_forget_openers()
 
-    assert rig.gate.channels.enable_unless_held(ref) is True
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
 
 
 class LeavingAndComing(RuleBasedStateMachine):

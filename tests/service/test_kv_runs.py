@@ -10,7 +10,7 @@ from memory_walk import WALKS, Node
 from memory_world import ORDERS, KvWorld, entries_of
 from msgspec.structs import replace
 
-from valved.abi.kv_link import MAX_RUNS, KvOp
+from valved.abi.kv_link import MAX_RUNS, KvHow, KvOp
 from valved.abi.link import Feature, LinkType
 from valved.config import Config, MemoryTable
 from valved.kv import outside
@@ -43,6 +43,10 @@ def sent(hook, kinds=ORDERS):
     return [body for kind, body, _, _ in hook.shim.connection.sent if kind in kinds]
 
 
+def slots_of(body):
+    return {(number, slot) for _, number, slot, _ in entries_of(body)}
+
+
 def reclaim(world, offline, online):
     """Orders to each side of one reclaim."""
     before = len(sent(offline)), len(sent(online))
@@ -68,6 +72,24 @@ def test_more_planes_never_cost_more_packets_but_by_descriptors(tmp_path, planes
     assert len(taken) == len(calls) <= 1 + planes // MAX_RUNS
     assert len(given) == -(-handles // 64)  # descriptors in a packet
     assert {number for body in taken for _, number, _, _ in entries_of(body)} == set(range(planes))
+    world.check()
+
+
+def test_what_the_driver_did_before_it_refused_is_never_asked_for_again(tmp_path):
+    world, offline, online = node(tmp_path, 4, features=OLDER)
+    offline.shim.steps = True
+    world.outside.fails.append(0x1F)  # after the first run
+    before = len(sent(offline))
+
+    online.want(used=4, wanted=40)
+    world.run(100)
+
+    taken = [body for body in sent(offline)[before:] if body.op == KvOp.QUARANTINE]
+    first, *others = [slots_of(body) for body in taken if body.how == KvHow.OUTSIDE]
+    asked = set().union(*(slots_of(body) for body in taken if body.how == KvHow.AT_STEP))
+    assert others
+    assert asked >= set().union(*others)
+    assert not asked & first
     world.check()
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
-ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
-KV = ("orders", "parts", "zeroing", "announce", "alloc", "answers", "scratch")
+ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "kv/parts", "link/packet", "lock")
+KV = ("orders", "zeroing", "announce", "alloc", "answers", "scratch")
 MEMORY = (*ORDERS, "link/ownfd", *(f"kv/{part}" for part in KV))
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan")), "lock")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from fake_daemon import (
     CHANNEL_ADD,
     FEATURE_KEEP_STOP,
@@ -19,11 +20,11 @@ from fake_daemon import (
 from rmkit import GR0, Process, call, end_now
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
-REFUSED, STALE = "27", "87"
+REFUSED, STALE, OUT_OF_REACH = "27", "87", "64"
 
 
-def with_a_channel(world, more=0, **environment):
-    puppet, client = world.offline(world.daemon(OFFLINE, more=more), **environment)
+def with_a_channel(world, more=0, on_message=None, **environment):
+    puppet, client = world.offline(world.daemon(OFFLINE, more=more, on_message=on_message), **environment)
     process = Process.begin(puppet)
     process.channel(process.device, FIRST, engine=GR0)
     process.register(FIRST)
@@ -54,6 +55,24 @@ def test_a_channel_that_the_driver_still_knows_is_never_believed_to_have_ended(w
     until(lambda: world.gate_calls().count(call(process, "disable", FIRST)) > 3, "it is tried again and again")
 
 
+def test_a_channel_is_never_believed_to_have_ended_because_its_subdevice_has(world):
+    """The driver says "no such object" of the subdevice that both questions name."""
+    process, client = with_a_channel(
+        world, FAKERM_GATE_STATUS=STALE, FAKERM_QUERY_STATUS=STALE, FAKERM_GID_STATUS=STALE
+    )
+
+    assert order(client, STOP) == int(STALE)
+    until(lambda: world.gate_calls().count(call(process, "disable", FIRST)) > 3, "it is tried again and again")
+
+
+def test_a_stop_is_never_told_as_done_of_a_device_whose_subdevice_the_application_freed(world):
+    process, client = with_a_channel(world)
+    process.free(process.subdevice)
+
+    assert order(client, STOP) == int(OUT_OF_REACH)
+    assert world.gate_calls() == []
+
+
 def test_an_application_that_calls_its_driver_never_repeats_a_stop_that_was_refused(world):
     """It is tried again, by the session's clock and not by the application's."""
     process, client = with_a_channel(world, FAKERM_GATE_STATUS=REFUSED)
@@ -80,6 +99,28 @@ def test_a_channel_that_valved_never_heard_of_is_never_left_off_when_valved_take
 
     client.expect(SCHEDULE_WAIT, h_client=0)
     until(lambda: world.gate_calls()[1:] == [call(process, "enable", SECOND)], "FIRST is valved's to enable")
+
+
+@pytest.mark.parametrize("status", [95, None], ids=["refused", "not answered"])
+def test_a_channel_that_valved_has_not_taken_is_never_left_off_when_valved_takes_a_stop_over(world, status):
+    """It stands in no plan of valved's."""
+
+    def answer(client, message):
+        if message.type != CHANNEL_ADD:
+            return False
+        if status is not None:
+            client.ack(message, status=status)
+        return True
+
+    process, client = with_a_channel(world, on_message=answer)
+    client.control.online_registered = 1
+    end_ns = end_now(client)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+    assert world.gate_calls() == [call(process, "disable", FIRST)]
+
+    client.control.run_until_0 = 0
+
+    until(lambda: world.gate_calls()[1:] == [call(process, "enable", FIRST)], "it asks, and runs it itself")
 
 
 def test_an_old_valved_always_hears_which_channels_ran_after_its_answer(world):

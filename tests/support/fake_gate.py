@@ -19,6 +19,7 @@ from valved.machine.ports import (
     Gap,
     GpuInfo,
     Grants,
+    LeftOff,
     Stamp,
     StampKind,
     WakeOutcome,
@@ -111,6 +112,7 @@ class FakeGate:
         self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
+        self.out_of_reach = False  # it can enable no leftover
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps = []
         self.closed = False
@@ -380,7 +382,9 @@ class FakeGate:
         self._stopping({gpu for gpu in ended if self._is_held(gpu)})
 
     def enable_unless_held(self, channel):
-        return None if self._is_held(channel.gpu) else bool(self.enable_foreign([channel]))
+        if self.out_of_reach or self._is_held(channel.gpu):
+            return LeftOff.OUT_OF_REACH if self.out_of_reach else LeftOff.HELD
+        return LeftOff.ENABLED if self.enable_foreign([channel]) else LeftOff.ENDED
 
     def enable_foreign(self, channels):
         self.foreign_enabled.extend(channels)

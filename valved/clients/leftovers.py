@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from valved.machine.ports import GatePort, ProcessPort
-from valved.model.ids import ChannelRef, ProcessId
+from valved.machine.ports import GatePort, LeftOff, ProcessPort
+from valved.model.ids import ChannelRef, ProcessId, Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class Leftover:
     channel: ChannelRef
     owner: ProcessId
     has_left: bool  # its owner lives, and left this valved; else it was a predecessor's
+    is_out_of_reach: bool  # we cannot enable it: its process, its end or a successor of ours may
 
 
 class Leftovers:
@@ -28,11 +29,24 @@ class Leftovers:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def put(self, channel: ChannelRef, owner: ProcessId, *, has_left: bool = False) -> None:
+    def bar_grants(self) -> bool:
+        """One that we may enable at any time would run on at the end of a grant: it is in no plan."""
+        return any(not left.is_out_of_reach for left in self._channels.values())
+
+    def put(
+        self, channel: ChannelRef, owner: ProcessId, *, has_left: bool = False, is_out_of_reach: bool = False
+    ) -> None:
         key = (channel.h_client, channel.h_channel)
         self._pop(key)
-        self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left)
+        self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left, is_out_of_reach=is_out_of_reach)
         self._owners[owner] += 1
+
+    def keep(self, channel: ChannelRef, owner: ProcessId, outcome: LeftOff, reach: Reach = Reach.NONE) -> bool:
+        """One that was tried: what is still owed goes on being so, unless a plan has it."""
+        is_owed = reach is Reach.NONE and outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH)
+        if is_owed:
+            self.put(channel, owner, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
+        return is_owed
 
     def _pop(self, key: tuple[int, int]) -> Leftover | None:
         left = self._channels.pop(key, None)
@@ -76,10 +90,8 @@ def enable_due(
     due = [left.channel for left in ended]
     known = gate.channels.enable_foreign(due) if due else 0
     for left in leftovers.take_where(lambda left: patience_over and not left.has_left):
-        was_known = gate.channels.enable_unless_held(left.channel)
-        if was_known is None:
-            leftovers.put(left.channel, left.owner)
-        else:
+        outcome = gate.channels.enable_unless_held(left.channel)
+        if not leftovers.keep(left.channel, left.owner, outcome):
             due.append(left.channel)
-            known += was_known
+            known += outcome is LeftOff.ENABLED
     return due, known

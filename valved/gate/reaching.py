@@ -15,13 +15,14 @@ from valve_abi import Feature
 
 from valved.gate import readings
 from valved.gate.armed import LADDER, ArmedChannel, ArmedChannels, GateClient, RmNumbers, is_worse, weakest
-from valved.machine.ports import ArmResult
+from valved.machine.ports import ArmResult, LeftOff
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.native._gate import ffi, lib
 
 _STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
 _INVALID_CHANNEL = 0x21
 _NOT_SUPPORTED = 0x56
+_DENIED = frozenset({0x1B, _NOT_SUPPORTED})  # to a client that names channels of others
 _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
 
 
@@ -234,9 +235,13 @@ class NativeChannels:
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
         return sum(self._enable(channel, unless_held=False) == 0 for channel in channels)
 
-    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
+    def enable_unless_held(self, channel: ChannelRef) -> LeftOff:
         status = self._enable(channel, unless_held=True)
-        return status == 0 if status in (0, -errno.ENODEV, *_GONE) else None
+        if status == 0:
+            return LeftOff.ENABLED
+        if status in _DENIED or status == -errno.ENODEV or self._infos[channel.gpu].status:
+            return LeftOff.OUT_OF_REACH  # first: what refused us our RM client is no word about the channel
+        return LeftOff.ENDED if status in _GONE else LeftOff.HELD
 
     def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
         if self._refusal or not 0 <= channel.gpu < len(self._infos):

@@ -102,10 +102,15 @@ class Orders:
             for part in self._parts(KvOp.BACK, slots)
         ]
 
-    def take_away(self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
-        """QUARANTINE or UNBACK slots that are backed."""
-        orders = []
-        for part in self._parts(op, slots):
+    def take_away(
+        self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE, most: int | None = None
+    ) -> list[Order]:
+        """QUARANTINE or UNBACK slots that are backed. None where that needs more than `most` packets."""
+        orders: list[Order] = []
+        parts = self._parts(op, slots)
+        if most is not None and len(parts) > most:
+            return orders
+        for part in parts:
             order = self._order(op, how, slots[part], NOTHING, 0)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
@@ -119,9 +124,6 @@ class Orders:
     def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
         return self._order(KvOp.TRY, how, RangeSlots.of_range(scratch, NOTHING), NOTHING, 0)
-
-    def packets(self, op: KvOp, slots: RangeSlots) -> int:
-        return len(self._parts(op, slots))
 
     def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
         """What fits into a packet: handles by their descriptors, what goes away by its runs."""

@@ -11,7 +11,9 @@ ordinary mapping work between two steps of the engine.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
-from valved.machine.ports import Door, OutsidePort, Runs, SparseResult
+from valved.machine.ports import Door, OutsidePort, SparseResult
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, Remap, TrialOutcome
 from valved.model.states import TrialState
@@ -157,34 +159,37 @@ class Outside:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
         client = slots.book.key.client
         way = self._ways[client, slots.book.gpu]
-        if self._orders.unheard(client) + self._orders.packets(KvOp.QUARANTINE, slots) > UNHEARD:
-            return []
-        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE)
+        room = UNHEARD - self._orders.unheard(client)
+        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, room)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(slots)))
+            orders[-1].arrived.then(lambda: self._make(way, orders))
         return orders
 
-    def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
+    def _make(self, way: Way, orders: list[Order]) -> None:
         """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from
         arriving until its reclaim was over: it may run, and is asked to do it itself. Half of the time is the driver's:
         what is begun later could still be under way when the GPU opens.
         """
         in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9 / 2
         if way.is_open and in_time and self._turn.is_stopped(way.gpu):
-            way.door.make_sparse(runs, lambda result: self._made(way, orders, result))
+            runs = [runs_of(order.slots) for order in orders]
+            ends = list(accumulate(map(len, runs)))
+            way.door.make_sparse(list(chain(*runs)), lambda result: self._made(way, orders, ends, result))
         else:
             self._ask_instead(orders)
 
-    def _made(self, way: Way, orders: list[Order], result: SparseResult) -> None:
+    def _made(self, way: Way, orders: list[Order], ends: list[int], result: SparseResult) -> None:
+        """`ends`: each order's last run. What was made before the driver refused is taken."""
+        taken = bisect_right(ends, result.runs) if result.status else len(orders)
+        for order in orders[:taken]:
+            self._orders.taken(order)
         if not result.status:
-            for order in orders:
-                self._orders.taken(order)
             return
         if way.is_open:
             why = f"the driver refused with status {result.status:#x}"
             way.result = TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=result.took_ns)
             self._demote(way)
-        self._ask_instead(orders)
+        self._ask_instead(orders[taken:])
 
     def _ask_instead(self, orders: list[Order]) -> None:
         for order in orders:

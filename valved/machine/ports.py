@@ -262,13 +262,22 @@ class ChannelPort(Protocol):
         """Enable channels left off by a predecessor (state file). How many were at once: a refusal is tried again."""
         ...
 
-    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
-        """The same for one whose process lives. None: to be asked again, for its GPU is held or the driver refused."""
+    def enable_unless_held(self, channel: ChannelRef) -> LeftOff:
+        """The same for one whose process lives."""
         ...
 
     def disabled(self) -> tuple[ChannelRef, ...]:
         """Channels that this port holds off now, for the state file."""
         ...
+
+
+class LeftOff(enum.Enum):
+    """What became of a channel that is off and in no plan."""
+
+    ENABLED = "enabled"
+    ENDED = "ended"  # the driver knows no such channel
+    HELD = "held"  # its GPU is held, or the driver refused now: asked again
+    OUT_OF_REACH = "out of reach"  # of this valved: it has no RM client there, or may name no foreign channels
 
 
 class GatePort(Protocol):

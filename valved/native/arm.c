@@ -79,7 +79,13 @@ static bool send(struct gpu *gpu, struct mail *mail)
 	return true;
 }
 
-/* One mail without a plan, and what it names: its status, or -ETIMEDOUT. */
+/* Whoever asks these asks again. To an issuer that hangs they are not sent: as many would lie there as processes think of. */
+static bool can_be_lost(enum mail_kind kind)
+{
+	return kind == MAIL_OFF || kind == MAIL_CID || kind == MAIL_ENABLE_UNLESS_HELD || kind == MAIL_SLICE;
+}
+
+/* One mail without a plan, and what it names: its status, -ETIMEDOUT, or -EBUSY: it was not sent. */
 static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
 {
 	struct mail *mail = mail_new(question);
@@ -89,6 +95,10 @@ static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
 		plan_free(question->stop_now);
 		plan_free(question->run_now);
 		return -ENOMEM;
+	}
+	if (can_be_lost(mail->kind) && is_stuck(gpu)) {
+		mail_free(mail, false);
+		return -EBUSY;
 	}
 	if (!send(gpu, mail))
 		return -ETIMEDOUT;
@@ -166,16 +176,25 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_en
 	if (entry->reach == VALVE_REACH_OWN && gpu->info.status)
 		return gpu->info.status;
 	off = try_switch(gpu, entry, MAIL_OFF);
+	if (off == -EBUSY)
+		return -ETIMEDOUT; /* nothing was switched */
 	on = try_switch(gpu, entry, MAIL_ON);
 	/* The rung works if it could switch off. What is off now is switched on with the plan that comes next, again and again:
 	 * no channel of an application may stay off because a test met a refusal. */
 	return off || rm_is_stale(on) || on == -ETIMEDOUT ? (off ? off : on) : 0;
 }
 
+void issuer_owe_release(struct gpu *gpu)
+{
+	store_release(&gpu->owes_release, 1); /* after the orders; pairs with the swap in issuer_serve */
+	issuer_kick(gpu);
+}
+
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++)
 		order_set(entries[i].client, gpu->index, VALVE_ORDER_HOLD, true, false);
+	issuer_owe_release(gpu);
 }
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this

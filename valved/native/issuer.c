@@ -8,9 +8,6 @@
  */
 #include "internal.h"
 
-#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
-#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
-
 void issuer_kick(struct gpu *gpu)
 {
 	add_fetch(&gpu->kick,
@@ -24,7 +21,11 @@ static int walk(struct gpu *gpu, struct plan *plan, bool stop)
 	int status = 0;
 
 	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		int rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
+		int rc;
+
+		if (!stop && i && issuer_is_awaited(gpu))
+			return -ECANCELED;
+		rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
 
 		status = status ? status : rc;
 		if (rc && stop)
@@ -178,11 +179,6 @@ static void follow_end(struct gpu *gpu)
 		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
 }
 
-uint64_t issuer_backoff_ns(uint32_t failures)
-{
-	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
-}
-
 /* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
 static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
@@ -209,8 +205,11 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 {
 	int rc = step_issue(gpu, step, lists);
 
-	return step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu) ? step_issue(gpu, step, lists)
-	                                                                      : rc;
+	if (step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu))
+		rc = step_issue(gpu, step, lists);
+	return rm_is_stale(rc) && !own_believes(gpu, step, lists->hClientList[0], lists->hChannelList[0])
+	               ? NV_ERR_INVALID_STATE
+	               : rc;
 }
 
 /* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
@@ -245,7 +244,7 @@ static int change_plan(struct gpu *gpu, const struct mail *mail)
 	gpu->owed = false;
 	if (gpu->state < VALVE_GPU_STOPPED)
 		late_forget(mail->run_now);
-	late_run(gpu, mail->run_now);
+	late_run(gpu, mail->run_now, NULL);
 	order_leave(gpu, mail->run_now);
 	return status;
 }
@@ -291,19 +290,11 @@ static void recover(struct gpu *gpu, int status)
 	stamp_push(&gpu->gate->stamps, &stamp, true);
 }
 
-/* The caller frees it. */
-void issuer_spend(struct gpu *gpu, struct mail *mail)
-{
-	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
-	while (!compare_swap(&gpu->spent, &mail->next, mail))
-		;
-}
-
 /* Run channels that are in no plan, whatever the state of the GPU. */
-void issuer_run(struct gpu *gpu, struct plan *owed)
+void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 {
 	take_off(gpu, now_ns());
-	late_run(gpu, owed);
+	late_run(gpu, owed, seen);
 	if (land(gpu))
 		recover(gpu, 0);
 }
@@ -373,10 +364,14 @@ void issuer_serve(struct gpu *gpu)
 	for (;;) {
 		/* First of all: whoever changes something kicks afterwards. */
 		uint32_t seen = load_acquire(&gpu->kick);
+		uint32_t owes_release =
+		        swap(&gpu->owes_release, 0); /* then the mail: its plan may name who is held */
 		enum valve_gpu_state target;
 		uint64_t holders, timeout_ns, late_ns;
 
 		read_mail(gpu);
+		if (owes_release && gpu->state < VALVE_GPU_STOPPED)
+			store_release(&gpu->state, VALVE_GPU_ENABLING);
 		holders = load_full(&gpu->holders);
 		target = gpu_target(gpu, holders);
 		timeout_ns = pursue(gpu, target, holders);

@@ -11,6 +11,29 @@
  */
 #include "internal.h"
 
+#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
+#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
+
+uint64_t issuer_backoff_ns(uint32_t failures)
+{
+	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
+}
+
+/* The caller frees it. */
+void issuer_spend(struct gpu *gpu, struct mail *mail)
+{
+	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
+	while (!compare_swap(&gpu->spent, &mail->next, mail))
+		;
+}
+
+/* A GPU that was being enabled is held again: nobody enables more of it first. */
+bool issuer_is_awaited(const struct gpu *gpu)
+{
+	return gpu->state == VALVE_GPU_ENABLING &&
+	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
+}
+
 static void forget(struct plan_step *step)
 {
 	step->off.numChannels = step->on.numChannels = 0;
@@ -59,13 +82,21 @@ static bool is_call(const struct plan_step *step)
 	return step->ops == &reach_own || step->ops == &reach_fd;
 }
 
-/* Try once. What stays in the list is owed. */
-void late_run(struct gpu *gpu, struct plan *owed)
+/* Try once. What stays in the list is owed. In its own turn (`seen`) the list waits for whoever kicks, elsewhere for a stop:
+ * none waits for more than the call that is under way. */
+void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 {
+	bool tried = false;
+
 	leave_to_plan(gpu, owed);
 	for (uint32_t i = 0; owed && i < owed->steps; i++) {
 		struct plan_step *step = &owed->step[i];
 
+		if (!step->off.numChannels)
+			continue;
+		if (tried && (seen ? load_acquire(&gpu->kick) != *seen : issuer_is_awaited(gpu)))
+			break;
+		tried = true;
 		if (!is_call(step) || is_lost(step) || !step->ops->begin(gpu, step, false))
 			forget(step);
 	}
@@ -84,7 +115,7 @@ bool late_keep(struct gpu *gpu, struct mail *mail)
 	return true;
 }
 
-/* Returns after how long to come again, 0: nothing is late. A kick since `seen` ends the turn: no stop waits for these. */
+/* Returns after how long to come again, 0: nothing is late. A kick since `seen` ends the turn, and is no failure of it. */
 uint64_t late_turn(struct gpu *gpu, uint32_t seen)
 {
 	struct mail *tried = NULL, **end = &gpu->late;
@@ -98,7 +129,7 @@ uint64_t late_turn(struct gpu *gpu, uint32_t seen)
 		struct mail *mail = gpu->late;
 
 		gpu->late = mail->next;
-		issuer_run(gpu, mail->run_now);
+		issuer_run(gpu, mail->run_now, &seen);
 		if (plan_channels(mail->run_now)) {
 			mail->next = tried;
 			tried = mail;
@@ -109,7 +140,7 @@ uint64_t late_turn(struct gpu *gpu, uint32_t seen)
 	while (*end)
 		end = &(*end)->next;
 	*end = tried; /* behind those whose turn it still is */
-	rest_ns = issuer_backoff_ns(gpu->late_failures++);
+	rest_ns = issuer_backoff_ns(load_acquire(&gpu->kick) == seen ? gpu->late_failures++ : 0);
 	gpu->late_ns = now_ns() + rest_ns;
 	return gpu->late ? rest_ns : 0;
 }

@@ -81,7 +81,7 @@ static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
 		rc = attempt(gpu, step, params, &stale);
 	if (rc == 0 && stale == all &&
 	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
-		return NV_ERR_INVALID_CLIENT;
+		return NV_ERR_INVALID_STATE; /* of the caller's: no channel is said to be gone */
 	for (uint32_t at = count; at-- > 0;) {
 		if (stale & 1ull << at)
 			plan_drop(step, at);

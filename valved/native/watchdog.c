@@ -35,6 +35,7 @@ static void watch_flight(struct gpu *gpu, uint64_t now)
 	stamp.ioctl_ns = start_ns;
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp, true);
+	issuer_owe_release(gpu);
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
 }
 

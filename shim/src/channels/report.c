@@ -145,6 +145,29 @@ static void take_back(const struct report *report)
 	valve_unlock(&valve_shim.capture_lock);
 }
 
+/* What valved answered, if that was waited for; else it is heard when it comes. */
+static void remember_told(const struct report *report, bool is_taken)
+{
+	struct rm_object *object;
+
+	valve_lock(&valve_shim.capture_lock);
+	object = rm_find(&valve_rm, report->h_client, report->handle);
+	if (object && object->kind == RM_CHANNEL) {
+		object->told = report->body.channel.header.seq;
+		object->taken = is_taken;
+	}
+	valve_unlock(&valve_shim.capture_lock);
+}
+
+static void hear_told(uint32_t seq, uint32_t status)
+{
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; i < valve_rm.used; i++)
+		if (valve_rm.objects[i].kind == RM_CHANNEL && valve_rm.objects[i].told == seq)
+			valve_rm.objects[i].taken = status == 0;
+	valve_unlock(&valve_shim.capture_lock);
+}
+
 static int send_report(struct report *report, bool wait)
 {
 	if (report->kind == REPORT_NOTE)
@@ -182,6 +205,8 @@ void valve_capture_report(bool wait)
 			leave_to_session();
 			return;
 		}
+		if (report.kind == REPORT_CHANNEL)
+			remember_told(&report, wait && !err);
 	}
 	if (valve_rm.incomplete)
 		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
@@ -197,7 +222,7 @@ void valve_capture_forget_reports(void)
 	for (uint32_t i = 0; i < valve_rm.used; i++) {
 		struct rm_object *object = &valve_rm.objects[i];
 
-		object->reported = object->wants_fd = 0;
+		object->reported = object->taken = object->wants_fd = 0;
 		object->note_due = object->app_disabled;
 	}
 	valve_unlock(&valve_shim.capture_lock);
@@ -229,9 +254,12 @@ static void want_fd(void)
 /* Precondition: link.c found it sane. */
 int valve_capture_ack(const struct valve_link_header *packet, int length, struct valve_fds *fds)
 {
+	const struct valve_link_ack *ack = (const void *)packet;
+
 	(void)length;
 	(void)fds;
-	if (((const struct valve_link_ack *)(const void *)packet)->want_fd)
+	hear_told(packet->seq, ack->status);
+	if (ack->want_fd)
 		want_fd();
 	return 0;
 }

@@ -156,7 +156,8 @@ void rm_spare(struct rm_map *map, uint32_t free_number)
 	for (uint32_t i = 0; i < map->used; i++)
 		if (map->objects[i].dying == free_number) {
 			map->objects[i].dying = 0;
-			map->objects[i].reported = 0; /* valved was told that it ends */
+			map->objects[i].reported = map->objects[i].taken =
+			        0; /* valved was told that it ends */
 		}
 }
 

@@ -21,10 +21,12 @@ struct rm_object {
 	uint32_t cid;          /* channel: unique per driver session */
 	int32_t fd;            /* client: the nvidiactl file it belongs to */
 	uint32_t dying;        /* the FREE that is taking it away, 0 none */
+	uint32_t told;         /* channel: number of the message that told valved of it last */
 	uint8_t kind;
 	uint8_t scheduled;    /* group, channel: an application enabled it */
 	uint8_t due;          /* channel: valved must know it now */
 	uint8_t reported;     /* device, channel: valved knows it as it is */
+	uint8_t taken;        /* channel: valved has said that it stops and runs it */
 	uint8_t wants_fd;     /* device: valved asked for the client's fd */
 	uint8_t has_uuid;     /* device */
 	uint8_t has_compute;  /* channel: a compute object lives on it */

@@ -17,6 +17,7 @@
 #include "report.h"
 
 #define INTERRUPTED_TRIES 16
+#define GID_BINARY        2u       /* the form of rmcontrol.c */
 #define RETRY_FIRST_NS    2000000u /* doubled at each failure in a row ... */
 #define RETRY_TIMES       7u       /* ... so many times: 256 ms */
 
@@ -95,15 +96,18 @@ static uint32_t control(uint32_t command, void *params, uint32_t bytes)
 	return NV_ERR_INVALID_STATE;
 }
 
-/* Asked in another way the driver knows no such channel either. Before branch 570 it cannot be asked. */
+/* Asked in another way the driver knows no such channel either, and it is not the subdevice that it does not know. Before
+ * branch 570 it cannot be asked. */
 static bool has_ended(uint32_t at)
 {
 	struct nv2080_fifo_channel_unique_id query = {.numChannels = 1};
+	struct nv2080_gpu_gid_info gid = {.flags = GID_BINARY};
 
 	query.hClients[0] = batch.list.hClientList[at];
 	query.hChannels[0] = batch.list.hChannelList[at];
 	return NV_STATUS_IS_STALE(
-	        control(NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, &query, sizeof(query)));
+	               control(NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, &query, sizeof(query))) &&
+	       control(NV2080_CTRL_CMD_GPU_GET_GID_INFO, &gid, sizeof(gid)) == NV_OK;
 }
 
 /* Switches list[from, from + count) and marks what came of it. The first refusal that is not staleness ends it: it concerns
@@ -176,10 +180,10 @@ static uint32_t gate_device(uint32_t index, bool disable, enum valve_gate_set se
 			return worst;
 		subdevice = rm_subdevice_of(&valve_rm, device);
 		client = rm_find(&valve_rm, device->h_client, device->h_client);
-		if (!subdevice || !client || client->fd < 0)
-			return worst; /* no channel of ours runs on a device that was never taken up */
 		if (!fill_batch(disable, set, device))
 			break;
+		if (!subdevice || !client || client->fd < 0)
+			return NV_ERR_INVALID_STATE; /* gone, and its channels are not: nobody reaches them */
 		batch.fd = client->fd;
 		batch.h_client = device->h_client;
 		batch.h_subdevice = subdevice->handle;
@@ -245,7 +249,7 @@ void valve_self_gate_join(void)
 		return; /* the session finds it at its next turn */
 }
 
-/* From here on valved enables what we had disabled of what it knows: that stands in its plan. The rest we owe an enable. */
+/* From here on valved enables what we had disabled of what it has taken: that stands in its plan. The rest we owe an enable. */
 void valve_self_gate_hand_over(void)
 {
 	bool owes = false;
@@ -256,7 +260,7 @@ void valve_self_gate_hand_over(void)
 	for (uint32_t i = 0; i < valve_rm.used; i++) {
 		struct rm_object *channel = &valve_rm.objects[i];
 
-		if (channel->kind == RM_CHANNEL && channel->reported)
+		if (channel->kind == RM_CHANNEL && channel->taken)
 			channel->held = 0;
 		owes |= channel->kind == RM_CHANNEL && channel->held;
 	}

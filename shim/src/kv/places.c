@@ -25,12 +25,15 @@ static bool load_driver(void)
 
 	if (load_acquire(&places.loaded))
 		return true;
-#define X(name, parameters)                                               \
-	valve_cu.name = (CUresult(*) parameters)valve_real_symbol(#name); \
+	valve_lock(&places.lock);
+#define X(name, parameters)                                                       \
+	if (!load_relaxed(&places.loaded))                                        \
+		valve_cu.name = (CUresult(*) parameters)valve_real_symbol(#name); \
 	all &= valve_cu.name != NULL;
 	VALVE_KV_CALLS(X)
 #undef X
 	store_release(&places.loaded, all);
+	valve_unlock(&places.lock);
 	return all;
 }
 

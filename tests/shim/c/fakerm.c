@@ -115,6 +115,8 @@ static void serve_control(struct nvos54_control *control)
 	} else if (control->cmd == NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID &&
 	           getenv("FAKERM_QUERY_STATUS")) {
 		control->status = (uint32_t)atoi(getenv("FAKERM_QUERY_STATUS"));
+	} else if (control->cmd == NV2080_CTRL_CMD_GPU_GET_GID_INFO && getenv("FAKERM_GID_STATUS")) {
+		control->status = (uint32_t)atoi(getenv("FAKERM_GID_STATUS"));
 	} else if (control->cmd == NVA06C_CTRL_CMD_GPFIFO_SCHEDULE ||
 	           control->cmd == NVA06F_CTRL_CMD_GPFIFO_SCHEDULE) {
 		log_line("schedule\n");

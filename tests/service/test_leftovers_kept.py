@@ -1,0 +1,58 @@
+"""Channels that a predecessor left off, and that this valved cannot enable or a client comes back for in vain."""
+
+from __future__ import annotations
+
+import pytest
+from fake_gate import FakeGate
+from node_world import World
+
+from valved.machine.ports import ArmResult
+from valved.model.ids import Reach
+from valved.state import saved as state
+
+
+@pytest.fixture
+def first(tmp_path):
+    return World(tmp_path)
+
+
+def successor(first, boot="boot", driver=None, **changes):
+    """A new valved on the same machine: new gate, same processes, the state file between them."""
+    first.handover.save()
+    gate = FakeGate(first.clock, 2)
+    if driver:
+        gate.driver_version = lambda: driver
+    second = World(first.folder, gate=gate, clock=first.clock, processes=first.processes, boot=boot, **changes)
+    saved, problem = state.load(first.folder / "state.json")
+    assert not problem
+    second.come_back.begin(2.0, is_first=False)
+    second.handover.restore(saved, come_back_s=2.0)
+    return second
+
+
+def test_a_leftover_that_no_valved_here_can_enable_never_bars_grants_for_ever(first):
+    """It is kept for its process, its end and a valved that can."""
+    first.offline(pid=300)
+    second = successor(first)
+    leftovers = second.register.channels.leftovers
+    assert leftovers.bar_grants()
+
+    second.gate.out_of_reach = True
+    second.run(5000)
+
+    assert len(leftovers) == 1
+    assert not leftovers.bar_grants()
+    assert len(successor(second).register.channels.leftovers) == 1
+
+
+@pytest.mark.parametrize("out_of_reach", [True, False])
+def test_a_leftover_that_its_client_reports_and_no_rung_reaches_is_never_forgotten(first, out_of_reach):
+    h_client = 0xC1D00000 + first.offline(pid=300)
+    second = successor(first)
+    second.gate.out_of_reach = out_of_reach
+    second.gate.next_arm = ArmResult(status=0x1B, reach=Reach.NONE, want_fd=True, gated=False)
+
+    client = second.hello(300).client
+    second.add_channel(client, h_client=h_client)
+
+    assert len(second.register.channels.leftovers) == int(out_of_reach)
