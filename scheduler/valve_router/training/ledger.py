@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from valve_router.training.records import Gone, JobStanding, Joined, LedgerRefused, Push
+from valve_router.training.records import Gone, Joined, LedgerRefused, Push, RoundStanding
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -119,11 +119,11 @@ class FleetBooks:
             db.execute(text, (name, rounds, round_batches, digest, tokens, now_s))
             _queue(db, name, 0, now_s)
 
-    def standing(self, job: str, now_s: float) -> JobStanding:
+    def standing(self, job: str, now_s: float) -> RoundStanding:
         with self._lock:
             row = _job(self._db, job)
             counted = _counted(self._db, job, row["version"])
-            return JobStanding(
+            return RoundStanding(
                 version=row["version"],
                 tokens=row["tokens"],
                 is_done=not counted["whole"],

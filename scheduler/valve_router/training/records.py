@@ -29,7 +29,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStanding:
+class RoundStanding:
     """Of a job at one moment: another trainer may end the round at any other."""
 
     version: int
