@@ -7,7 +7,7 @@ from memory_world import KvWorld
 from valved.abi.kv_link import KvSpan
 from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
-from valved.kv import engines
+from valved.kv import columns
 from valved.model.ids import Remap, Role
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8)
@@ -28,7 +28,7 @@ def pin(shim, number, first, count=1):
 
 def test_a_pin_never_builds_the_columns_anew(tmp_path, monkeypatch):
     world, offline, engine = make(tmp_path)
-    monkeypatch.setattr(engines, "columns_of", None)
+    monkeypatch.setattr(columns, "columns_of", None)
 
     for number in range(LAYERS):
         pin(offline.shim, number, 3)

@@ -7,7 +7,7 @@ import errno
 import numpy as np
 import pytest
 from lent_fds import lend
-from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
+from memory_walk import MOMENTS_US, WALKS, Node, beside, under_pressure
 from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
 from msgspec.structs import replace
 
@@ -173,9 +173,10 @@ def test_a_client_whose_order_hung_is_asked_between_its_steps_from_then_on(world
 
 def late_behind_one_that_waits(world):
     """It was asked between its steps once, together with another; the next order, at once, stands behind that."""
-    offline, online = under_pressure(world)
+    offline, online = beside(world)
     client = offline.shim.client
     world.kv.ways.unsafe.add(client)
+    online.want(used=4, wanted=40)
     world.run(20)
     assert offline.shim.at_step
     world.kv.ways.unsafe.clear()

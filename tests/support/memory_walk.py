@@ -20,13 +20,19 @@ from valved.model.ids import Role
 MOMENTS_US = (0, 100, 399, 401, 450, 500, 700, 1000, 1500, 2500, 4000)
 
 
-def under_pressure(world):
-    """Offline has nearly everything, online asks for half of it; nothing has happened yet."""
+def beside(world):
+    """Offline has nearly everything, online its headroom."""
     offline = world.engine("offline", columns=16)
     world.run(500)
     offline.hold(0, list(range(4, 60)))
     online = world.engine("online", columns=16)
     world.run(500)
+    return offline, online
+
+
+def under_pressure(world):
+    """Online asks for half of it: offline work is being stopped, and nothing else has happened yet."""
+    offline, online = beside(world)
     online.want(used=4, wanted=40)
     return offline, online
 
