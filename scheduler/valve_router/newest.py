@@ -14,21 +14,21 @@ import msgspec
 VERSION = re.compile(r"(.+)-v([1-9][0-9]{0,8})")
 
 
-class Model(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     id: str
     parent: Any = None  # an adapter has one
     owned_by: Any = None
 
 
-class Models(msgspec.Struct):
+class ListedModels(msgspec.Struct):
     """What an engine answers to /v1/models."""
 
-    data: list[Model]
+    data: list[ListedModel]
 
 
 def newest_of(told: bytes, names: Collection[str]) -> dict[str, str]:
     """By name: what to ask this engine for. SGLang wants the base before the adapter's name."""
-    models = msgspec.json.decode(told, type=Models).data
+    models = msgspec.json.decode(told, type=ListedModels).data
     base = next((one for one in models if not one.parent), None)
     before = f"{base.id}:" if base is not None and base.owned_by == "sglang" else ""
     found: dict[str, int] = {}

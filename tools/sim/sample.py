@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from valve_tools.sim.shape import LONGEST_S
-from valve_tools.sim.traces import NS, Sample, Trace
+from valve_tools.sim.traces import NS, Trace, TraceSample
 
 SLICES = 241
 """A prime: of days and weeks of whole hours no two slices have the same time of day."""
@@ -36,5 +36,5 @@ def sampled(trace: Trace) -> Trace:
         arrive_ns=trace.arrive_ns[rows] - moved_ns,
         in_tok=trace.in_tok[rows],
         out_tok=trace.out_tok[rows],
-        sample=Sample(seconds=SLICES * SLICE_S, of_requests=trace.requests, of_s=trace.duration_s),
+        sample=TraceSample(seconds=SLICES * SLICE_S, of_requests=trace.requests, of_s=trace.duration_s),
     )

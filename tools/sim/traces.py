@@ -56,7 +56,7 @@ class UnreadableError(TraceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TraceSample:
     """What a trace was taken from, by sample.py."""
 
     seconds: float
@@ -78,7 +78,7 @@ class Trace:
     """Rows with a blank cell."""
     digest: str = ""
     """SHA-256 of the file."""
-    sample: Sample | None = None
+    sample: TraceSample | None = None
     """None: it is the load itself."""
 
     @property
