@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,7 +77,9 @@ class Ledger:
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
-    grown: dict[int, str] | None = None  # a new block and who has it, where the engine tells; None: all may have some
+    grown: OrderedDict[int, str] | None = (
+        None  # new blocks, not read yet, and who has them; None: the engine does not tell
+    )
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
@@ -105,13 +107,15 @@ class Ledger:
         self.held[request].source = source
 
     def tend(self, most: int = TENDED) -> bool:
-        """Bring the rows of a few requests up to date: of those that have grown, else of all, round and round. Whether
-        there is more to do, in this round. Any thread may.
+        """Bring the rows of a few requests up to date: of those that have grown, who waits the longest first, else of
+        all, round and round. Whether there is more to do, in this round. Any thread may.
         """
         with self._lock:
             if self.grown is not None:
                 for _ in range(min(most, len(self.grown))):
-                    held = self.held.get(self.grown.popitem()[1])
+                    if not self.grown:  # one request had them all
+                        break
+                    held = self.held.get(self.grown.popitem(last=False)[1])
                     if held is not None:
                         self._catch_up(held)
                 return self._index.settle(most) or bool(self.grown)
@@ -239,7 +243,10 @@ class Ledger:
 
     def _catch_up(self, held: Held) -> None:
         if held.source is not None and len(held.source) != len(held.blocks):
-            self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
+            new = [block.block_id for block in held.source[len(held.blocks) :]]
+            self._extend(held, new)
+            for block in new if self.grown is not None else ():
+                self.grown.pop(block, None)
 
     def _extend(self, held: Held, blocks: Sequence[int]) -> None:
         start = len(held.blocks)
