@@ -26,6 +26,7 @@ from valve_hook.losses import NOTHING_WRITTEN, Spread, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
+MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -112,12 +113,12 @@ class Ledger:
         """
         with self._lock:
             if self.grown is not None:
-                for _ in range(min(most, len(self.grown))):
-                    if not self.grown:  # one request had them all
-                        break
+                read = 0
+                for _ in range(min(MOST_TOLD, len(self.grown))):
                     held = self.held.get(self.grown.popitem(last=False)[1])
-                    if held is not None:
-                        self._catch_up(held)
+                    read += held is not None and self._catch_up(held)
+                    if read == most:
+                        break
                 return self._index.settle(most) or bool(self.grown)
             if not self._tour:
                 self._tour = list(self.held.values())
@@ -241,12 +242,12 @@ class Ledger:
             raise RuntimeError("a request has other blocks than those it started with")
         self._catch_up(held)
 
-    def _catch_up(self, held: Held) -> None:
-        if held.source is not None and len(held.source) != len(held.blocks):
-            new = [block.block_id for block in held.source[len(held.blocks) :]]
-            self._extend(held, new)
-            for block in new if self.grown is not None else ():
-                self.grown.pop(block, None)
+    def _catch_up(self, held: Held) -> bool:
+        """Whether it had grown."""
+        if held.source is None or len(held.source) == len(held.blocks):
+            return False
+        self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
+        return True
 
     def _extend(self, held: Held, blocks: Sequence[int]) -> None:
         start = len(held.blocks)
