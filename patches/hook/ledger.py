@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,7 @@ from valve_hook.losses import NOTHING_WRITTEN, Spread, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
+MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -77,7 +78,9 @@ class Ledger:
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
-    grown: dict[int, str] | None = None  # a new block and who has it, where the engine tells; None: all may have some
+    grown: OrderedDict[int, str] | None = (
+        None  # new blocks, not read yet, and who has them; None: the engine does not tell
+    )
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
@@ -105,15 +108,17 @@ class Ledger:
         self.held[request].source = source
 
     def tend(self, most: int = TENDED) -> bool:
-        """Bring the rows of a few requests up to date: of those that have grown, else of all, round and round. Whether
-        there is more to do, in this round. Any thread may.
+        """Bring the rows of a few requests up to date: of those that have grown, who waits the longest first, else of
+        all, round and round. Whether there is more to do, in this round. Any thread may.
         """
         with self._lock:
             if self.grown is not None:
-                for _ in range(min(most, len(self.grown))):
-                    held = self.held.get(self.grown.popitem()[1])
-                    if held is not None:
-                        self._catch_up(held)
+                read = 0
+                for _ in range(min(MOST_TOLD, len(self.grown))):
+                    held = self.held.get(self.grown.popitem(last=False)[1])
+                    read += held is not None and self._catch_up(held)
+                    if read == most:
+                        break
                 return self._index.settle(most) or bool(self.grown)
             if not self._tour:
                 self._tour = list(self.held.values())
@@ -237,9 +242,12 @@ class Ledger:
             raise RuntimeError("a request has other blocks than those it started with")
         self._catch_up(held)
 
-    def _catch_up(self, held: Held) -> None:
-        if held.source is not None and len(held.source) != len(held.blocks):
-            self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
+    def _catch_up(self, held: Held) -> bool:
+        """Whether it had grown."""
+        if held.source is None or len(held.source) == len(held.blocks):
+            return False
+        self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
+        return True
 
     def _extend(self, held: Held, blocks: Sequence[int]) -> None:
         start = len(held.blocks)

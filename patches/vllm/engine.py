@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -40,7 +41,7 @@ class VllmEngine:
         self.pool = self.manager.block_pool
         self.tables = self.manager.coordinator.single_type_managers[0].req_to_blocks  # one group, or it was refused
         self.block_tokens = int(scheduler.block_size)
-        self.grown: dict[int, str] | None = {}
+        self.grown: OrderedDict[int, str] | None = OrderedDict()
         self._is_told = tell(self.manager.coordinator.single_type_managers[0], lambda: self._columns, self.grown)
         if not self._is_told:
             self.grown = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine_trials import is_sound, total
-from valve_hook.vllm import check
+from valve_hook.vllm import asking, check
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +232,25 @@ def test_what_the_plugin_relies_on_is_in_every_supported_release(engines, releas
     ]
 
     assert missing == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_function_that_tells_who_asks_for_a_block_is_the_known_one_in_every_supported_release(engines, release):
+    """Else each step costs more, and nobody would see it."""
+    with sources(engines, release) as wheel:
+        text = wheel.read("vllm/v1/core/single_type_kv_cache_manager.py").decode()
+    (manager,) = (
+        each
+        for each in ast.parse(text).body
+        if isinstance(each, ast.ClassDef) and each.name == "SingleTypeKVCacheManager"
+    )
+    (function,) = (each for each in manager.body if getattr(each, "name", "") == asking.METHOD)
+    source = ast.get_source_segment(text, function, padded=True)
+
+    assert asking.digest(source) == asking.KNOWN
+    full = text[text.index("class FullAttentionManager") :]
+    assert f"def {asking.METHOD}(" not in full[: full.index("\nclass ", 1)]
 
 
 @pytest.mark.parametrize("release", RELEASES[:3])

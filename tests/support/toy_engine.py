@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from valve_tools.engines.block_manager import BlockManager
+
 POISON = 987_654_321
 
 
@@ -144,15 +146,15 @@ class Pool:
 class ToyScheduler:
     """Scheduler and worker in one. `launch` schedules and runs a step; `believe` takes the oldest step's output."""
 
-    def __init__(self, blocks=40, block_size=4, max_seqs=8, budget=24, caching=True, hooks=None):
+    def __init__(self, blocks=40, block_size=4, max_seqs=8, budget=24, caching=True, hooks=None, manager=BlockManager):
         self.block_size, self.max_num_running_reqs, self.budget = block_size, max_seqs, budget
         self.max_model_len, self.caching = 400, caching
         self.pool = Pool(blocks)
-        self.req_to_blocks: dict[str, list[Block]] = {}
-        tables = SimpleNamespace(req_to_blocks=self.req_to_blocks)
+        self.manager = manager(self.pool, block_size)
+        self.req_to_blocks: dict[str, list[Block]] = self.manager.req_to_blocks
         self.kv_cache_manager = SimpleNamespace(
             block_pool=self.pool,
-            coordinator=SimpleNamespace(single_type_managers=[tables]),
+            coordinator=SimpleNamespace(single_type_managers=[self.manager]),
             evict_blocks=self.pool.evict_blocks,
             kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
         )
@@ -402,18 +404,11 @@ class ToyScheduler:
     # ---- blocks ----
 
     def _grow(self, request, count):
-        table = self.req_to_blocks.setdefault(request.request_id, [])
-        need = -(-(request.num_computed_tokens + count) // self.block_size) - len(table)
-        if need <= 0:
-            return []
+        tokens = request.num_computed_tokens + count
+        need = -(-tokens // self.block_size) - len(self.req_to_blocks.get(request.request_id, ()))
         if need > self.pool.get_num_free_blocks():
             return None
-        blocks = self.allocate_new_blocks(request.request_id, need)
-        table.extend(blocks)
-        return blocks
-
-    def allocate_new_blocks(self, request_id, need):
-        return self.pool.get_new_blocks(need)
+        return self.manager.allocate_new_blocks(request.request_id, tokens, tokens)
 
     def _free(self, request):
         self.pool.free_blocks(reversed(self.req_to_blocks.pop(request.request_id, [])))

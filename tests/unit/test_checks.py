@@ -118,3 +118,13 @@ def test_no_second_class_of_one_name_comes_into_product_or_tools() -> None:
     assert names.judge([(one, "Place"), (other, "Place")], pair) == []
     assert names.judge([(one, "Place"), (other, "Place"), (third, "Place")], pair) != []
     assert names.judge([(one, "Place")], pair) == ["class Place has one meaning now: take it out of TWICE"]
+
+
+def test_no_page_names_what_its_class_does_not_have() -> None:
+    members = {"Ledger": {"admit", "launch", "dismiss"}}
+
+    assert names.absent("Call `hook.Ledger.admit/launch` and `Ledger.dismiss()`, see `kv.h` and `Path`.", members) == []
+    assert names.absent("Call `Ledger.admit/grow`, then `Booker.end`.", members) == [
+        "Ledger.grow is in no class",
+        "Booker.end is in no class",
+    ]

@@ -11,6 +11,7 @@ from time import thread_time_ns
 from types import SimpleNamespace
 from typing import Any
 
+from block_manager import BlockManager
 from scheduler_rig import Desk
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
@@ -48,11 +49,10 @@ class Pool:
         return True
 
 
-def scheduler_of(pool: Pool, tables: dict[str, list[Any]]) -> Any:
-    managers = [SimpleNamespace(req_to_blocks=tables)]
+def scheduler_of(pool: Pool, blocks: BlockManager) -> Any:
     manager = SimpleNamespace(
         block_pool=pool,
-        coordinator=SimpleNamespace(single_type_managers=managers),
+        coordinator=SimpleNamespace(single_type_managers=[blocks]),
         evict_blocks=lambda blocks: None,
     )
     return SimpleNamespace(
@@ -61,16 +61,18 @@ def scheduler_of(pool: Pool, tables: dict[str, list[Any]]) -> Any:
         max_num_running_reqs=REQUESTS,
         max_model_len=4096,
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
-        requests={name: SimpleNamespace(resumable=False) for name in tables},
+        requests={},
         running=[],
         waiting=[],
     )
 
 
-def step_of(pool: Pool, tables: dict[str, list[Any]], *, is_first: bool) -> tuple[Any, Any]:
+def step_of(blocks: BlockManager, *, is_first: bool) -> tuple[Any, Any]:
     """One request in sixteen takes a block."""
+    tables = blocks.req_to_blocks
     for name in [] if is_first else list(tables)[::16]:
-        tables[name] += pool.get_new_blocks(1)
+        tokens = 16 * len(tables[name]) + 1
+        blocks.allocate_new_blocks(name, tokens, tokens)
     new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in tables] if is_first else []
     names = [] if is_first else list(tables)
     output = SimpleNamespace(
@@ -88,18 +90,19 @@ def step_of(pool: Pool, tables: dict[str, list[Any]], *, is_first: bool) -> tupl
 
 
 def main() -> None:
-    pool, tables = Pool(REQUESTS * (BLOCKS_EACH + 30)), dict[str, list[Any]]()
+    pool = Pool(REQUESTS * (BLOCKS_EACH + 30))
+    blocks = BlockManager(pool, 16)
     desk = Desk()
     desk.begin([block // COLUMN for block in range(pool.num_gpu_blocks)], 2 * REQUESTS, 257)
-    scheduler = scheduler_of(pool, tables)
+    scheduler = scheduler_of(pool, blocks)
     hook = scheduler._valve = calls.VllmHook(scheduler, desk, Mode.FULL, "toy rig")  # type: ignore[arg-type]
     hook.before_schedule()
     for number in range(REQUESTS):
-        tables[f"request-{number}"] = pool.get_new_blocks(BLOCKS_EACH)
+        blocks.allocate_new_blocks(f"request-{number}", 16 * BLOCKS_EACH, 16 * BLOCKS_EACH)
         scheduler.requests[f"request-{number}"] = SimpleNamespace(resumable=False)
     took = []
     for number in range(STEPS + 1):
-        output, result = step_of(pool, tables, is_first=number == 0)
+        output, result = step_of(blocks, is_first=number == 0)
         began = thread_time_ns()
         calls.before_schedule(scheduler)
         calls.after_schedule(scheduler, output)
