@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 log = logging.getLogger("valve")
 METHOD = "allocate_new_blocks"
-KNOWN = "4e49f5f07d1372dd"  # in vLLM 0.29 to 0.33
+KNOWN = {"4e49f5f07d1372dd"}  # of vLLM 0.29 to 0.33
 TYPES = {"annotation", "returns"}
 
 
@@ -51,7 +51,7 @@ def _text(node: Any) -> str:
 def is_known(manager: Any) -> bool:
     function = getattr(type(manager), METHOD, None)
     try:  # of the code that runs: what wraps another function has its own
-        return function is not None and digest(inspect.getsource(function.__code__)) == KNOWN
+        return function is not None and digest(inspect.getsource(function.__code__)) in KNOWN
     except (AttributeError, OSError, SyntaxError, ValueError):  # it has none, or none that can be read
         return False
 

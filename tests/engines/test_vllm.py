@@ -248,7 +248,7 @@ def test_the_function_that_tells_who_asks_for_a_block_is_the_known_one_in_every_
     (function,) = (each for each in manager.body if getattr(each, "name", "") == asking.METHOD)
     source = ast.get_source_segment(text, function, padded=True)
 
-    assert asking.digest(source) == asking.KNOWN
+    assert asking.digest(source) in asking.KNOWN
     full = text[text.index("class FullAttentionManager") :]
     assert f"def {asking.METHOD}(" not in full[: full.index("\nclass ", 1)]
 

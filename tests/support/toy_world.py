@@ -9,6 +9,9 @@ from toy_engine import ToyScheduler
 from valve_hook.link import Link
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
+from valve_tools.engines.block_manager import let_follow
+
+let_follow()
 
 
 def hooked(node: KvNode, mode: Mode = Mode.FULL, *, is_offline: bool = True, **knobs) -> ToyScheduler:

@@ -11,7 +11,7 @@ from time import thread_time_ns
 from types import SimpleNamespace
 from typing import Any
 
-from block_manager import BlockManager
+from block_manager import BlockManager, let_follow
 from scheduler_rig import Desk
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
@@ -90,6 +90,7 @@ def step_of(blocks: BlockManager, *, is_first: bool) -> tuple[Any, Any]:
 
 
 def main() -> None:
+    let_follow()
     pool = Pool(REQUESTS * (BLOCKS_EACH + 30))
     blocks = BlockManager(pool, 16)
     desk = Desk()

@@ -15,7 +15,7 @@ from valved.rpc.node import NodeServicer, ViewServicer
 
 API_MODE = 0o660  # whoever may call this may claim roles and stop the harvest
 CONNECTIONS = Places(per_user=8, others=64, own=64)  # a command has one, an exporter one
-CALLS_PER_CONNECTION = 8  # `valve record` has two at a time; further ones wait in their own client, or gRPC refuses them
+CALLS_PER_CONNECTION = 8  # `valve record` has two at a time; further ones wait in the client or are refused
 OPTIONS = (
     ("grpc.max_receive_message_length", 1 << 20),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),

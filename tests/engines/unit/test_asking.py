@@ -17,7 +17,7 @@ from valve_hook.vllm import asking
 from valve_hook.vllm.asking import tell
 from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_tools.engines import block_manager
-from valve_tools.engines.block_manager import BlockManager, cdiv
+from valve_tools.engines.block_manager import BlockManager, blocks_of
 
 SOURCE = inspect.getsource(BlockManager.allocate_new_blocks)
 
@@ -52,7 +52,7 @@ def test_who_is_told_of_never_gets_other_blocks_than_by_the_frame(seed):
     while True:
         name = chance.choice("abcd")
         tokens[name] += chance.choice([0, 1, 5, 16, 40])
-        if sum(cdiv(each, 16) for each in tokens.values()) > 255:
+        if sum(blocks_of(each, 16) for each in tokens.values()) > 255:
             break
         answers = [each.allocate_new_blocks(name, tokens[name], tokens[name]) for each in (told, framed)]
 
@@ -77,7 +77,9 @@ def test_a_partial_hit_is_never_answered_here():
 
 
 def test_the_function_is_known_by_what_it_does_and_not_by_its_comments_and_types():
-    commented = SOURCE.replace(" -> list[Any]:", ' -> "Blocks":\n        """Another text."""  # and a comment')
+    commented = SOURCE.replace("First a block", "Another text").replace(
+        "list[Any] = []", '"Blocks" = []  # and a comment'
+    )
     assert commented != SOURCE
 
     assert tell(manager_of(reading(commented)), lambda: None, OrderedDict())
@@ -86,16 +88,13 @@ def test_the_function_is_known_by_what_it_does_and_not_by_its_comments_and_types
 @pytest.mark.parametrize(
     ("read", "reads"),
     [
-        ("num_new_blocks <= 0", "num_new_blocks < 0"),
-        ("- len(req_blocks)", "- len(req_blocks) + 1"),
-        ("get_new_blocks(1)[0]", "get_new_blocks(1)[-1]"),
-        (
-            "            return cow_blocks\n",
-            "            self.new_block_ids.append(0)\n            return cow_blocks\n",
-        ),
-        ("cdiv(num_tokens, self", "cdiv(num_tokens_main_model, self"),
+        ("lacks > 0", "lacks > 1"),
+        ("- len(table)", "- len(table) + 1"),
+        ("taken[0]", "taken[-1]"),
+        ("            table.extend(more)\n", "            table.extend(more)\n            table.extend(taken)\n"),
+        ("blocks_of(num_tokens,", "blocks_of(num_tokens_main_model,"),
         ("num_tokens_main_model: int", "num_tokens_main_model: int = 0"),
-        ("extend(b.block_id for b in new_blocks)", "extend(b.block_id for b in cow_blocks)"),
+        ("taken.extend(more)", "taken.extend(table)"),
     ],
 )
 def test_a_function_that_reads_otherwise_is_never_followed_and_the_log_names_it(read, reads, caplog):
