@@ -33,7 +33,7 @@ def newest_of(told: bytes, names: Collection[str]) -> dict[str, str]:
     before = f"{base.id}:" if base is not None and base.owned_by == "sglang" else ""
     found: dict[str, int] = {}
     for one in models:
-        version = VERSION.fullmatch(one.id)
+        version = VERSION.fullmatch(one.id) if one.parent else None  # a base may be named so, too
         if version is not None and version[1] in names:
             found[version[1]] = max(found.get(version[1], 0), int(version[2]))
     return {name: f"{before}{name}-v{number}" for name, number in found.items()}

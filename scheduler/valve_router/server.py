@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -158,19 +157,19 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
             why_not = f"its /health has not answered {late} times" if late >= LATE else None
         except (aiohttp.ClientError, OSError, ssl.SSLError) as error:
             late, why_not = 0, f"it does not answer: {type(error).__name__}"
+        if settings.newest and why_not == "":  # before it gets requests by those names
+            await look(client, settings, replica, timeout)
         if why_not is not None:
             replicas.heard(replica, why_not)
-        if settings.newest and why_not == "":
-            await look(client, settings, replica, timeout)
         await asyncio.sleep(settings.health_s)
 
 
 async def look(
     client: aiohttp.ClientSession, settings: Settings, replica: Replica, timeout: aiohttp.ClientTimeout
 ) -> None:
-    """Which versions it has. One that does not say keeps those it had."""
+    """Which versions it has. One that does not say, or nothing that can be read, keeps those it had."""
     headers = {"Authorization": f"Bearer {settings.replica_token}"} if settings.replica_token else {}
-    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError):
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError):
         async with client.get(f"{replica.url}/v1/models", headers=headers, timeout=timeout) as answer:
             if answer.status == 200:
                 replica.newest = newest_of(await answer.read(), settings.newest)

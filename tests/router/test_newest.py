@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.newest import named, newest_of
+from valve_router.server import look
 from valve_router.settings import Settings
 
 
@@ -69,9 +71,9 @@ def test_a_name_that_the_operator_did_not_give_is_never_changed():
     asyncio.run(run())
 
 
-def told(*names, owner="vllm"):
-    loaded = [{"id": name, "parent": "base"} for name in names]
-    return json.dumps({"data": [{"id": "base", "owned_by": owner, "parent": None}, *loaded]}).encode()
+def told(*names, owner="vllm", base="base"):
+    loaded = [{"id": name, "parent": base} for name in names]
+    return json.dumps({"data": [{"id": base, "owned_by": owner, "parent": None}, *loaded]}).encode()
 
 
 @pytest.mark.parametrize(
@@ -80,11 +82,34 @@ def told(*names, owner="vllm"):
         (told(), {}),
         (told("chat-v2", "chat-v10", "chat-v9"), {"chat": "chat-v10"}),
         (told("chat-v2", owner="sglang"), {"chat": "base:chat-v2"}),
+        (told("chat-v2", base="chat-v3"), {"chat": "chat-v2"}),
         (told("other-v3", "chat", "chat-v", "chat-v01", "a-chat-v4", "chat-v1-v2"), {}),
     ],
 )
 def test_the_newest_version_is_by_number_and_of_that_name_alone(answer, newest):
     assert newest_of(answer, ("chat",)) == newest
+
+
+@pytest.mark.parametrize("answer", [b'{"data": [{"id": "a\xff"}]}', b"[" * 100_000, b"{}", b""])
+def test_a_replica_that_says_nonsense_of_its_models_is_still_looked_after(answer):
+    """And keeps the versions that it had."""
+
+    class Answers:
+        status = 200
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            return None
+
+        async def read(self):
+            return answer
+
+    replica = SimpleNamespace(url="http://127.0.0.1:9", newest={"chat": "chat-v1"})
+    client = SimpleNamespace(get=lambda *_, **__: Answers())
+    asyncio.run(look(client, Settings(replicas=(replica.url,), newest=("chat",)), replica, None))
+    assert replica.newest == {"chat": "chat-v1"}
 
 
 @pytest.mark.parametrize(

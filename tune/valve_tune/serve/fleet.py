@@ -177,7 +177,7 @@ class FleetWorker:
             start = self._link.blob(joined["start"])
             if joined["version"] != self.version and joined["version"] > 0:
                 self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
-                self._moved(joined["version"], joined["kept"])
+                self._moved(joined["version"], joined.get("kept", 0))  # an older router does not count
             self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
         self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
