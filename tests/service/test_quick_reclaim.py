@@ -121,6 +121,23 @@ def test_a_look_that_fails_never_leaves_offline_work_stopped(world, monkeypatch)
         assert not is_held(world)
 
 
+def test_a_stop_ahead_that_fails_half_way_never_leaves_offline_work_stopped(world, monkeypatch):
+    _, online = full(world)
+    look, fails = world.gating.permits.look_at_all, [True]
+
+    def look_and_fail():
+        look()
+        if fails and is_held(world):
+            fails.pop()
+            raise RuntimeError("what follows the hold")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.gating.permits, "look_at_all", look_and_fail)
+        with pytest.raises(RuntimeError):
+            rings(online, 40)
+        assert not is_held(world)
+
+
 def test_a_brake_never_lets_a_need_stop_offline_work(world, said):
     _, online = full(world)
     world.kv.allow(False)

@@ -106,8 +106,10 @@ class Reserve:
         if now_ns < online.blocked_until_ns:
             return
         memory = self._observe(engine)
-        self._growth.hurry(engine, min(memory.unmet_handles, memory.pool_handles - memory.mapped_handles))
+        bare = memory.pool_handles - memory.mapped_handles
+        begins = online.state.headroom_handles - memory.mapped_handles
         try:
+            self._growth.hurry(engine, min(memory.unmet_handles, bare, begins if begins > 0 else bare))
             self._decide(engine, online, memory, now_ns)
         finally:
             self._growth.calm()
