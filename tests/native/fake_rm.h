@@ -21,9 +21,10 @@ struct fake_rules {
 	uint32_t fail_after;   /* pairs of a refused list that take effect all the same */
 	uint32_t interrupts;   /* that many ioctls come back with EINTR first */
 	uint32_t hang;         /* disables wait while this is 1 */
-	uint32_t hang_enable;  /* so do enables */
-	uint32_t hang_query;   /* and questions */
-	uint32_t work_us;      /* time that a switch takes */
+	uint32_t hang_enable;  /* so do enables, but for so many: */
+	uint32_t passes;
+	uint32_t hang_query; /* and questions */
+	uint32_t work_us;    /* time that a switch takes */
 };
 
 struct fake_counts {
