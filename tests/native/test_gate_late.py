@@ -236,11 +236,15 @@ def test_a_leftover_that_this_valved_cannot_enable_is_never_waited_for(fake_libr
         assert rig.gate.channels.enable_unless_held(ref) is LeftOff.OUT_OF_REACH
 
 
-def test_our_own_client_that_cannot_be_had_is_never_taken_for_the_end_of_a_channel(rig: Rig) -> None:
-    workload = rig.offline()
-    ref = workload.allocate()
+def left_off_before_our_client_was_lost(rig: Rig) -> ChannelRef:
+    ref = rig.offline().allocate()
     rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
     rig.driver.lib.fake_forget_openers()
+    return ref
+
+
+def test_our_own_client_that_cannot_be_had_is_never_taken_for_the_end_of_a_channel(rig: Rig) -> None:
+    ref = left_off_before_our_client_was_lost(rig)
     gpus, rig.driver.rules.gpus = rig.driver.rules.gpus, 0  # its node does not open
 
     assert rig.gate.channels.enable_unless_held(ref) is LeftOff.HELD
@@ -250,10 +254,7 @@ def test_our_own_client_that_cannot_be_had_is_never_taken_for_the_end_of_a_chann
 
 
 def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channel(rig: Rig) -> None:
-    workload = rig.offline()
-    ref = workload.allocate()
-    rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
-    rig.driver.lib.fake_forget_openers()
+    ref = left_off_before_our_client_was_lost(rig)
 
     assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
 

@@ -85,12 +85,7 @@ async def picked(folder, count=2, door=None, gate=lambda ports: {}, **more):
         engines.end()
 
 
-def streamed(port, prompt, count):
-    return "".join(f"data: {port}:{prompt}:{i}\n\n" for i in range(count)) + "data: [DONE]\n\n"
-
-
-@needs_envoy
-@pytest.mark.parametrize(
+BODY_MODES = pytest.mark.parametrize(
     ("asked", "answered"),
     [
         ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
@@ -99,6 +94,14 @@ def streamed(port, prompt, count):
         ("NONE", "NONE"),
     ],
 )
+
+
+def streamed(port, prompt, count):
+    return "".join(f"data: {port}:{prompt}:{i}\n\n" for i in range(count)) + "data: [DONE]\n\n"
+
+
+@needs_envoy
+@BODY_MODES
 def test_an_answer_never_comes_from_another_replica_than_was_chosen(tmp_path, asked, answered):
     async def run():
         async with picked(tmp_path, count=3, gate=lambda ports: {"asked": asked, "answered": answered}) as there:
@@ -229,15 +232,7 @@ def test_a_picker_with_tls_never_answers_a_gateway_without(tmp_path, tls):
 
 
 @needs_envoy
-@pytest.mark.parametrize(
-    ("asked", "answered"),
-    [
-        ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
-        ("BUFFERED", "STREAMED"),
-        ("STREAMED", "STREAMED"),
-        ("NONE", "NONE"),
-    ],
-)
+@BODY_MODES
 def test_an_answer_whose_place_was_freed_is_never_cut(tmp_path, asked, answered):
     """The picker ends its stream with the gateway after so long a silence; the request goes on without it."""
 

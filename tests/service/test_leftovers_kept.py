@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fake_gate import FakeGate
-from node_world import World
+from node_world import World, successor
 
 from valved.machine.ports import ArmResult
 from valved.model.ids import Reach
-from valved.state import saved as state
 
 
 @pytest.fixture
 def first(tmp_path):
     return World(tmp_path)
-
-
-def successor(first, boot="boot", driver=None, **changes):
-    """A new valved on the same machine: new gate, same processes, the state file between them."""
-    first.handover.save()
-    gate = FakeGate(first.clock, 2)
-    if driver:
-        gate.driver_version = lambda: driver
-    second = World(first.folder, gate=gate, clock=first.clock, processes=first.processes, boot=boot, **changes)
-    saved, problem = state.load(first.folder / "state.json")
-    assert not problem
-    second.come_back.begin(2.0, is_first=False)
-    second.handover.restore(saved, come_back_s=2.0)
-    return second
 
 
 def test_a_leftover_that_no_valved_here_can_enable_never_bars_grants_for_ever(first):

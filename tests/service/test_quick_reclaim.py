@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from memory_walk import beside
 from memory_world import KvWorld
 
 from valved.abi.kv_link import KvNeed
@@ -44,16 +45,6 @@ def said(world, monkeypatch):
     return said
 
 
-def full(world):
-    """Offline work has nearly all memory, and the online engine beside it its headroom."""
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    offline.hold(0, list(range(4, 60)))
-    online = world.engine("online", columns=16)
-    world.run(500)
-    return offline, online
-
-
 def rings(online, wanted):
     online.book["used_blocks"], online.book["wanted_blocks"] = 4, wanted
     online.say(LinkType.KV_NEED, KvNeed(wanted_blocks=wanted))
@@ -64,7 +55,7 @@ def is_held(world):
 
 
 def test_who_waits_for_memory_never_waits_for_a_decision_before_the_stop(world, said):
-    _, online = full(world)
+    _, online = beside(world)
     said.clear()
 
     rings(online, 40)
@@ -92,7 +83,7 @@ def test_a_need_that_free_memory_serves_never_stops_offline_work(world, said):
 
 
 def test_a_stop_of_which_nobody_makes_use_never_lasts(world, monkeypatch):
-    _, online = full(world)
+    _, online = beside(world)
     decide = reserve.decide
 
     def hold(state, memory, now_ns, settings):
@@ -109,7 +100,7 @@ def test_a_stop_of_which_nobody_makes_use_never_lasts(world, monkeypatch):
 
 
 def test_a_look_that_fails_never_leaves_offline_work_stopped(world, monkeypatch):
-    _, online = full(world)
+    _, online = beside(world)
 
     def fail(*arguments):
         raise RuntimeError("no decision")
@@ -122,7 +113,7 @@ def test_a_look_that_fails_never_leaves_offline_work_stopped(world, monkeypatch)
 
 
 def test_a_stop_ahead_that_fails_half_way_never_leaves_offline_work_stopped(world, monkeypatch):
-    _, online = full(world)
+    _, online = beside(world)
     look, fails = world.gating.permits.look_at_all, [True]
 
     def look_and_fail():
@@ -139,7 +130,7 @@ def test_a_stop_ahead_that_fails_half_way_never_leaves_offline_work_stopped(worl
 
 
 def test_a_brake_never_lets_a_need_stop_offline_work(world, said):
-    _, online = full(world)
+    _, online = beside(world)
     world.kv.allow(False)
     said.clear()
 
@@ -151,7 +142,7 @@ def test_a_brake_never_lets_a_need_stop_offline_work(world, said):
 
 
 def test_victims_that_were_in_order_before_the_need_are_never_put_in_order_again(world, monkeypatch):
-    _, online = full(world)
+    _, online = beside(world)
     made = []
     select = columns.select
     monkeypatch.setattr(columns, "select", lambda *arguments: made.append(arguments) or select(*arguments))
@@ -166,7 +157,7 @@ def test_victims_that_were_in_order_before_the_need_are_never_put_in_order_again
 
 
 def test_victims_are_put_in_order_anew_when_columns_have_come_or_gone(world):
-    offline, online = full(world)
+    offline, online = beside(world)
     [engine] = world.kv.books.engines_with(Role.OFFLINE)
     before = engine.queue
     rings(online, 40)
@@ -178,7 +169,7 @@ def test_victims_are_put_in_order_anew_when_columns_have_come_or_gone(world):
 
 
 def test_a_hook_that_rings_again_and_again_is_never_looked_at_more_than_twice_in_a_turn(world, monkeypatch):
-    _, online = full(world)
+    _, online = beside(world)
     looks = []
     look = world.kv.looks.look
     monkeypatch.setattr(world.kv.looks, "look", lambda: (looks.append(1), look()))

@@ -19,6 +19,7 @@ from valved.config import Config
 from valved.kv import journey
 from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
+from valved.state import saved as state
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -358,3 +359,17 @@ class World:
         for gpu, account in self.gating.gpus.items():
             holders = {s for s, entry in self.gate.services.items() if entry.holds and gpu in entry.gpus}
             assert account.holders == holders, f"GPU {gpu}: booked {account.holders}, held by {holders}"
+
+
+def successor(first, boot="boot", driver=None, **changes):
+    """A new valved on the same machine: new gate, same processes, the state file between them."""
+    first.handover.save()
+    gate = FakeGate(first.clock, 2)
+    if driver:
+        gate.driver_version = lambda: driver
+    second = World(first.folder, gate=gate, clock=first.clock, processes=first.processes, boot=boot, **changes)
+    saved, problem = state.load(first.folder / "state.json")
+    assert not problem
+    second.come_back.begin(2.0, is_first=False)
+    second.handover.restore(saved, come_back_s=2.0)
+    return second

@@ -107,18 +107,18 @@ class Reserve:
             return
         memory = self._observe(engine)
         bare = memory.pool_handles - memory.mapped_handles
-        begins = online.state.headroom_handles - memory.mapped_handles
+        begins = max(0, min(bare, online.state.headroom_handles - memory.mapped_handles))
         try:
-            self._growth.hurry(engine, min(memory.unmet_handles, bare, begins if begins > 0 else bare))
-            self._decide(engine, online, memory, now_ns)
+            self._growth.hurry(engine, min(memory.unmet_handles, begins or bare))
+            self._decide(engine, online, memory, begins, now_ns)
         finally:
             self._growth.calm()
 
-    def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, now_ns: int) -> None:
+    def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, begins: int, now_ns: int) -> None:
+        """`begins`: columns of its headroom that have not come yet."""
         rung_ns, engine.rung_ns = engine.rung_ns, 0
-        bare = memory.pool_handles - memory.mapped_handles
-        if memory.mapped_handles < min(online.state.headroom_handles, memory.pool_handles):  # it has just begun
-            self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles), rung_ns)
+        if begins:
+            self._grow(engine, online, begins, rung_ns)
             return
         reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
         state = replace(online.state, reclaims_ns=reclaims_ns)
@@ -126,6 +126,7 @@ class Reserve:
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)
         if decision.action is ReservationAction.TAKE:
+            bare = memory.pool_handles - memory.mapped_handles
             self._grow(engine, online, min(bare, decision.handles), rung_ns)
         elif decision.action is ReservationAction.GIVE:
             self._set_target(engine, online, memory.mapped_handles - decision.handles)

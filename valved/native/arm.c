@@ -35,6 +35,14 @@ static void mail_free(struct mail *mail, bool with_plan)
 	free(mail);
 }
 
+/* Hand it back: the caller frees it. */
+void mail_spend(struct gpu *gpu, struct mail *mail)
+{
+	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
+	while (!compare_swap(&gpu->spent, &mail->next, mail))
+		;
+}
+
 /* Free the mails that the issuer has handed back. One that is not marked done yet is put back for the next time. */
 void mail_reap(struct gpu *gpu)
 {
@@ -43,13 +51,10 @@ void mail_reap(struct gpu *gpu)
 	while (mail) {
 		struct mail *next = mail->next;
 
-		if (load_acquire(&mail->done)) {
+		if (load_acquire(&mail->done))
 			mail_free(mail, false); /* its plan is the issuer's now, or some later mail's `old` */
-		} else {
-			mail->next = load_relaxed(&gpu->spent);
-			while (!compare_swap(&gpu->spent, &mail->next, mail))
-				;
-		}
+		else
+			mail_spend(gpu, mail);
 		mail = next;
 	}
 }

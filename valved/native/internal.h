@@ -125,9 +125,8 @@ struct gpu {
 	 * the service that made the count leave 0; closings rises each time that happens. */
 	_Alignas(64) uint64_t holders;
 
-	uint64_t
-	        until_ns; /* of the grant that is open here, 0: none. Its service's opener and closer write */
-	uint32_t sliced;  /* its one holder shares it in slices (slice.c): whoever holds it clears it, too */
+	uint64_t until_ns; /* of the grant open here, 0: none; by its service's opener and closer */
+	uint32_t sliced;   /* its one holder shares it in slices (slice.c): whoever holds it clears it, too */
 	uint64_t told_until_ns; /* issuer's alone: the end that its clients were told */
 	bool was_sliced;        /* issuer's alone: that is why it let the channels run */
 
@@ -139,12 +138,10 @@ struct gpu {
 	uint32_t handled;            /* the kick that the issuer went to sleep on */
 	uint32_t flight;             /* issuer and watchdog */
 	uint64_t flight_ns;
-	uint32_t
-	        owes_release; /* others have ordered holds for it, which an enable takes back: the issuer clears it */
-	struct plan *plan;  /* issuer's; the watchdog's while a flight is lost */
-	struct mail *spent; /* issuer pushes, caller takes all */
-	struct mail
-	        *late; /* issuer's alone: answered, but refused what they were to run now; until it runs */
+	uint32_t owes_release; /* others ordered holds for it, which an enable takes back; issuer clears */
+	struct plan *plan;     /* issuer's; the watchdog's while a flight is lost */
+	struct mail *spent;    /* issuer pushes, caller takes all */
+	struct mail *late;     /* issuer's alone: answered, but what it was to run now was refused */
 	uint32_t late_failures;
 	uint64_t late_ns; /* and is not tried again before then */
 };
@@ -321,9 +318,7 @@ bool late_keep(struct gpu *gpu, struct mail *mail);
 uint64_t late_turn(struct gpu *gpu, uint32_t seen);
 
 /* issuer.c: for late.c */
-bool issuer_is_awaited(const struct gpu *gpu);
 void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
-void issuer_spend(struct gpu *gpu, struct mail *mail);
 uint64_t issuer_backoff_ns(uint32_t failures);
 
 /* reach_rm.c, reach_order.c */
@@ -391,6 +386,7 @@ uint64_t grant_turn(struct valve_gate *gate, uint32_t index, uint64_t now);
 void grant_clear(struct valve_gate *gate, const struct service *service, uint32_t mask);
 void grant_reset(struct service *service);
 enum valve_cause grant_close(struct service *service, bool by_launch, uint64_t seen_ns);
+
 void grant_recall_all(struct valve_gate *gate);
 
 /* slice.c */
@@ -400,6 +396,7 @@ enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *serv
 uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t now, bool may_go_on);
 void slice_close(struct valve_gate *gate, struct service *service, uint64_t now, bool is_broken);
 void slice_break(struct gpu *gpu);
+
 /* until.c */
 bool until_is_claimed(const struct plan *plan, uint64_t until_ns);
 void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns);
@@ -413,6 +410,7 @@ bool client_has_passed(const struct valve_client *client, int fd);
 bool client_is_idle(const struct valve_client *client);
 bool client_may_launch(const struct valve_client *client);
 void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in);
+
 /* stamps.c */
 int stamps_open(struct stamp_ring *ring);
 void stamps_close(struct stamp_ring *ring);
@@ -431,10 +429,12 @@ bool waking_is_ordinary(const struct service *service);
 
 /* arm.c */
 bool is_stuck(const struct gpu *gpu);
+void mail_spend(struct gpu *gpu, struct mail *mail);
 void mail_reap(struct gpu *gpu);
 void mail_discard(struct gpu *gpu);
 
 /* gate.c */
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders);
+bool gpu_is_awaited(const struct gpu *gpu);
 
 #endif

@@ -8,6 +8,9 @@
  */
 #include "internal.h"
 
+#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
+#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
+
 void issuer_kick(struct gpu *gpu)
 {
 	add_fetch(&gpu->kick,
@@ -23,7 +26,7 @@ static int walk(struct gpu *gpu, struct plan *plan, bool stop)
 	for (uint32_t i = 0; plan && i < plan->steps; i++) {
 		int rc;
 
-		if (!stop && i && issuer_is_awaited(gpu))
+		if (!stop && i && gpu_is_awaited(gpu))
 			return -ECANCELED;
 		rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
 
@@ -179,6 +182,11 @@ static void follow_end(struct gpu *gpu)
 		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
 }
 
+uint64_t issuer_backoff_ns(uint32_t failures)
+{
+	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
+}
+
 /* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
 static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
@@ -312,7 +320,7 @@ static void answer(struct gpu *gpu, struct mail *mail)
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
 	if (!late_keep(gpu, mail))
-		issuer_spend(gpu, mail);
+		mail_spend(gpu, mail);
 	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */
 	futex_wake(&mail->done);
 }

@@ -11,29 +11,6 @@
  */
 #include "internal.h"
 
-#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
-#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
-
-uint64_t issuer_backoff_ns(uint32_t failures)
-{
-	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
-}
-
-/* The caller frees it. */
-void issuer_spend(struct gpu *gpu, struct mail *mail)
-{
-	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
-	while (!compare_swap(&gpu->spent, &mail->next, mail))
-		;
-}
-
-/* A GPU that was being enabled is held again: nobody enables more of it first. */
-bool issuer_is_awaited(const struct gpu *gpu)
-{
-	return gpu->state == VALVE_GPU_ENABLING &&
-	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
-}
-
 static void forget(struct plan_step *step)
 {
 	step->off.numChannels = step->on.numChannels = 0;
@@ -94,7 +71,7 @@ void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 
 		if (!step->off.numChannels)
 			continue;
-		if (tried && (seen ? load_acquire(&gpu->kick) != *seen : issuer_is_awaited(gpu)))
+		if (tried && (seen ? load_acquire(&gpu->kick) != *seen : gpu_is_awaited(gpu)))
 			break;
 		tried = true;
 		if (!is_call(step) || is_lost(step) || !step->ops->begin(gpu, step, false))
@@ -134,7 +111,7 @@ uint64_t late_turn(struct gpu *gpu, uint32_t seen)
 			mail->next = tried;
 			tried = mail;
 		} else {
-			issuer_spend(gpu, mail);
+			mail_spend(gpu, mail);
 		}
 	} while (gpu->late && load_acquire(&gpu->kick) == seen);
 	while (*end)
