@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_replicas import LLAMA_8B, RoundRobin, arrivals, least_response, replay
 from valve_router.plan.defer import DeferRule, DeferSettings, must_defer
-from valve_router.plan.memory import MemoryLaw, Resident, Verdict, fits_memory
+from valve_router.plan.memory import FitVerdict, MemoryLaw, Resident, fits_memory
 from valve_router.plan.profile import Law, Measured, Profile, fit, printed_law, relative_error
 from valve_router.plan.score import Score, ScoreSettings, _took_s, choose, cost, printed
 from valve_router.plan.task import Task, TaskKind
@@ -194,11 +194,11 @@ def test_what_is_sent_to_the_host_is_parked_training_first_and_then_the_oldest()
         held("train", 20, TaskKind.TRAINING, since=9, parked=True),
         held("runs", 20),
     ]
-    assert fits_memory(10, 120, there, 0, 1).verdict is Verdict.FITS
-    assert fits_memory(40, 100, there, 0.5, 1).verdict is Verdict.WAIT
-    assert fits_memory(200, 100, there, 9, 1).verdict is Verdict.NEVER
+    assert fits_memory(10, 120, there, 0, 1).verdict is FitVerdict.FITS
+    assert fits_memory(40, 100, there, 0.5, 1).verdict is FitVerdict.WAIT
+    assert fits_memory(200, 100, there, 9, 1).verdict is FitVerdict.NEVER
     assert fits_memory(40, 100, there, 1, 1).offload == ("train", "old")
-    assert fits_memory(100, 100, there, 1, 1).verdict is Verdict.WAIT  # what computes is not taken
+    assert fits_memory(100, 100, there, 1, 1).verdict is FitVerdict.WAIT  # what computes is not taken
 
 
 @given(
@@ -215,7 +215,7 @@ def test_what_was_sent_away_always_makes_room_and_never_takes_what_computes(need
     by_name = {one.name: one for one in there}
     left = sum(one.bytes for one in there) - sum(by_name[name].bytes for name in room.offload)
     assert all(by_name[name].is_parked for name in room.offload)
-    if room.verdict is Verdict.OFFLOAD:
+    if room.verdict is FitVerdict.OFFLOAD:
         assert left + need <= 150
     else:
         assert not room.offload

@@ -236,7 +236,7 @@ def workers_of(tmp_path, monkeypatch):
     store = TuneStore(tmp_path)
     job = store.add_job("tiny", "file-1", {}, 1.0)["id"]
     monkeypatch.setattr(server, "AGAIN_S", 0.0)
-    return store, job, server.Workers(store, {"tiny": "/nowhere"})
+    return store, job, server.JobWorkers(store, {"tiny": "/nowhere"})
 
 
 def test_a_worker_that_never_starts_is_never_started_for_ever(tmp_path, monkeypatch):

@@ -12,12 +12,12 @@ from valve_router.plan.task import Task, TaskKind
 from valve_tools.lab.fleet import __main__ as fleet_lab
 from valve_tools.lab.fleet import cells, claims, freed
 from valve_tools.lab.fleet import reading as reading_module
-from valve_tools.lab.fleet.load import STOP_S, Arrivals, Fleet
+from valve_tools.lab.fleet.load import STOP_S, Arrivals, FleetShape
 from valve_tools.lab.fleet.page import Found, page
 from valve_tools.lab.fleet.policies import POLICIES
 from valve_tools.lab.fleet.proofs import proofs
 from valve_tools.lab.fleet.reading import reading
-from valve_tools.lab.fleet.run import Run, World
+from valve_tools.lab.fleet.run import FleetRun, FleetWorld
 from valve_tools.lab.fleet.stages import FOREVER, Stages
 from valve_tools.lab.granted.engine import Bench, Load
 from valve_tools.replay import provenance
@@ -33,7 +33,7 @@ def train(at):
 
 
 def test_a_request_stops_training_and_training_loses_no_work():
-    fleet = Fleet(stages=1)
+    fleet = FleetShape(stages=1)
     forward_s, backward_s = fleet.profile.forward.seconds(train(0.0)), fleet.profile.backward.seconds(train(0.0))
     node = Stages(fleet.profile)
     training = node.take(train(0.0), 0.0)
@@ -46,7 +46,7 @@ def test_a_request_stops_training_and_training_loses_no_work():
 
 
 def test_without_a_gate_a_request_waits_for_all_of_it():
-    fleet = Fleet(stages=1, has_gate=False)
+    fleet = FleetShape(stages=1, has_gate=False)
     node = Stages(fleet.profile)
     training = node.take(train(0.0), 0.0)
 
@@ -58,8 +58,10 @@ def test_without_a_gate_a_request_waits_for_all_of_it():
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("name", ["pack", "printed", "separate"])
 def test_every_task_runs_and_none_waits_longer_than_the_age_limit(has_gate, name):
-    world = World(fleet=Fleet(has_gate=has_gate), arrivals=Arrivals(per_s=20.0, training=0.5, count=150), seed=3)
-    run = Run(world, POLICIES[name])
+    world = FleetWorld(
+        fleet=FleetShape(has_gate=has_gate), arrivals=Arrivals(per_s=20.0, training=0.5, count=150), seed=3
+    )
+    run = FleetRun(world, POLICIES[name])
 
     found = run.figures()
 
@@ -70,10 +72,10 @@ def test_every_task_runs_and_none_waits_longer_than_the_age_limit(has_gate, name
 
 
 def test_the_same_seed_gives_the_same_figures():
-    world = World(fleet=Fleet(), arrivals=Arrivals(per_s=8.0, training=0.3, count=80), seed=3, noise=0.2)
-    assert Run(world, POLICIES["pack"]).figures() == Run(world, POLICIES["pack"]).figures()
+    world = FleetWorld(fleet=FleetShape(), arrivals=Arrivals(per_s=8.0, training=0.3, count=80), seed=3, noise=0.2)
+    assert FleetRun(world, POLICIES["pack"]).figures() == FleetRun(world, POLICIES["pack"]).figures()
     other = replace(world, seed=4)
-    assert Run(world, POLICIES["pack"]).figures() != Run(other, POLICIES["pack"]).figures()
+    assert FleetRun(world, POLICIES["pack"]).figures() != FleetRun(other, POLICIES["pack"]).figures()
 
 
 def test_the_proofs_hold():

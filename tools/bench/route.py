@@ -20,7 +20,7 @@ from valve_router.plan.score import ScoreSettings, choose
 from valve_router.plan.timeline import Timeline
 from valve_tools.bench.row import Row, row_of
 from valve_tools.bench.rungs import interval
-from valve_tools.lab.fleet.load import Arrivals, Fleet
+from valve_tools.lab.fleet.load import Arrivals, FleetShape
 
 CLIENT = "client"
 BODY = b'{"model": "m", "prompt": "a short question", "max_tokens": 8}'
@@ -180,7 +180,7 @@ def bench_plan() -> Iterator[Row]:
 
 def decisions(nodes: int, stages: int, count: int = 400) -> list[float]:
     """CPU time: what other processes do is not the planner's."""
-    fleet, rules = Fleet(nodes=nodes, stages=stages), ScoreSettings()
+    fleet, rules = FleetShape(nodes=nodes, stages=stages), ScoreSettings()
     timelines = [Timeline(fleet.profile) for _ in range(nodes)]
     found = []
     for task in Arrivals(per_s=3.0 * nodes, training=0.5, count=count).tasks(1):

@@ -1,8 +1,7 @@
 """One word, one meaning: no second class of one name in product and tools, and no page names what no class has.
 
 PINNED are rooms whose files carry a hash on results pages: a new name there would make a page stale though no figure
-changed. TWICE are names that stand in exactly these files, for the same reason (files there import them), or until the
-rooms that use them are at rest. Whoever renames one takes it out; nobody adds one.
+changed. TWICE holds the one name that two files still share. Whoever renames one of them empties it. Nobody adds one.
 """
 
 from __future__ import annotations
@@ -17,18 +16,8 @@ from valve_tools.check.tree import ROOT, tracked
 
 PINNED = ("tools/lab/cotrain/", "tools/lab/granted/")
 TWICE: Mapping[str, set[str]] = {
-    "Claim": {"tools/sim/metrics.py", "valved/state/registry.py"},
-    "Desk": {"scheduler/valve_router/training/desk.py", "tools/engines/scheduler_rig.py"},
-    "Fleet": {"scheduler/valve_scheduler/placement/rank.py", "tools/lab/fleet/load.py"},
-    "Pool": {"tools/engines/scheduler_toy.py", "valved/kv/pool.py"},
-    "Run": {"scheduler/valve_scheduler/cli/measuring.py", "tools/lab/fleet/run.py"},
     "Settings": {"scheduler/valve_router/settings.py", "tools/sim/machine.py"},
-    "Verdict": {"scheduler/valve_router/plan/memory.py", "scheduler/valve_scheduler/controller/monitor.py"},
-    "Workers": {"tools/replay/work.py", "tune/valve_tune/serve/server.py"},
-    "World": {"tools/lab/fleet/run.py", "tools/sim/world.py"},
 }
-
-
 MEMBER = re.compile(r"`(?:\w+\.)*([A-Z][A-Za-z]*[a-z]\w*)\.([a-z_]\w*(?:/[a-z_]\w*)*)(?:\(\))?`")
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # they name what was
 

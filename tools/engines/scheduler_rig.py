@@ -26,7 +26,7 @@ from valve_hook.wire import Mode
 SIZES = 8, 8, 128  # of a model that is never run: heads, layers, size of a head
 
 
-class Desk:
+class RigDesk:
     """What stands for the link: a session of its own making, whose table is written by `take` and `give`."""
 
     is_offline, said = True, ""
@@ -144,7 +144,7 @@ class RiggedScheduler:
         self.computed: dict[str, int] = {}  # by every request: tokens of all its steps
         self.step_ns = self.hook_ns = 0  # of this thread's time: all of the last step's scheduling, and the hook's part
         self._chance = random.Random(7)
-        self.desk: Desk | None = Desk() if column else None
+        self.desk: RigDesk | None = RigDesk() if column else None
         self.hook: Any = None
         if self.desk is not None:
             self.hook = scheduler._valve = calls.VllmHook(scheduler, self.desk, Mode.FULL, "vllm rig")  # type: ignore[arg-type]

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from block_manager import BlockManager, let_follow
-from scheduler_rig import Desk
+from scheduler_rig import RigDesk
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
 
 REQUESTS, BLOCKS_EACH, COLUMN, STEPS = 1024, 100, 64, 200
 
 
-class Pool:
+class ToyPool:
     """Blocks that are handed out in order and never come back."""
 
     def __init__(self, count: int) -> None:
@@ -49,7 +49,7 @@ class Pool:
         return True
 
 
-def scheduler_of(pool: Pool, blocks: BlockManager) -> Any:
+def scheduler_of(pool: ToyPool, blocks: BlockManager) -> Any:
     manager = SimpleNamespace(
         block_pool=pool,
         coordinator=SimpleNamespace(single_type_managers=[blocks]),
@@ -91,9 +91,9 @@ def step_of(blocks: BlockManager, *, is_first: bool) -> tuple[Any, Any]:
 
 def main() -> None:
     let_follow()
-    pool = Pool(REQUESTS * (BLOCKS_EACH + 30))
+    pool = ToyPool(REQUESTS * (BLOCKS_EACH + 30))
     blocks = BlockManager(pool, 16)
-    desk = Desk()
+    desk = RigDesk()
     desk.begin([block // COLUMN for block in range(pool.num_gpu_blocks)], 2 * REQUESTS, 257)
     scheduler = scheduler_of(pool, blocks)
     hook = scheduler._valve = calls.VllmHook(scheduler, desk, Mode.FULL, "toy rig")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
-from valved.state.registry import Books, Claim
+from valved.state.registry import Books, ProcessClaim
 
 
 class ClaimedRoots:
@@ -43,7 +43,7 @@ class ClaimedRoots:
         self._ended = ended
         self._changed = changed
 
-    def claim(self, pid: int, start_time: int, role: Role, name: str) -> Claim | None:
+    def claim(self, pid: int, start_time: int, role: Role, name: str) -> ProcessClaim | None:
         """Claim a process for a role. None: it is gone, or its number means another process by now."""
         root = ProcessId(pid=pid, start_time=start_time)
         if self._processes.start_time(pid) != start_time:
@@ -92,7 +92,7 @@ class ClaimedRoots:
         if claim is not None and not self._books.services[claim.service].clients:
             self._drop_claim(claim)
 
-    def _drop_claim(self, claim: Claim) -> None:
+    def _drop_claim(self, claim: ProcessClaim) -> None:
         self._exits.forget(claim.root)
         for client in list(self._books.services[claim.service].clients):
             self._leave(client, ANEW)

@@ -18,7 +18,7 @@ from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.state.journal import Journal
-from valved.state.registry import GUARD_SERVICE, Books, Claim
+from valved.state.registry import GUARD_SERVICE, Books, ProcessClaim
 
 LOOK_S = 1.0  # while there is offline work to stop
 REST_S = 5.0  # before that: nobody is hurt yet, and NVML takes locks of the driver
@@ -102,7 +102,7 @@ class Bystanders:
         claim = self._claim_of(process)
         return claim is not None and claim.role is Role.OFFLINE
 
-    def _claim_of(self, process: ProcessId) -> Claim | None:
+    def _claim_of(self, process: ProcessId) -> ProcessClaim | None:
         """The claim on a process or on who started it. A pid alone would also match a later process of that number."""
         peer = identify(process.pid, 0, self._processes)
         return self._books.find_claim(peer.chain, peer.cgroup) if peer is not None else None

@@ -34,7 +34,7 @@ from valved.node.snapshot import COUNTERS, Snapshots
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
-from valved.state.registry import Books, Claim, ServiceEntry
+from valved.state.registry import Books, ProcessClaim, ServiceEntry
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
@@ -200,7 +200,7 @@ class Handover:
         gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._gating.gpus)
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
-        self._books.claims[root] = Claim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
+        self._books.claims[root] = ProcessClaim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
         self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
         for pid, start_time, tokens in saved.tokens:
             self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)

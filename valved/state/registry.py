@@ -23,7 +23,7 @@ FIRST_SERVICE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ProcessClaim:
     root: ProcessId
     role: Role
     service: ServiceId
@@ -81,7 +81,7 @@ class Books:
     def __init__(self) -> None:
         self.clients: dict[ClientId, ClientEntry] = {}
         self.services: dict[ServiceId, ServiceEntry] = {}
-        self.claims: dict[ProcessId, Claim] = {}
+        self.claims: dict[ProcessId, ProcessClaim] = {}
         self.holders: dict[tuple[int, int], set[ClientId]] = {}  # of each channel that is in a book
         self.per_process: Counter[ProcessId] = Counter()
         self.per_home: Counter[tuple[int, str]] = Counter()  # by user and control group
@@ -96,17 +96,17 @@ class Books:
         self.services[service.id] = service
         return service
 
-    def claim(self, root: ProcessId, role: Role, name: str, cgroup: str = "") -> Claim:
+    def claim(self, root: ProcessId, role: Role, name: str, cgroup: str = "") -> ProcessClaim:
         """Claim a process anew, or change nothing if it already has this role."""
         known = self.claims.get(root)
         if known is not None and known.role is role:
             return known
         service = self.add_service(name, role, root)
-        claim = Claim(root=root, role=role, service=service.id, cgroup=cgroup)
+        claim = ProcessClaim(root=root, role=role, service=service.id, cgroup=cgroup)
         self.claims[root] = claim
         return claim
 
-    def find_claim(self, chain: Sequence[ProcessId], cgroup: str) -> Claim | None:
+    def find_claim(self, chain: Sequence[ProcessId], cgroup: str) -> ProcessClaim | None:
         """The claim of a process: its own, its nearest ancestor's, or that of the control group it lives in."""
         for process in chain:
             if process in self.claims:

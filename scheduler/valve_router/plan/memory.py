@@ -24,7 +24,7 @@ class MemoryLaw:
         return round(self.fixed + task.batch * task.tokens * (self.per_token + self.per_square * task.tokens))
 
 
-class Verdict(enum.Enum):
+class FitVerdict(enum.Enum):
     FITS = "fits"
     WAIT = "wait"  # others give back enough, in time
     OFFLOAD = "offload"  # or it has waited long enough: these go to the host
@@ -44,19 +44,19 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    verdict: Verdict
+    verdict: FitVerdict
     offload: tuple[str, ...] = ()
 
 
 def fits_memory(need: int, capacity: int, held: Sequence[Resident], waited_s: float, limit_s: float) -> Fit:
     """Waits up to `limit_s` for room, then sends away parked training first and the oldest decode's KV next."""
     if need > capacity:
-        return Fit(verdict=Verdict.NEVER)
+        return Fit(verdict=FitVerdict.NEVER)
     missing = need + sum(one.bytes for one in held) - capacity
     if missing <= 0:
-        return Fit(verdict=Verdict.FITS)
+        return Fit(verdict=FitVerdict.FITS)
     if waited_s < limit_s:
-        return Fit(verdict=Verdict.WAIT)
+        return Fit(verdict=FitVerdict.WAIT)
     parked = [one for one in held if one.is_parked]
     parked.sort(key=lambda one: (one.kind is not TaskKind.TRAINING, one.since_s))
     names = []
@@ -66,4 +66,4 @@ def fits_memory(need: int, capacity: int, held: Sequence[Resident], waited_s: fl
         names.append(one.name)
         missing -= one.bytes
     # Of what computes nothing is taken: it ends by itself, and then there is room.
-    return Fit(verdict=Verdict.WAIT) if missing > 0 else Fit(verdict=Verdict.OFFLOAD, offload=tuple(names))
+    return Fit(verdict=FitVerdict.WAIT) if missing > 0 else Fit(verdict=FitVerdict.OFFLOAD, offload=tuple(names))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from valve_router.plan.profile import Law, Profile
-from valve_tools.lab.fleet.load import MODELS, Arrivals, Fleet
+from valve_tools.lab.fleet.load import MODELS, Arrivals, FleetShape
 from valve_tools.lab.fleet.policies import FILLS, OURS, POLICIES, VARIANTS
-from valve_tools.lab.fleet.run import Figures, Run, World
+from valve_tools.lab.fleet.run import Figures, FleetRun, FleetWorld
 from valve_tools.sim.metrics import Interval, interval
 
 SEEDS = 5
@@ -33,7 +33,7 @@ class Setting:
 
     table: str
     name: str
-    world: World
+    world: FleetWorld
     policies: tuple[str, ...]
     seeds: int = SEEDS
 
@@ -61,13 +61,13 @@ def work(setting: Setting) -> list[Cell]:
     for name in setting.policies:
         policy = (POLICIES | VARIANTS | FILLS)[name]
         worlds = [replace(setting.world, seed=seed) for seed in range(1, setting.seeds + 1)]
-        figures = tuple(Run(world, policy).figures() for world in worlds)
+        figures = tuple(FleetRun(world, policy).figures() for world in worlds)
         busy = busy_share(setting.world)
         found.append(Cell(table=setting.table, name=setting.name, policy=name, busy=busy, figures=figures))
     return found
 
 
-def busy_share(world: World) -> float:
+def busy_share(world: FleetWorld) -> float:
     """Of a stage, if all were spread evenly."""
     forward_s, backward_s = MODELS[world.fleet.model]
     arrivals = world.arrivals
@@ -78,14 +78,14 @@ def settings(folder: str, count: int = 400) -> list[Setting]:
     """All of the page."""
     found = []
     for has_gate, model, per_s, share in product((True, False), MODELS, RATES, SHARES):
-        fleet = Fleet(model=model, has_gate=has_gate)
+        fleet = FleetShape(model=model, has_gate=has_gate)
         arrivals = Arrivals(per_s=per_s, training=share, count=max(count, round(HORIZON_S * per_s)))
         policies = (*POLICIES, *VARIANTS) if has_gate and share == 0.5 else tuple(POLICIES)
         found.append(
             Setting(
                 table="gate" if has_gate else "no gate",
                 name=f"{model}, {per_s:g}/s, {100 * share:g} %",
-                world=World(fleet=fleet, arrivals=arrivals, seed=0),
+                world=FleetWorld(fleet=fleet, arrivals=arrivals, seed=0),
                 policies=policies if has_gate else (*WITHOUT_GATE, *(VARIANTS if share == 0.5 else ())),
             )
         )
@@ -97,8 +97,8 @@ def sizes(nodes: Sequence[int] = NODES) -> list[Setting]:
         Setting(
             table="sizes",
             name=f"{count} x {stages}",
-            world=World(
-                fleet=Fleet(nodes=count, stages=stages),
+            world=FleetWorld(
+                fleet=FleetShape(nodes=count, stages=stages),
                 arrivals=Arrivals(per_s=PER_NODE_S * count, training=0.5, count=max(400, 20 * count)),
                 seed=0,
             ),
@@ -113,8 +113,8 @@ def bursts(folder: str, count: int) -> list[Setting]:
         Setting(
             table="bursts",
             name=f"{trace.split('_first')[0].split('_c31')[0]}, {per_s:g}/s, {100 * share:g} %",
-            world=World(
-                fleet=Fleet(),
+            world=FleetWorld(
+                fleet=FleetShape(),
                 arrivals=Arrivals(per_s=per_s, training=share, count=count, trace=trace, folder=folder),
                 seed=0,
             ),
@@ -128,13 +128,13 @@ def wrong() -> list[Setting]:
     """The planner's profile is off by a factor, each task by up to 20 %."""
     found = []
     for per_s, factor, is_calibrated in product((4.0, 8.0, 16.0), (0.5, 1.0, 2.0), (True, False)):
-        world = World(
-            fleet=Fleet(),
+        world = FleetWorld(
+            fleet=FleetShape(),
             arrivals=Arrivals(per_s=per_s, training=0.25),
             seed=0,
             noise=NOISE,
             is_calibrated=is_calibrated,
-            believed=scaled(Fleet().profile, factor),
+            believed=scaled(FleetShape().profile, factor),
         )
         said = "measured" if is_calibrated else "not measured"
         name = f"{per_s:g}/s, profile x {factor:g}, {said}"
@@ -157,8 +157,8 @@ def ablations(count: int) -> list[Setting]:
     for per_s in (4.0, 8.0):
         arrivals = Arrivals(per_s=per_s, training=0.5, count=count)
         for has_gate in (True, False):
-            fleet = Fleet(model="Llama-70B", nodes=16, has_gate=has_gate)
-            world = World(fleet=fleet, arrivals=arrivals, seed=0)
+            fleet = FleetShape(model="Llama-70B", nodes=16, has_gate=has_gate)
+            world = FleetWorld(fleet=fleet, arrivals=arrivals, seed=0)
             gate = "gate" if has_gate else "no gate"
             without = replace(NO_PROFILE, stop_s=fleet.profile.stop_s)
             for said, believed in (("profile", None), ("no profile", without)):
@@ -177,7 +177,9 @@ def quick() -> list[Setting]:
     """What a test can wait for."""
     found = []
     for has_gate, per_s, share in product((True, False), (4.0, 16.0), (0.1, 0.5)):
-        world = World(fleet=Fleet(has_gate=has_gate), arrivals=Arrivals(per_s=per_s, training=share, count=200), seed=0)
+        world = FleetWorld(
+            fleet=FleetShape(has_gate=has_gate), arrivals=Arrivals(per_s=per_s, training=share, count=200), seed=0
+        )
         table, name = "gate" if has_gate else "no gate", f"Llama-8B, {per_s:g}/s, {100 * share:g} %"
         found.append(
             Setting(table=table, name=name, world=world, policies=(OURS, LEAST, "round robin", "separate"), seeds=2)

@@ -29,7 +29,7 @@ MODELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class FleetShape:
     """Equal replicas of one model."""
 
     model: str = "Llama-8B"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from valve_router.plan.memory import MemoryLaw, Resident, Verdict, fits_memory
+from valve_router.plan.memory import FitVerdict, MemoryLaw, Resident, fits_memory
 from valve_router.plan.score import ScoreSettings, cost, printed
 from valve_router.plan.task import Task, TaskKind
 from valve_router.plan.timeline import Placed, Timeline
-from valve_tools.lab.fleet.load import STOP_S, Arrivals, Fleet
+from valve_tools.lab.fleet.load import STOP_S, Arrivals, FleetShape
 from valve_tools.lab.fleet.stages import Stages
 from valve_tools.sim.metrics import Claim, at_least, at_most
 
@@ -27,7 +27,7 @@ def predicted(cases: int) -> list[Claim]:
     overlaps = 0
     for case in range(cases):
         for has_gate in (True, False):
-            fleet = Fleet(stages=1 + case % 4, has_gate=has_gate)
+            fleet = FleetShape(stages=1 + case % 4, has_gate=has_gate)
             timeline, real = Timeline(fleet.profile), Stages(fleet.profile)
             line = [0.0] * fleet.stages
             for task in Arrivals(per_s=3.0, training=0.3, count=60).tasks(case):
@@ -56,7 +56,7 @@ def ordered(cases: int) -> list[Claim]:
     earlier, better, printed_better = 0, 0, 0
     settings = ScoreSettings()
     for case in range(cases):
-        fleet = Fleet(stages=1 + case % 4, has_gate=case % 2 == 0)
+        fleet = FleetShape(stages=1 + case % 4, has_gate=case % 2 == 0)
         timeline = Timeline(fleet.profile)
         tasks = Arrivals(per_s=4.0, training=0.3, count=20).tasks(case)
         for task in tasks:
@@ -165,11 +165,11 @@ def _admit(
     need = law.bytes(task)
     can_offload = not card.is_host_dead
     fit = fits_memory(need, card.capacity, card.held, now - task.arrival_s, 0.5)
-    if fit.verdict is Verdict.NEVER:
+    if fit.verdict is FitVerdict.NEVER:
         refused.add(name)
         queue.pop(0)
         return
-    if fit.verdict is Verdict.OFFLOAD:
+    if fit.verdict is FitVerdict.OFFLOAD:
         for one in [one for one in card.held if one.name in fit.offload]:
             if not can_offload or one.bytes > card.host_left:
                 return  # nowhere to put it: this task waits until others end
@@ -178,7 +178,7 @@ def _admit(
             card.ends.pop(one.name)
             away[one.name] = (now + card.host_s, one)
             card.was_away.add(one.name)
-    if fit.verdict is not Verdict.WAIT:
+    if fit.verdict is not FitVerdict.WAIT:
         card.held.append(Resident(name=name, bytes=need, kind=task.kind, since_s=now))
         card.ends[name] = now + RUNS_S
         queue.pop(0)

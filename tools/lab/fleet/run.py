@@ -13,7 +13,7 @@ from valve_router.plan.profile import Profile
 from valve_router.plan.score import ScoreSettings, target_s
 from valve_router.plan.task import Task
 from valve_router.plan.timeline import Placed, Timeline
-from valve_tools.lab.fleet.load import Arrivals, Fleet, mean_tokens
+from valve_tools.lab.fleet.load import Arrivals, FleetShape, mean_tokens
 from valve_tools.lab.fleet.policies import Policy, Sight
 from valve_tools.lab.fleet.stages import FOREVER, Ran, Stages
 
@@ -22,10 +22,10 @@ AGE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class FleetWorld:
     """One setting under one seed."""
 
-    fleet: Fleet
+    fleet: FleetShape
     arrivals: Arrivals
     seed: int
     noise: float = 0.0  # of each task, up or down
@@ -51,8 +51,8 @@ class Figures:
     densest: float  # of the tasks, how many come in the busiest tenth of the time
 
 
-class Run:
-    def __init__(self, world: World, policy: Policy) -> None:
+class FleetRun:
+    def __init__(self, world: FleetWorld, policy: Policy) -> None:
         self.world, self.policy = world, policy
         self.tasks = world.arrivals.tasks(world.seed)
         true = world.fleet.profile

@@ -29,7 +29,7 @@ LEAVE_S = 30.0  # how long workers have to end their tile when the service is to
 SHORTEST_TOKEN = 16
 
 
-class Workers:
+class JobWorkers:
     """Keeps one process per base alive while it has jobs that have not ended."""
 
     def __init__(self, store: TuneStore, bases: dict[str, str]) -> None:
@@ -124,7 +124,7 @@ def token_of(host: str, path: str) -> str:
 
 
 async def serve(store: TuneStore, bases: dict[str, str], host: str, port: int, token: str) -> None:
-    workers = Workers(store, bases)
+    workers = JobWorkers(store, bases)
     runner = web.AppRunner(TuneApi(store, bases, token=token, changed=workers.changed).application(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
