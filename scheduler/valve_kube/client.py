@@ -19,8 +19,10 @@ WHOLE = Shape()
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
-# Objects of a page. One may be two megabytes, so a page beyond PAGE_BYTES is asked for anew with fewer of them.
-PAGES = (500, 50, 5, 1)
+# Objects of a page. One may be two megabytes, so a page beyond PAGE_BYTES is asked for anew with a tenth of them; each
+# page that fits lets the next one have more again, as far as objects of that size would fit.
+PAGE = 500
+PAGE_GROWTH = 50
 PAGE_BYTES = 16 << 20
 
 
@@ -98,22 +100,25 @@ class KubeClient:
         """All items and the resourceVersion of one consistent (quorum) read, page by page. Of each page only what
         `shape` keeps outlives it."""
         items: list[Json] = []
-        token, size = "", 0
+        token, size = "", PAGE
         while True:
-            page = {**(query or {}), "limit": str(PAGES[size])}
+            page = {**(query or {}), "limit": str(size)}
             if token:
                 page["continue"] = token
-            is_last = size == len(PAGES) - 1
             try:
-                raw = await self._raw("GET", path, query=page, accept=accept, limit=1 << 30 if is_last else PAGE_BYTES)
-            except wire.TooLarge:
-                size += 1
+                raw = await self._raw("GET", path, query=page, accept=accept, limit=PAGE_BYTES)
+            except wire.TooLarge as error:
+                if size == 1:
+                    raise Unreachable(f"GET {path}: {_after(items)} alone: {error}") from error
+                size = max(1, size // 10)
                 continue
             answer = _decoded(f"GET {path}", shape.page, raw)
             items += answer.items
             token = answer.next_token
             if not token:
                 return items, answer.version
+            fitting = PAGE_BYTES * len(answer.items) // len(raw) or 1
+            size = min(PAGE, size + PAGE_GROWTH, fitting)
 
     async def watch(
         self,
@@ -245,6 +250,15 @@ def _decoded(call: str, decode: Callable[[bytes], T], raw: bytes) -> T:
         return decode(raw)
     except msgspec.DecodeError as error:
         raise Unreachable(f"{call}: the answer cannot be read: {error}") from error
+
+
+def _after(items: list[Json]) -> str:
+    """The next object of a list by the one before it, as lists are in the order of namespace and name."""
+    if not items:
+        return "the first object"
+    metadata = items[-1]["metadata"]
+
+    return f"the object after {metadata.get('namespace', '')}/{metadata['name']}"
 
 
 def _target(path: str, query: Mapping[str, str] | None) -> str:

@@ -246,6 +246,7 @@ def test_a_namespace_gets_no_more_gpus_than_its_policy_allows() -> None:
     allow(world, maxGPUs=3)
     for number in range(3):
         world.submit(f"p{number}", gpus=2 if number == 0 else 1)
+    for number in range(2):
         world.filter(f"p{number}")
 
     assert [world.bind(f"p{number}") for number in range(2)] == ["", ""]

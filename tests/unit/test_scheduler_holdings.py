@@ -9,6 +9,7 @@ from valve_kube import names
 from valve_kube.client import ApiError, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import followed, node_report, pod_place
+from valve_kube.policies import read_policies
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.extender.doubts import Doubts
 from valve_scheduler.placement.holdings import ASSUMED_FOR_S, RESERVED_FOR_S
@@ -48,6 +49,10 @@ class World:
 
     def submit(self, name: str, **more: Any) -> None:
         self.pods[name] = pod(name, **more)
+
+    def allow(self, most: int) -> None:
+        spec = {"namespaces": [{"name": "default", "maxGPUs": most}]}
+        self.state.policies = read_policies([{"metadata": {"name": "all"}, "spec": spec}])
 
     def names(self) -> list[str]:
         return [f"n{number}" for number in range(1, 20) if self.state.row(f"n{number}") is not None]
@@ -213,3 +218,62 @@ def test_a_reservation_does_not_stand_in_the_way_of_its_own_pod() -> None:
         assert world.filter("p") == ["n1"]
     assert world.bind("p") == ""
     assert pod_place(world.pods["p"]).gpu_uuids == (uuids("n1")[0],)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_two_pods_filtered_at_once_never_both_pass_the_limit_of_their_namespace(nodes: int) -> None:
+    """Of several nodes none is chosen before the scores; the limit counts the first pod from its filter on."""
+    world = World(*(harvest_node(f"n{number}") for number in range(1, nodes + 1)))
+    world.allow(2)
+    for name, gpus in (("first", 2), ("second", 1)):
+        world.submit(name, gpus=gpus)
+    assert world.filter("first") == world.names()
+
+    assert world.filter("second") == []
+    world.prioritize("first")
+    assert world.filter("second") == []
+    assert "uses 2 of the 2 harvested GPUs" in world.bind("second")
+    assert world.filter("first") == world.names()  # its own reservation does not stand in its way
+    assert world.bind("first") == ""
+    assert "uses 2 of the 2 harvested GPUs" in world.bind("second")
+    world.state.check_integrity()
+
+
+def test_a_limit_never_counts_a_pod_twice_or_longer_than_its_moment() -> None:
+    world = World(harvest_node("n1"), harvest_node("n2"))
+    world.allow(2)
+    for name in ("slow", "bound", "late"):
+        world.submit(name)
+    world.filter("slow")
+    world.filter("bound")
+    assert world.bind("bound") == ""
+    assert world.filter("late") == []  # one bound, one on its way
+
+    world.now_s += RESERVED_FOR_S
+
+    assert world.filter("late") == world.names()
+    assert world.bind("late") == ""
+    assert "uses 2 of the 2 harvested GPUs" in world.bind("slow")
+
+
+def test_a_pod_that_no_node_takes_never_uses_up_the_limit_of_its_namespace() -> None:
+    world = World(harvest_node("n1", cards=1))
+    world.allow(2)
+    world.submit("large", gpus=2)
+    world.submit("small")
+
+    assert world.filter("large") == []
+
+    assert world.filter("small") == ["n1"]
+
+
+def test_two_pods_beside_a_lowered_limit_are_never_both_refused_for_good() -> None:
+    world = World(harvest_node("n1"))
+    for name in ("a", "b"):
+        world.submit(name)
+        assert world.filter(name) == ["n1"]
+    world.allow(1)
+
+    assert "uses 1 of the 1" in world.bind("a")
+
+    assert world.bind("b") == ""

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from valve_kube import names
 from valve_kube.access import Access
-from valve_kube.client import PAGES, KubeClient
+from valve_kube.client import PAGE, KubeClient
 from valve_kube.objects import node_report, pod_place
 from valve_kube.reflector import Reflector
 from valve_kube.shapes import NodeShape, PodShape, ReportShape, Shape
@@ -154,8 +154,8 @@ def resident_mib(pods: int, nodes: int) -> float:
 def _pages(make: Callable[[int], Json], count: int) -> Iterator[bytes]:
     """As the API server sends them. No more than one object is made at a time: those of a page would be most of what
     this process ever takes."""
-    for first in range(0, count, PAGES[0]):
-        items = b",".join(json.dumps(make(index)).encode() for index in range(first, min(first + PAGES[0], count)))
+    for first in range(0, count, PAGE):
+        items = b",".join(json.dumps(make(index)).encode() for index in range(first, min(first + PAGE, count)))
         yield b'{"metadata": {"resourceVersion": "1"}, "items": [' + items + b"]}"
 
 

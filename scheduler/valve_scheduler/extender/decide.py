@@ -72,10 +72,10 @@ class Extender:
         except InvalidObject as error:
             metrics.invalid.labels("Pod").inc()
             return _filter_error(f"valve: {error}")
-        if full := barred(self._state, pod):
+        self._state.held.unreserve(pod.uid)
+        if full := self._barred(pod):
             return _filter_error(f"valve: {full}")
         self._remember(pod)
-        self._state.held.unreserve(pod.uid)
         ranking = self._rank(pod)
         rows, codes = self._codes(wanted, ranking)
         pinned = self._state.held.holding(pod.uid)
@@ -87,8 +87,8 @@ class Extender:
         refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
         worth = self._served.worth(ranking.share[rows], wanted, pod.base)
         best = [wanted[index] for index in _best(passed, worth[passed])]
-        if len(best) == 1:  # kube-scheduler asks for no scores then
-            self._reserve(pod, best[0], ranking)
+        if best:  # of one node alone kube-scheduler asks for no scores
+            self._reserve(pod, best[0] if len(best) == 1 else "", ranking)
 
         return {"NodeNames": best, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
 
@@ -101,13 +101,15 @@ class Extender:
         rows = self._state.rows(wanted)
         shares = self._served.worth(np.where(rows < 0, 0.0, ranking.share[rows]), wanted, pod.base)
         points = scores(shares)
+        chosen = ""
         if len(points) and points.max() > 0:
             # One node has the highest score alone, so that the GPUs kept there are those the pod will get. Among
             # equals each pod begins at another one: a fleet of equal nodes fills evenly.
             best = np.flatnonzero(shares == shares.max())
             top = int(best[crc32(pod.uid.encode()) % len(best)])
             points = np.where(np.arange(len(points)) == top, points, np.minimum(points, points.max() - 1))
-            self._reserve(pod, wanted[top], ranking)
+            chosen = wanted[top]
+        self._reserve(pod, chosen, ranking)
 
         return [{"Host": name, "Score": score} for name, score in zip(wanted, points.tolist(), strict=True)]
 
@@ -134,7 +136,7 @@ class Extender:
             raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
-        if held is None and (full := barred(self._state, pod)):
+        if held is None and (full := self._barred(pod)):
             raise NoPlace(full)
         gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
@@ -143,12 +145,17 @@ class Extender:
         self._pods.pop(uid, None)
 
     def _reserve(self, pod: OfflinePod, node: str, ranking: Ranking) -> None:
-        """Until it is bound other pods are offered other GPUs: without that one bind in seven failed under load."""
-        row = self._state.row(node)
-        if row is None or self._state.held.holding(pod.uid) is not None or ranking.reason[row] != Reason.NONE:
+        """Until it is bound its namespace has fewer GPUs left, and, once a node is chosen, other pods are offered other
+        GPUs: without that one bind in seven failed under load."""
+        held, row = self._state.held, self._state.row(node)
+        if held.holding(pod.uid) is not None:
+            return
+        if row is None or ranking.reason[row] != Reason.NONE:
+            held.reserve(pod.uid, pod.namespace, pod.gpus, self._now_s())
             return
         members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
-        self._state.held.reserve(pod.uid, node, self._state.uuids(node, members.tolist()), self._now_s())
+        uuids = self._state.uuids(node, members.tolist())
+        held.reserve(pod.uid, pod.namespace, pod.gpus, self._now_s(), node, uuids)
 
     def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
         """The best set on the node by what is known now, which may be more than when it was filtered."""
@@ -210,6 +217,10 @@ class Extender:
 
         return pod
 
+    def _barred(self, pod: OfflinePod) -> str:
+        self._state.held.lapse(self._now_s())
+        return barred(self._state, pod)
+
     def _rank(self, pod: OfflinePod) -> Ranking:
         now_s = self._now_s()
         self._state.held.lapse(now_s)
@@ -233,6 +244,7 @@ class Extender:
     def _bind_failed(self, arguments: Json, error: Exception) -> Json:
         pod = f"{arguments.get('PodNamespace')}/{arguments.get('PodName')}"
         log.warning("bind failed", extra={"pod": pod, "node": arguments.get("Node"), "error": str(error)})
+        self._state.held.unreserve(arguments.get("PodUID", ""))
 
         return {"Error": f"valve: {error}"}
 

@@ -2,7 +2,8 @@
 
 A GPU is taken while a pod that is not finished names it in its annotation (truth, from the API server), while a
 bind for it is under way (assumed: ours, for a bounded time), or for the moment between the choice of a node and its
-bind (reserved). What the watch stops to vouch for is doubted and settled by a GET (`doubts.py`)."""
+bind (reserved). A namespace is charged from the filter on, before a node is chosen. What the watch stops to vouch for
+is doubted and settled by a GET (`doubts.py`)."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -12,7 +13,8 @@ from valve_kube.objects import PodPlace
 
 # Longer than the API server's own request time-out of 60 s: after it a lost Binding can no longer appear.
 ASSUMED_FOR_S = 70.0
-# Between the answer to prioritize and the call of bind lie milliseconds; what is not bound by then went elsewhere.
+# Between the answers to filter and prioritize and the call of bind lie milliseconds; what is not bound by then went
+# elsewhere.
 RESERVED_FOR_S = 2.0
 
 
@@ -31,10 +33,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """GPUs that one pod will be bound to in a moment; other pods are offered others."""
+    """GPUs that one pod will be bound to in a moment; other pods are offered others. node empty: not chosen yet."""
 
     node: str
     gpu_uuids: tuple[str, ...]
+    namespace: str
+    gpus: int
     until_s: float
 
 
@@ -97,15 +101,21 @@ class HeldGpus:
 
         return False
 
-    def reserve(self, pod_uid: str, node: str, gpu_uuids: tuple[str, ...], now_s: float) -> None:
-        """Keep GPUs for a pod that is about to be bound to them."""
+    def reserve(
+        self, pod_uid: str, namespace: str, gpus: int, now_s: float, node: str = "", gpu_uuids: tuple[str, ...] = ()
+    ) -> None:
+        """Keep as many GPUs of its namespace's limit, and those of the node, for a pod that is about to be bound."""
         self.unreserve(pod_uid)
-        self._reserved[pod_uid] = Reservation(node=node, gpu_uuids=gpu_uuids, until_s=now_s + RESERVED_FOR_S)
-        self._changed(node)
+        until_s = now_s + RESERVED_FOR_S
+        self._reserved[pod_uid] = Reservation(
+            node=node, gpu_uuids=gpu_uuids, namespace=namespace, gpus=gpus, until_s=until_s
+        )
+        if node:
+            self._changed(node)
 
     def unreserve(self, pod_uid: str) -> None:
         reservation = self._reserved.pop(pod_uid, None)
-        if reservation is not None:
+        if reservation is not None and reservation.node:
             self._changed(reservation.node)
 
     def lapse(self, now_s: float) -> None:
@@ -165,9 +175,11 @@ class HeldGpus:
     def holding(self, pod_uid: str) -> Holding | None:
         return self._holdings.get(pod_uid)
 
-    def in_use(self, namespace: str) -> int:
-        """GPUs that offline pods of the namespace hold or are about to."""
-        return self._in_use[namespace]
+    def in_use(self, namespace: str, *, but: str) -> int:
+        """GPUs that offline pods of the namespace hold or are about to; not those of pod uid `but`."""
+        own = self._holdings.get(but)
+        coming = sum(one.gpus for uid, one in self._reserved.items() if one.namespace == namespace and uid != but)
+        return self._in_use[namespace] + coming - (len(own.gpu_uuids) if own else 0)
 
     def holdings(self) -> list[Holding]:
         return list(self._holdings.values())
@@ -196,6 +208,7 @@ class HeldGpus:
             return
         if before is not None:
             self.release(holding.pod_uid)
+        self.unreserve(holding.pod_uid)
         self._holdings[holding.pod_uid] = holding
         self._in_use[holding.namespace] += len(holding.gpu_uuids)
         self._holders[holding.node].add(holding.pod_uid)

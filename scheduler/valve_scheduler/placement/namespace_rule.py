@@ -17,9 +17,10 @@ def barred(state: ClusterState, pod: OfflinePod) -> str:
     rule = policies.rule(pod.namespace)
     if rule.mode in ("off", "observe"):
         return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
-    held = state.held.holding(pod.uid)
-    used = state.held.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
-    if rule.max_gpus is not None and used + pod.gpus > rule.max_gpus:
-        return f"namespace {pod.namespace} uses {used} of the {rule.max_gpus} harvested GPUs its HarvestPolicy allows"
+    if rule.max_gpus is not None:
+        used = state.held.in_use(pod.namespace, but=pod.uid)
+        if used + pod.gpus > rule.max_gpus:
+            most = f"{rule.max_gpus} harvested GPUs its HarvestPolicy allows"
+            return f"namespace {pod.namespace} uses {used} of the {most}"
 
     return ""
