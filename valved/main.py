@@ -31,15 +31,33 @@ GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="valved", description="Valve's node daemon")
-    parser.add_argument("--run-dir", type=Path, help="sockets and state (default: /run/valve, or the user's own)")
-    parser.add_argument("--config", type=Path, help="TOML file (docs/configuration.md)")
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], help="how far it may go")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port of loopback; 0: off")
-    parser.add_argument("--trace-file", help="record every event and decision there")
-    parser.add_argument("--node", help="name of the Kubernetes node this is; without one there is no Kubernetes here")
-    parser.add_argument("--wait", action="store_true", help="wait until the valved that runs here now has left")
-    parser.add_argument("--replace", action="store_true", help="take over from the valved that runs here now")
-    parser.add_argument("--foreground", action="store_true", help="accepted for units: valved never forks")
+    parser.add_argument(
+        "--run-dir", type=Path, help="The folder of sockets and state. Default: /run/valve, or the user's own."
+    )
+    parser.add_argument(
+        "--config", type=Path, help="The TOML configuration file (docs/configuration.md). Default: none."
+    )
+    parser.add_argument(
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        help="How far valved may go. Default: as configured, or as set since.",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        help="Serve Prometheus metrics on this loopback port. 0 switches them off. Default: as configured.",
+    )
+    parser.add_argument("--trace-file", help="Record every event and decision in this file. Default: record none.")
+    parser.add_argument(
+        "--node", help="The name of the Kubernetes node that this is. Default: this is no Kubernetes node."
+    )
+    parser.add_argument("--wait", action="store_true", help="Wait until the valved that runs here now has left.")
+    parser.add_argument("--replace", action="store_true", help="Take over from the valved that runs here now.")
+    parser.add_argument(
+        "--foreground",
+        action="store_true",
+        help="This is accepted for systemd units and changes nothing: valved never forks.",
+    )
     return parser.parse_args(argv)
 
 

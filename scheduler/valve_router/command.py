@@ -44,67 +44,169 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="valve route", description=__doc__)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
-    _add_choice(serve)
-    serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
-    serve.add_argument("--replica-token-file", type=Path, help="the router sends this to the replicas")
-    serve.add_argument("--path", action="append", default=[], help="a path of the engine that clients may ask, too")
-    serve.add_argument(
-        "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
-    )
-    serve.add_argument(
-        "--newest", action="append", default=[], metavar="NAME", help="clients may ask for the newest NAME-vN as NAME"
-    )
-    serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
-    serve.set_defaults(run=_serve)
-    pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
-    _add_choice(pick)
-    pick.add_argument("--grpc", default="127.0.0.1:9002", metavar="HOST:PORT", help="where gateways connect")
-    pick.add_argument("--tls-certificate", type=Path)
-    pick.add_argument("--tls-key", type=Path)
-    pick.add_argument("--client-ca", type=Path, help="only gateways with a certificate of this authority connect")
-    pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
-    pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
-    pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
-    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], newest=[], training=Path())
-    for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
+    _add_serve(commands)
+    _add_pick(commands)
+    for name, run, text in (
+        ("status", _status, "Show a running router once."),
+        ("top", _top, "Show a running router until Ctrl-C."),
+    ):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         _add_target(command)
         if name == "status":
-            command.add_argument("--json", action="store_true")
-    for name, text in (("drain", "send a replica no more requests"), ("undrain", "send it requests again")):
+            command.add_argument("--json", action="store_true", help="Print the status as one JSON document.")
+    for name, text in (
+        ("drain", "Send a replica no more requests."),
+        ("undrain", "Send a drained replica requests again."),
+    ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("replica", help="its number or its URL")
+        command.add_argument("replica", help="The replica, by its number or its URL.")
         command.set_defaults(run=_drain, is_drained=name == "drain")
         _add_target(command)
     return root
 
 
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve", help="Run the router: pass OpenAI-shaped requests to the replicas of one model."
+    )
+    _add_choice(serve)
+    serve.add_argument(
+        "--token-file",
+        type=Path,
+        help="Clients must send the content of this file as a bearer token. Default: no token is asked for.",
+    )
+    serve.add_argument(
+        "--replica-token-file",
+        type=Path,
+        help="The router sends the content of this file to the replicas as a bearer token. Default: none is sent.",
+    )
+    serve.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        help="Clients may also ask this path of the engine. Repeat the option for several paths.",
+    )
+    serve.add_argument(
+        "--training",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="Take fleet finetuning jobs and keep them in this folder. Default: take none.",
+    )
+    serve.add_argument(
+        "--newest",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Clients may ask for the newest version NAME-vN by the name NAME. Repeat the option for several names.",
+    )
+    serve.add_argument("--access-log", action="store_true", help="Print one JSON line on stdout for each request.")
+    serve.set_defaults(run=_serve)
+
+
+def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    pick = commands.add_parser(
+        "pick", help="Choose replicas for an Envoy gateway. The gateway passes the requests itself."
+    )
+    _add_choice(pick)
+    pick.add_argument(
+        "--grpc",
+        default="127.0.0.1:9002",
+        metavar="HOST:PORT",
+        help="Gateways connect to this address. Default: %(default)s.",
+    )
+    pick.add_argument(
+        "--tls-certificate",
+        type=Path,
+        help="The certificate that gateways are shown, as a PEM file. It needs --tls-key.",
+    )
+    pick.add_argument("--tls-key", type=Path, help="The private key of --tls-certificate, as a PEM file.")
+    pick.add_argument("--client-ca", type=Path, help="Only gateways with a certificate of this authority may connect.")
+    pick.add_argument(
+        "--tls-self-signed", action="store_true", help="Make a certificate at the start. Gateways cannot check it."
+    )
+    pick.add_argument(
+        "--health-port",
+        type=int,
+        default=0,
+        help="Answer the kubelet's health checks on this port, without TLS. 0 stands for no such port. Default: "
+        "%(default)s.",
+    )
+    pick.add_argument(
+        "--without-tls",
+        action="store_true",
+        help="Serve without TLS. Use it only where a network policy lets only gateways in.",
+    )
+    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], newest=[], training=Path())
+
+
 def _add_choice(command: argparse.ArgumentParser) -> None:
     """Who the replicas are, and how one is chosen."""
-    command.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
+    command.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="The URL of one engine. Repeat the option for each replica.",
+    )
     command.add_argument(
         "--service",
         metavar="NAMESPACE/NAME[:PORT]",
-        help="in place of --replica: the ready pods of a Service; PORT: name, or number in the pods (targetPort)",
+        help="Use the ready pods of this Service in place of --replica. PORT is a name, or a number in the pods "
+        "(targetPort).",
     )
-    command.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
-    command.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
     command.add_argument(
-        "--operator-token-file", type=Path, help="for status, metrics and drain, where others can connect"
+        "--kubeconfig",
+        help="The kubeconfig for --service. Default: the pod's service account, else the user's kubeconfig.",
     )
-    command.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
-    command.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
-    command.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
     command.add_argument(
-        "--least-replicas", type=int, default=1, help="the advice on how many are awake is never below"
+        "--listen",
+        default="127.0.0.1:8100",
+        metavar="HOST:PORT",
+        help="Clients connect to this address. Default: %(default)s.",
+    )
+    command.add_argument(
+        "--operator-token-file",
+        type=Path,
+        help="Whoever asks for status, metrics or drain must send the content of this file. It is needed where "
+        "others can connect.",
+    )
+    command.add_argument(
+        "--score",
+        choices=[one.value for one in Score],
+        default=Score.PACK.value,
+        help="How a replica is chosen: the paper's printed score, the least cost, or packed replicas. Default: "
+        "%(default)s.",
+    )
+    command.add_argument(
+        "--tpot-ms",
+        type=float,
+        default=0.0,
+        help="A replica that takes longer for a token gets no more requests, in milliseconds. 0 stands for no "
+        "limit. Default: %(default)g.",
+    )
+    command.add_argument(
+        "--open-per-replica",
+        type=int,
+        default=256,
+        help="The most requests that may be under way in one replica. Default: %(default)s.",
+    )
+    command.add_argument(
+        "--least-replicas",
+        type=int,
+        default=1,
+        help="The advice never asks for fewer awake replicas than this number. Default: %(default)s.",
     )
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--router", default=HERE, metavar="URL")
-    command.add_argument("--token-file", type=Path)
+    command.add_argument(
+        "--router", default=HERE, metavar="URL", help="The URL of the running router. Default: %(default)s."
+    )
+    command.add_argument(
+        "--token-file", type=Path, help="The file that holds the router's operator token. Default: send none."
+    )
 
 
 def address_of(flag: str, text: str) -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """`valve-scheduler`: the extender beside kube-scheduler, the SLA controller, or the admission webhook."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import contextlib
@@ -46,57 +48,179 @@ class JsonLines(logging.Formatter):
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="valve-scheduler", description=__doc__)
-    top.add_argument("--kubeconfig", help="default: the pod's service account, else the user's kubeconfig")
+    top.add_argument(
+        "--kubeconfig", help="The kubeconfig to read. Default: the pod's service account, else the user's kubeconfig."
+    )
     commands = top.add_subparsers(dest="command", required=True)
 
-    extender = commands.add_parser("extender", help="answer kube-scheduler's filter, prioritize and bind")
-    extender.add_argument("--port", type=int, default=8901, help="on 127.0.0.1, for kube-scheduler")
-    extender.add_argument("--probe-host", default="0.0.0.0")
-    extender.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
-    extender.add_argument("--lease-namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
-    extender.add_argument("--lease-name", default="valve-scheduler")
-    extender.add_argument("--no-leader-election", action="store_true", help="one scheduler only, which has no lease")
-    _add_alignment(extender)
-
-    controller = commands.add_parser("controller", help="watch SLAs, evict within a budget, requeue pending pods")
-    _add_alignment(controller)
-    controller.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
-    controller.add_argument("--probe-host", default="0.0.0.0")
-    controller.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
-    controller.add_argument(
-        "--lease", type=float, default=DURATION_S, metavar="SECONDS", help="until another one leads"
-    )
-    controller.add_argument("--monitor-every", type=float, default=30.0, metavar="SECONDS")
-    controller.add_argument("--sla-window", type=float, default=MonitorSettings().window_s, metavar="SECONDS")
-
-    webhook = commands.add_parser("webhook", help="make offline pods schedulable, inject the shim into online pods")
-    webhook.add_argument("--port", type=int, default=8443)
-    webhook.add_argument("--host", default="0.0.0.0")
-    webhook.add_argument("--probe-host", default="0.0.0.0")
-    webhook.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
-    webhook.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
-    webhook.add_argument("--secret", default="valve-webhook-tls", help="holds the self-managed certificate")
-    webhook.add_argument("--configuration", default="valve", help="MutatingWebhookConfiguration to keep trusted")
-    webhook.add_argument("--hostname", action="append", help="in the certificate; repeat for several")
-    webhook.add_argument("--certificate-folder", type=Path, help="tls.crt and tls.key from cert-manager")
-    webhook.add_argument("--backend", choices=[b.value for b in Backend], default=Backend.ENVVAR.value)
-    webhook.add_argument("--runtime-class", default=AdmissionSettings().runtime_class)
-    webhook.add_argument("--shim-folder", default=AdmissionSettings().shim_folder, help="on the nodes")
-    webhook.add_argument("--client-folder", default=AdmissionSettings().client_folder, help="the link's, on the nodes")
-    webhook.add_argument("--offline-env", action="append", default=[], metavar="NAME=VALUE")
-
-    before = commands.add_parser("drain", help="before an uninstall: webhooks gone, nodes off, no offline pod left")
-    before.add_argument("--configuration", default="valve", help="MutatingWebhookConfiguration to remove")
-    before.add_argument("--timeout", type=float, default=DrainSettings().timeout_s, metavar="SECONDS")
-
-    commands.add_parser("check", help="can these rights read what Valve follows")
+    _add_extender(commands)
+    _add_controller(commands)
+    _add_webhook(commands)
+    _add_drain(commands)
+    commands.add_parser("check", help="Check that these rights can read what Valve follows.")
 
     return top
 
 
+def _add_extender(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    extender = commands.add_parser("extender", help="Answer the filter, prioritize and bind calls of kube-scheduler.")
+    extender.add_argument(
+        "--port",
+        type=int,
+        default=8901,
+        help="Listen for kube-scheduler on this port of 127.0.0.1. Default: %(default)s.",
+    )
+    _add_probes(extender)
+    extender.add_argument(
+        "--lease-namespace",
+        default=os.environ.get("POD_NAMESPACE", "valve-system"),
+        help="The namespace of kube-scheduler's lease. Default: POD_NAMESPACE of the environment, else valve-system.",
+    )
+    extender.add_argument(
+        "--lease-name", default="valve-scheduler", help="The name of kube-scheduler's lease. Default: %(default)s."
+    )
+    extender.add_argument(
+        "--no-leader-election",
+        action="store_true",
+        help="Answer without looking at a lease. Use it where only one scheduler runs and has no lease.",
+    )
+    _add_alignment(extender)
+
+
+def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    controller = commands.add_parser(
+        "controller", help="Watch SLAs, evict pods within a budget and requeue pending pods."
+    )
+    _add_alignment(controller)
+    controller.add_argument(
+        "--namespace",
+        default=os.environ.get("POD_NAMESPACE", "valve-system"),
+        help="The namespace of the lease. Default: POD_NAMESPACE of the environment, else valve-system.",
+    )
+    _add_probes(controller)
+    controller.add_argument(
+        "--lease",
+        type=float,
+        default=DURATION_S,
+        metavar="SECONDS",
+        help="Another controller leads after this one was silent for this many seconds. Default: %(default)g.",
+    )
+    controller.add_argument(
+        "--monitor-every",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="Look at the SLAs every so many seconds. Default: %(default)g.",
+    )
+    controller.add_argument(
+        "--sla-window",
+        type=float,
+        default=MonitorSettings().window_s,
+        metavar="SECONDS",
+        help="Judge an SLA over this many seconds. Default: %(default)g.",
+    )
+
+
+def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    webhook = commands.add_parser("webhook", help="Make offline pods schedulable and inject the shim into online pods.")
+    webhook.add_argument(
+        "--port", type=int, default=8443, help="Listen for the API server on this port. Default: %(default)s."
+    )
+    webhook.add_argument(
+        "--host", default="0.0.0.0", help="Listen for the API server on this address. Default: %(default)s."
+    )
+    _add_probes(webhook)
+    webhook.add_argument(
+        "--namespace",
+        default=os.environ.get("POD_NAMESPACE", "valve-system"),
+        help="The namespace of the secret. Default: POD_NAMESPACE of the environment, else valve-system.",
+    )
+    webhook.add_argument(
+        "--secret",
+        default="valve-webhook-tls",
+        help="The secret that holds the webhook's own certificate. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--configuration",
+        default="valve",
+        help="The MutatingWebhookConfiguration whose CA the webhook keeps up to date. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--hostname", action="append", help="A name in the certificate. Repeat the option for several names."
+    )
+    webhook.add_argument(
+        "--certificate-folder",
+        type=Path,
+        help="The folder with tls.crt and tls.key from cert-manager. Default: the webhook makes its own certificate.",
+    )
+    webhook.add_argument(
+        "--backend",
+        choices=[b.value for b in Backend],
+        default=Backend.ENVVAR.value,
+        help="How an offline pod asks for a GPU. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--runtime-class",
+        default=AdmissionSettings().runtime_class,
+        help="The RuntimeClass that offline pods get. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--shim-folder",
+        default=AdmissionSettings().shim_folder,
+        help="The folder of the shim on the nodes. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--client-folder",
+        default=AdmissionSettings().client_folder,
+        help="The folder of the link's client on the nodes. Default: %(default)s.",
+    )
+    webhook.add_argument(
+        "--offline-env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="A variable that offline pods get. Repeat the option for several variables.",
+    )
+
+
+def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    before = commands.add_parser(
+        "drain",
+        help="Prepare an uninstall: remove the webhooks, switch the nodes off and wait until no offline pod is left.",
+    )
+    before.add_argument(
+        "--configuration", default="valve", help="The MutatingWebhookConfiguration to remove. Default: %(default)s."
+    )
+    before.add_argument(
+        "--timeout",
+        type=float,
+        default=DrainSettings().timeout_s,
+        metavar="SECONDS",
+        help="Give up after this many seconds. Default: %(default)g.",
+    )
+
+
+def _add_probes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe-host", default="0.0.0.0", help="Serve probes and metrics on this address. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--probe-port",
+        type=int,
+        default=8902,
+        help="Serve /healthz, /readyz and /metrics on this port. Default: %(default)s.",
+    )
+
+
 def _add_alignment(parser: argparse.ArgumentParser) -> None:
     theta = PlacementSettings().theta
-    parser.add_argument("--alignment-threshold", type=float, default=theta, help="theta in [0, 1], for all alike")
+    parser.add_argument(
+        "--alignment-threshold",
+        type=float,
+        default=theta,
+        help="Two GPUs never serve one job when their busy time overlaps less than this share (theta, 0 to 1). "
+        "Default: %(default)g.",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

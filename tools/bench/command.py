@@ -82,10 +82,10 @@ def verdict(row: Row) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="benchmarks to run; all but rungs and sparse when none is named"
+        "names", nargs="*", metavar="NAME", help="The benchmarks to run. Default: all but rungs and sparse."
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per figure and line")
-    parser.add_argument("--list", action="store_true", help="only name the benchmarks")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object per figure and line.")
+    parser.add_argument("--list", action="store_true", help="Name the benchmarks and run none.")
     options = parser.parse_args(argv)
     benches = registry()
     if options.list:

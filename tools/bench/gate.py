@@ -164,7 +164,7 @@ BENCHES: dict[str, Callable[[], Iterable[Row]]] = {
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve_tools.bench.gate", description="gate-8gpu, with its chart")
-    parser.add_argument("--chart", type=Path, required=True, help="write the SVG here")
+    parser.add_argument("--chart", type=Path, required=True, help="Write the SVG to this file.")
     options = parser.parse_args(arguments)
     patched, stock = fan_out("device-only"), fan_out("stock")
     options.chart.parent.mkdir(parents=True, exist_ok=True)

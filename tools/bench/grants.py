@@ -204,8 +204,12 @@ def bench_slices() -> Iterator[Row]:
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"grant-gate": bench_gate, "grant-slice": bench_slices}
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rung", choices=list(RUNGS))
+    parser.add_argument("rung", choices=list(RUNGS), help="The way of giving pauses to measure.")
     rung = RUNGS[parser.parse_args().rung]
     print(json.dumps(rung(Emulator(Path(os.environ["VALVE_EMU_DIR"])))))
+
+
+if __name__ == "__main__":
+    main()

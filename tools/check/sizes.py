@@ -26,7 +26,6 @@ OVERLONG = {
     "shim/src/link/session.c": 480,
     "tools/emulator/cuda/step.c": 420,
     "tools/gpu/native/helper.c": 430,
-    "tools/replay/command.py": 420,
     "tools/sim/world.py": 460,
     "valved/machine/ports.py": 480,
     "valved/native/internal.h": 440,

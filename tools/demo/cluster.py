@@ -37,9 +37,18 @@ SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-schedul
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo cluster", description=__doc__)
-    parser.add_argument("--nodes", type=int, default=20, help="made-up nodes of eight GPUs")
-    parser.add_argument("--seconds", type=float, default=12.0, help="for which gating is shown")
-    parser.add_argument("--pairs", type=int, default=8, help="of pod starts, with and without injection")
+    parser.add_argument(
+        "--nodes", type=int, default=20, help="The number of made-up nodes of eight GPUs. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="Show gating for this many seconds. Default: %(default)g."
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=8,
+        help="The number of pod starts, each with and without injection. Default: %(default)s.",
+    )
     options = parser.parse_args(argv)
     problem, programs = programs_or_why_not(Path.cwd())
     if programs is None:

@@ -34,12 +34,26 @@ def main(argv: list[str]) -> int:
         return granted.main(argv[1:])
     others = "See also: valve demo memory, valve demo granted, valve demo cluster, valve demo tune"
     parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog=others)
-    parser.add_argument("--seconds", type=float, default=USUAL.seconds, help="of arrivals in each run")
-    parser.add_argument("--rounds", type=int, default=USUAL.rounds, help="of (alone, with Valve)")
-    parser.add_argument("--trace", type=Path, help="CSV of arrivals: t_s,in_tok,out_tok (default: drawn from --seed)")
-    parser.add_argument("--seed", type=int, default=USUAL.seed)
-    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
-    parser.add_argument("--keep", type=Path, help="leave logs, traces and outputs in this folder")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=USUAL.seconds,
+        help="Each run takes arrivals for this many seconds. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=USUAL.rounds,
+        help="The number of rounds. A round is one run alone and one with Valve. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="A CSV file of arrivals: t_s,in_tok,out_tok. Default: arrivals drawn from --seed."
+    )
+    parser.add_argument(
+        "--seed", type=int, default=USUAL.seed, help="The seed of the drawn arrivals. Default: %(default)s."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the runs as JSON.")
+    parser.add_argument("--keep", type=Path, help="Leave logs, traces and outputs in this folder. Default: keep none.")
     options = parser.parse_args(argv)
     if options.trace and not options.trace.is_file():
         print(f"valve demo: {options.trace} is not a file", file=sys.stderr)

@@ -230,15 +230,34 @@ def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = GrantedPlan()
     parser = argparse.ArgumentParser(prog="valve demo granted", description=__doc__)
-    parser.add_argument("--requests", type=int, default=usual.requests)
-    parser.add_argument("--rate", type=float, default=usual.rate, help="requests a second")
-    parser.add_argument("--tpot-ms", type=float, default=usual.tpot_ms, help="the stated target")
-    parser.add_argument("--gap-ms", type=float, default=usual.gap_ms, help="the longest stated gap between two tokens")
     parser.add_argument(
-        "--rung", choices=[rung.value for rung in Rung], default=usual.rung, help="how pauses are given"
+        "--requests", type=int, default=usual.requests, help="The number of requests. Default: %(default)s."
     )
-    parser.add_argument("--seed", type=int, default=usual.seed)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--rate", type=float, default=usual.rate, help="The online requests a second. Default: %(default)g."
+    )
+    parser.add_argument(
+        "--tpot-ms",
+        type=float,
+        default=usual.tpot_ms,
+        help="The target that the service states for each further token, in milliseconds. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--gap-ms",
+        type=float,
+        default=usual.gap_ms,
+        help="The longest gap between two tokens that the service states, in milliseconds. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--rung",
+        choices=[rung.value for rung in Rung],
+        default=usual.rung,
+        help="How pauses are given. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=usual.seed, help="The seed of the drawn requests. Default: %(default)s."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
     options = parser.parse_args(argv)
     plan = GrantedPlan(
         requests=options.requests, rate=options.rate, tpot_ms=options.tpot_ms, gap_ms=options.gap_ms,

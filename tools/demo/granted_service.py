@@ -179,16 +179,36 @@ class GrantedService:
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=4.0, help="drawn requests a second")
-    parser.add_argument("--in-tokens", type=int, default=400)
-    parser.add_argument("--out-tokens", type=float, default=40.0, help="mean of drawn answers")
-    parser.add_argument("--prefill-us", type=int, default=40, help="GPU time per prompt token")
-    parser.add_argument("--decode-us", type=int, default=10_000, help="GPU time of a step")
-    parser.add_argument("--sequence-us", type=int, default=50, help="and more per request")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hasty", action="store_true", help="ask from the first step on")
-    parser.add_argument("--say-pauses", action="store_true", help="print a line as each pause begins")
+    parser.add_argument("--requests", type=int, default=200, help="The number of requests. Default: %(default)s.")
+    parser.add_argument("--rate", type=float, default=4.0, help="The drawn requests a second. Default: %(default)g.")
+    parser.add_argument("--in-tokens", type=int, default=400, help="The tokens of each prompt. Default: %(default)s.")
+    parser.add_argument(
+        "--out-tokens",
+        type=float,
+        default=40.0,
+        help="The mean number of tokens of the drawn answers. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--prefill-us",
+        type=int,
+        default=40,
+        help="The GPU time per prompt token, in microseconds. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--decode-us",
+        type=int,
+        default=10_000,
+        help="The GPU time of a decode step, in microseconds. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--sequence-us",
+        type=int,
+        default=50,
+        help="The GPU time that each request adds to a step, in microseconds. Default: %(default)s.",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="The seed of the drawn requests. Default: %(default)s.")
+    parser.add_argument("--hasty", action="store_true", help="Ask for pauses from the first step on.")
+    parser.add_argument("--say-pauses", action="store_true", help="Print a line as each pause begins.")
     return parser.parse_args(argv)
 
 

@@ -220,11 +220,20 @@ def show(figures: MemoryFigures, plan: MemoryPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = MemoryPlan()
     parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of requests")
-    parser.add_argument("--seed", type=int, default=usual.seed)
-    parser.add_argument("--trace", type=Path, help="CSV of requests: t_s,in_tok,out_tok (default: drawn from --seed)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--keep", type=Path, help="leave logs, traces and outputs in this folder")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=usual.seconds,
+        help="Take requests for this many seconds. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=usual.seed, help="The seed of the drawn requests. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="A CSV file of requests: t_s,in_tok,out_tok. Default: requests drawn from --seed."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
+    parser.add_argument("--keep", type=Path, help="Leave logs, traces and outputs in this folder. Default: keep none.")
     options = parser.parse_args(argv)
     try:
         trace = read_file(options.trace) if options.trace else None

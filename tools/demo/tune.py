@@ -99,10 +99,19 @@ def say(text: str) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
-    parser.add_argument("--python", default=".venv-tune/bin/python", help="of the environment that can train")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--engines", type=Path, default=".venv-engines", help="where vLLM is installed, if it is")
-    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
+    parser.add_argument(
+        "--python",
+        default=".venv-tune/bin/python",
+        help="The Python of the environment that can train. Default: %(default)s.",
+    )
+    parser.add_argument("--steps", type=int, default=40, help="The number of optimizer steps. Default: %(default)s.")
+    parser.add_argument(
+        "--engines",
+        type=Path,
+        default=".venv-engines",
+        help="The folder in which vLLM is installed, if it is. Default: %(default)s.",
+    )
+    parser.add_argument("--keep", type=Path, help="Leave everything in this folder. Default: keep nothing.")
     options = parser.parse_args(argv)
     python = str(Path(options.python).absolute())
     if not Path(python).exists():

@@ -63,8 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tools/emulator/ctl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", default=os.environ.get("VALVE_EMU_DIR"), help="directory of the node")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.add_argument(
+        "--dir",
+        default=os.environ.get("VALVE_EMU_DIR"),
+        help="The folder of the node. Default: VALVE_EMU_DIR of the environment.",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="The command and its words. The list stands above.")
     options = parser.parse_args(arguments)
     if not options.dir or not options.command:
         parser.error("say which node (--dir or VALVE_EMU_DIR) and what to do")

@@ -19,14 +19,34 @@ from valve_tools.emulator.node import Options, environment, shared_node
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/emulator/run", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--gpus", type=int, default=1, help="number of cards (default 1)")
-    parser.add_argument("--bytes", type=int, default=80 << 30, help="memory per card")
-    parser.add_argument("--name", default="NVIDIA H100 80GB HBM3 (emulated)", help="name of each card")
-    parser.add_argument("--seed", type=int, default=1, help="decides the cards' UUIDs")
-    parser.add_argument("--dir", type=Path, help="directory of the node (default: VALVE_EMU_DIR, else a new one)")
-    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="a knob (see README.md)")
-    parser.add_argument("--fault", action="append", default=[], metavar="RULE", help="a fault rule")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program, after --")
+    parser.add_argument("--gpus", type=int, default=1, help="The number of cards. Default: %(default)s.")
+    parser.add_argument(
+        "--bytes", type=int, default=80 << 30, help="The memory of each card in bytes. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--name", default="NVIDIA H100 80GB HBM3 (emulated)", help="The name of each card. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="The seed that decides the cards' UUIDs. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="The folder of the node. Default: VALVE_EMU_DIR of the environment, else a new one."
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="Set one knob of README.md. Repeat the option for several knobs.",
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="Set one fault rule of README.md. Repeat the option for several rules.",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="The program to run and its arguments, after --.")
     options = parser.parse_args(arguments)
     if options.command[:1] == ["--"]:
         options.command = options.command[1:]

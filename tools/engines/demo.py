@@ -163,16 +163,42 @@ def favour(valved: subprocess.Popen[bytes]) -> None:
 
 def options() -> Any:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
-    parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
-    parser.add_argument("--rounds", type=int, default=5, help="of alone and Valve; ungated runs twice in the first")
-    parser.add_argument("--requests", type=int, default=300, help="of the batch, a part in each round")
-    parser.add_argument("--prompts", type=int, default=30, help="of each benchmark")
-    parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
-    parser.add_argument("--step-us", default=STEP_US, help="what a model step takes, and each token in it")
-    parser.add_argument("--remap", default="helper", choices=[way.value for way in Remap], help="how memory is taken")
-    parser.add_argument("--port", type=int, default=18231)
-    parser.add_argument("--report", type=Path, help="write what was measured to this file, as Markdown")
-    parser.add_argument("--keep", type=Path, help="leave logs and outputs in this folder")
+    parser.add_argument(
+        "--engines",
+        type=Path,
+        default=Path(".venv-engines"),
+        help="The environment that make test-engines made. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="The number of rounds of alone and Valve. Ungated runs twice, in the first. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=300,
+        help="The requests of the batch. Each round takes a part. Default: %(default)s.",
+    )
+    parser.add_argument("--prompts", type=int, default=30, help="The requests of each benchmark. Default: %(default)s.")
+    parser.add_argument("--rate", type=float, default=1.5, help="The online requests a second. Default: %(default)g.")
+    parser.add_argument(
+        "--step-us",
+        default=STEP_US,
+        help="The microseconds that a model step takes, and each token in it. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--remap",
+        default="helper",
+        choices=[way.value for way in Remap],
+        help="How memory is taken. Default: %(default)s.",
+    )
+    parser.add_argument("--port", type=int, default=18231, help="The port of the online server. Default: %(default)s.")
+    parser.add_argument(
+        "--report", type=Path, help="Write what was measured to this file, as Markdown. Default: only print it."
+    )
+    parser.add_argument("--keep", type=Path, help="Leave logs and outputs in this folder. Default: keep none.")
     return parser.parse_args()
 
 

@@ -268,13 +268,35 @@ def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> Ru
 def main() -> int:
     usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
-    parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
-    parser.add_argument("--rounds", type=int, default=usual.rounds, help="of a server without consent and one with it")
-    parser.add_argument("--requests", type=int, default=usual.requests, help="that are judged, of each server")
-    parser.add_argument("--batch", type=int, default=usual.batch, help="requests of each batch")
-    parser.add_argument("--rung", choices=[rung.value for rung in Rung], default=Rung.GATE.value)
-    parser.add_argument("--port", type=int, default=18241)
-    parser.add_argument("--keep", type=Path, help="leave logs and outputs in this folder")
+    parser.add_argument(
+        "--engines",
+        type=Path,
+        default=Path(".venv-engines"),
+        help="The environment that make test-engines made. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=usual.rounds,
+        help="The number of rounds. A round is one server without consent and one with it. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=usual.requests,
+        help="The requests of each server that are judged. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=usual.batch, help="The requests of each batch. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--rung",
+        choices=[rung.value for rung in Rung],
+        default=Rung.GATE.value,
+        help="How pauses are given. Default: %(default)s.",
+    )
+    parser.add_argument("--port", type=int, default=18241, help="The port of the online server. Default: %(default)s.")
+    parser.add_argument("--keep", type=Path, help="Leave logs and outputs in this folder. Default: keep none.")
     chosen = parser.parse_args()
     python = chosen.engines.resolve() / "bin" / "python"
     if not python.exists():

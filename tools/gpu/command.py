@@ -25,14 +25,26 @@ def names(text: str) -> list[str]:
 def parse(argv: list[str]) -> argparse.Namespace:
     more = "valve gpu-lab report: write docs/results/hardware.md; valve gpu-lab replay TRACE: compare the emulated GPU"
     parser = argparse.ArgumentParser(prog="valve gpu-lab", description=__doc__, epilog=more)
-    parser.add_argument("--list", action="store_true", help="name every experiment and what its answer decides")
-    parser.add_argument("--dry-run", action="store_true", help="on the emulated GPU: a rehearsal, no measurement")
-    parser.add_argument("--only", type=names, default=[], metavar="D4,C4", help="these experiments")
-    parser.add_argument("--batch", type=names, default=[], metavar="NAME", help="these, each under nine minutes")
-    parser.add_argument("--resume", action="store_true", help="leave out what the files in --out have settled")
-    parser.add_argument("--out", type=Path, default=Path("gpu-lab"), help="folder for what is found (default: gpu-lab)")
+    parser.add_argument("--list", action="store_true", help="Name every experiment and what its answer decides.")
+    parser.add_argument("--dry-run", action="store_true", help="Rehearse on the emulated GPU. Nothing is measured.")
+    parser.add_argument("--only", type=names, default=[], metavar="D4,C4", help="Run only these experiments.")
     parser.add_argument(
-        "--budget", type=float, default=catalog.BATCH_LIMIT_S, metavar="S", help="start nothing after it"
+        "--batch",
+        type=names,
+        default=[],
+        metavar="NAME",
+        help="Run only these batches. Each takes less than nine minutes.",
+    )
+    parser.add_argument("--resume", action="store_true", help="Leave out what the files in --out have settled.")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-lab"), help="The folder for what is found. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=catalog.BATCH_LIMIT_S,
+        metavar="S",
+        help="Start no experiment after this many seconds. Default: %(default)s.",
     )
     return parser.parse_args(argv)
 
@@ -66,8 +78,19 @@ def run(options: argparse.Namespace) -> int:
 
 def write_report(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve gpu-lab report", description=report.__doc__)
-    parser.add_argument("folders", nargs="*", type=Path, default=[Path("docs/results/hardware")])
-    parser.add_argument("--to", type=Path, default=Path("docs/results/hardware.md"))
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[Path("docs/results/hardware")],
+        help="The folders of found results. Default: docs/results/hardware.",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path("docs/results/hardware.md"),
+        help="Write the page to this file. Default: %(default)s.",
+    )
     options = parser.parse_args(argv)
     answered = report.write(options.folders, options.to)
     print(f"{options.to}: {answered} of {len(catalog.experiments())} experiments have an answer of a real GPU")

@@ -174,8 +174,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> int:
     """0: no difference; 1: some. The calls are made by a child of ours, under the emulated driver."""
     parser = argparse.ArgumentParser(prog="valve gpu-lab replay", description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--driver", default="580.159.04", help="version to emulate: that of the trace's machine")
+    parser.add_argument("trace", type=Path, help="The golden trace to issue.")
+    parser.add_argument(
+        "--driver",
+        default="580.159.04",
+        help="The driver version to emulate, that of the trace's machine. Default: %(default)s.",
+    )
     options = parser.parse_args(argv)
     from valve_tools.emulator.node import NO_LATENCY, Options, environment, node
 

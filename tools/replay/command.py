@@ -27,10 +27,11 @@ from valve_tools.replay import (
     validate,
     whatif,
 )
+from valve_tools.replay.options import NODES, parser
 from valve_tools.replay.provenance import stale
 from valve_tools.replay.question import Question
 from valve_tools.replay.report import Report, ReportTable, claims_table, markdown, text, write
-from valve_tools.replay.store import TaskStore, default_folder
+from valve_tools.replay.store import TaskStore
 from valve_tools.replay.work import Shown as Bars
 from valve_tools.replay.work import TellProgress, Workers, bars, silent
 from valve_tools.sim.generator import generate
@@ -40,9 +41,8 @@ from valve_tools.sim.traces import Folder, Half, TraceError, read_folder, requir
 EXIT_MISSED = 3
 EXIT_BAD_INPUT = 2
 GENERATOR_SEED = 1
-NODES, FEWEST_NODES = 100, 2
-"""Of the small fleet, and of a smoke run on it."""
-MOST_HOURS = 24.0 * 366
+FEWEST_NODES = 2
+"""Of a smoke run on the small fleet."""
 FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, TellProgress], Report]
 
@@ -173,27 +173,6 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 ALL = tuple(EXPERIMENTS)
 EXPERIMENTS |= {"quick": _quick, "validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
-UNTIMED = ("validate", "machine")
-"""Experiments that replay no load, so that hours of it mean nothing."""
-HELP = {
-    "pairs": "ten online/offline pairs under every combination of policies",
-    "rivals": "each rival under every value of its setting, to find its best",
-    "tp8": "an eight-GPU service on the stock driver and on the patched one",
-    "eviction": "which KV columns to take: policies over reclaim rate and size",
-    "cluster": "a week of 8,000 GPUs under five schedulers",
-    "sensitivity": "one setting of a node at a time, as tornado charts",
-    "fleet": "theta and the rules for SLAs on a small fleet, as tornado charts",
-    "forecast": "what placement should count on: SLA missed against GPUs saved, and an oracle",
-    "crowding": "which pairs placement refuses, as online needs at its peaks the memory that the job holds",
-    "early": "how early to take memory that comes between two offline steps",
-    "whatif": "your own load and machine: an estimate and recommended settings",
-    "validate": "the simulator against the product on the emulated GPU, in real time",
-    "machine": "the machine model against tables of measured layer times, and a refit",
-    "quick": "the claims of pairs once more, small and loosely, in minutes",
-    "render": "the pages of finished experiments again, from their JSON",
-    "stale": "pages that another product made: other settings or policies",
-    "all": "every experiment but validate, whatif and early; machine where the folder has its tables",
-}
 
 
 def folder_of(options: argparse.Namespace) -> Folder:
@@ -220,91 +199,6 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
 
 def workers_of(options: argparse.Namespace) -> Workers:
     return Workers(processes=options.jobs, store=TaskStore(folder=None if options.fresh else options.cache))
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="valve replay", description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
-    for name, words in HELP.items():
-        command = commands.add_parser(name, help=words)
-        if name == "render":
-            rerender.add_options(command)
-            continue
-        if name == "stale":
-            command.add_argument("folder", type=Path, nargs="?", default=Path("docs/results"), help="of pages")
-            continue
-        command.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces (default: generated)")
-        command.add_argument(
-            "--half",
-            type=Half,
-            choices=list(Half),
-            default=Half.ALL,
-            metavar="all|tuning|claims",
-            help="only the traces that settings are chosen on, or only those they are judged on; by hash of the file",
-        )
-        command.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.html there")
-        command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
-        if name not in UNTIMED:
-            command.add_argument(
-                "--hours",
-                type=_hours,
-                metavar="H",
-                help="only the first H hours of every trace; eviction, cluster, fleet, forecast: a run of H/6 the size",
-            )
-        command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
-        command.add_argument(
-            "--cache",
-            type=Path,
-            metavar="DIR",
-            default=default_folder(),
-            help="finished tasks are kept here, and a stopped run goes on from them",
-        )
-        command.add_argument("--fresh", action="store_true", help="neither use nor keep finished tasks")
-        command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
-        if name == "validate":
-            command.add_argument(
-                "--seconds",
-                type=float,
-                default=20.0,
-                metavar="S",
-                help="of arrivals (default 20; real time is 15 times that for each seed)",
-            )
-        if name == "fleet":
-            command.add_argument(
-                "--nodes", type=_positive, default=NODES, metavar="N", help="of 8 GPUs (default %(default)s)"
-            )
-        if name == "whatif":
-            _whatif_options(command)
-    return top
-
-
-def _whatif_options(command: argparse.ArgumentParser) -> None:
-    load = command.add_argument_group("load (one of the two)")
-    load.add_argument(
-        "--requests", type=Path, metavar="FILE", help="CSV with t_s,in_tok,out_tok; a folder of them: a service each"
-    )
-    load.add_argument("--prometheus", type=Path, metavar="FILE", help="JSON of /api/v1/query_range, see docs/replay.md")
-    load.add_argument("--replicas", type=_positive, default=1, metavar="K", help="the load is that of K replicas")
-    machine = command.add_argument_group("machine")
-    machine.add_argument("--gpu", default="H100", help="H100, H200 or A100 (default H100)")
-    machine.add_argument("--machine", type=Path, metavar="FILE", help="JSON with figures of another card")
-    machine.add_argument("--online", default="8B", metavar="MODEL", help="1B to 70B (default 8B)")
-    machine.add_argument("--offline", default="8B", metavar="MODEL", help="1B to 70B (default 8B)")
-    machine.add_argument("--tp", type=_positive, default=1, metavar="K", help="GPUs that both run on (default 1)")
-
-
-def _positive(words: str) -> int:
-    value = int(words)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _hours(words: str) -> float:
-    value = float(words)
-    if not 0 < value <= MOST_HOURS:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most {MOST_HOURS:g}")
-    return value
 
 
 def main(argv: list[str] | None = None) -> int:

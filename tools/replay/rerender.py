@@ -44,5 +44,7 @@ def render(path: Path, folder: Path | None = None) -> list[Path]:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="NAME.json as an experiment wrote it")
-    command.add_argument("--out", type=Path, metavar="DIR", help="write there (default: beside each file)")
+    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="The NAME.json that an experiment wrote.")
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="Write the pages to this folder. Default: beside each file."
+    )

@@ -194,12 +194,14 @@ def paired(first: Callable[[], float], second: Callable[[], float], rounds: int)
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--hidden", type=int, default=1024, help="The width of the model, a number of elements. Default: %(default)s."
+    )
+    parser.add_argument("--layers", type=int, default=6, help="The number of layers. Default: %(default)s.")
+    parser.add_argument("--tokens", type=int, default=256, help="The tokens of a row. Default: %(default)s.")
+    parser.add_argument("--rows", type=int, default=2, help="The number of rows in a batch. Default: %(default)s.")
+    parser.add_argument("--rounds", type=int, default=5, help="The number of paired runs. Default: %(default)s.")
+    parser.add_argument("--threads", type=int, default=1, help="The number of CPU threads. Default: %(default)s.")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(chosen.threads)
     failed = False

@@ -323,8 +323,10 @@ MARKS = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.BROKEN: "red", Grade.U
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("doctor", help="check driver, cards, preload and privileges")
-    parser.add_argument("--json", action="store_true")
+    parser = commands.add_parser(
+        "doctor", help="Check driver, cards, preload and privileges. Each finding names its fix."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
     parser.set_defaults(run=doctor)
 
 

@@ -16,9 +16,11 @@ LOOK_S = 0.2
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("drain", help="end all offline work on this node and take none until `valve resume`")
-    parser.add_argument("--stop", action="store_true", help="end valved when no offline process is left")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for them (default: 120)")
+    parser = commands.add_parser("drain", help="End all offline work on this node and take none until `valve resume`.")
+    parser.add_argument("--stop", action="store_true", help="End valved when no offline process is left.")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="Wait this many seconds for them. Default: %(default)g."
+    )
     parser.set_defaults(run=drain)
 
 

@@ -20,11 +20,18 @@ MANY = ("gate", "hold", "wake", "wake-refused", "decided", "cooldown", "channel-
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("events", help="what happened on this node")
-    parser.add_argument("--kind", action="append", default=[], help="only this kind (reclaimed, refused, killed, ...)")
-    parser.add_argument("--all", action="store_true", help="each stop and wake, too")
-    parser.add_argument("--follow", action="store_true", help="go on with what happens from now on, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, as `valve record` writes them")
+    parser = commands.add_parser("events", help="Show what happened on this node.")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        default=[],
+        help="Show only this kind (reclaimed, refused, killed, ...). Repeat the option for several kinds.",
+    )
+    parser.add_argument("--all", action="store_true", help="Show each stop and wake, too.")
+    parser.add_argument("--follow", action="store_true", help="Go on with what happens from now on, until Ctrl-C.")
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object a line, as `valve record` writes them."
+    )
     parser.set_defaults(run=events)
 
 

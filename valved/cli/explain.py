@@ -20,15 +20,17 @@ SUBJECT = r"(gpu|pid|service|reclaim)?:?(\d+)"
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "explain", help="why a GPU or process is in its state", epilog="in a cluster: explain pod [NAMESPACE/]NAME"
+        "explain",
+        help="Say why a GPU or a process is in its state.",
+        epilog="in a cluster: explain pod [NAMESPACE/]NAME",
     )
     parser.add_argument(
         "subject",
         nargs="+",
-        help="gpu0, pid1234, service3 or a service's name, reclaims (a list), reclaim 120 (one of it); "
-        "a bare number is a GPU below 64, else a pid",
+        help="Name one of: gpu0, pid1234, service3, a service's name, reclaims (a list) or reclaim 120 (one of it). "
+        "A bare number below 64 is a GPU, else a pid.",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="Print the facts as JSON.")
     parser.set_defaults(run=explain)
 
 

@@ -29,7 +29,12 @@ def parser() -> argparse.ArgumentParser:
         description="Offline work on the GPUs of online services, out of the way in under a millisecond.",
         epilog="More commands: " + ", ".join(sorted(plugins())) + ". Exit codes: docs/cli.md",
     )
-    root.add_argument("--version", action="version", version=importlib.metadata.version("valve"))
+    root.add_argument(
+        "--version",
+        action="version",
+        version=importlib.metadata.version("valve"),
+        help="Print the version of Valve and end.",
+    )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)

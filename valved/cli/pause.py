@@ -22,9 +22,9 @@ ANSWER_S = 2.0
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    brake = commands.add_parser("pause", help="stop harvesting on this node now")
+    brake = commands.add_parser("pause", help="Stop harvesting on this node now.")
     brake.set_defaults(run=pause)
-    release = commands.add_parser("resume", help="take the brake off")
+    release = commands.add_parser("resume", help="End the pause of this node.")
     release.set_defaults(run=resume)
 
 

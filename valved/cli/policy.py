@@ -25,12 +25,17 @@ SETTINGS = {
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    modes = commands.add_parser("mode", help="show or set how far Valve may go on this node")
-    modes.add_argument("mode", nargs="?", choices=sorted(MODES), help="without it: show the mode in force")
+    modes = commands.add_parser("mode", help="Show or set how far Valve may go on this node.")
+    modes.add_argument("mode", nargs="?", choices=sorted(MODES), help="Set this mode. Default: show the mode in force.")
     modes.set_defaults(run=mode)
-    policies = commands.add_parser("policy", help="show or set the cooldown while valved runs")
-    policies.add_argument("settings", nargs="*", metavar="NAME=VALUE", help=f"one of {', '.join(SETTINGS)}")
-    policies.add_argument("--json", action="store_true")
+    policies = commands.add_parser("policy", help="Show or set the cooldown while valved runs.")
+    policies.add_argument(
+        "settings",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help=f"Set one or more of {', '.join(SETTINGS)}. Default: show all.",
+    )
+    policies.add_argument("--json", action="store_true", help="Print the settings as JSON.")
     policies.set_defaults(run=policy)
 
 

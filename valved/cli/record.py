@@ -23,10 +23,16 @@ SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launch
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("record", help="record events and a timeline for Perfetto")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--force", action="store_true", help="write over FILE if it exists")
-    parser.add_argument("--for", dest="seconds", type=float, default=0.0, help="end after this long (default: Ctrl-C)")
+    parser = commands.add_parser("record", help="Record events, decisions and a timeline for Perfetto.")
+    parser.add_argument("file", type=Path, help="Write the events to this file. The timeline is written beside it.")
+    parser.add_argument("--force", action="store_true", help="Write over FILE if it exists.")
+    parser.add_argument(
+        "--for",
+        dest="seconds",
+        type=float,
+        default=0.0,
+        help="End after this many seconds. 0 stands for no end before Ctrl-C. Default: %(default)g.",
+    )
     parser.set_defaults(run=record)
 
 

@@ -41,24 +41,30 @@ OFFLINE_TIMEOUTS = {
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("run", help="run a command as online service or offline job")
+    parser = commands.add_parser("run", help="Run a command as an online service or as an offline job.")
     role = parser.add_mutually_exclusive_group(required=True)
-    role.add_argument("--online", action="store_true", help="a service whose latency counts")
-    role.add_argument("--offline", action="store_true", help="work that fills the gaps")
-    parser.add_argument("--name", default="", help="name of the service in status and metrics (default: the command)")
-    parser.add_argument("--ungated", action="store_true", help="offline: run even where no valved answers")
-    parser.add_argument("--slo", default="", metavar="TIMES", help="online: its target, " + EXAMPLE)
+    role.add_argument("--online", action="store_true", help="Run a service whose latency counts.")
+    role.add_argument("--offline", action="store_true", help="Run work that fills the gaps.")
+    parser.add_argument(
+        "--name", default="", help="The name of the service in status and metrics. Default: the name of the command."
+    )
+    parser.add_argument(
+        "--ungated", action="store_true", help="Run offline work even where no valved answers. Then nothing stops it."
+    )
+    parser.add_argument(
+        "--slo", default="", metavar="TIMES", help=f"The target of an online service, {EXAMPLE}. Default: none."
+    )
     parser.add_argument(
         "--grant",
         action=argparse.BooleanOptionalAction,
-        help="online: pauses within the target may be given to offline work (docs/finetuning.md)",
+        help="Let offline work have pauses within the target of this online service (docs/granted.md).",
     )
     parser.add_argument(
         "--share-weights",
         action=argparse.BooleanOptionalAction,
-        help="online: a trainer (valve tune) may map the weights (docs/finetuning.md)",
+        help="Let a trainer (valve tune) map the weights of this online service (docs/finetuning.md).",
     )
-    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run)
 
 

@@ -17,8 +17,8 @@ from valved.cli.tables import FittingTable
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("status", help="show GPUs, services and clients")
-    parser.add_argument("--json", action="store_true", help="the whole status as JSON")
+    parser = commands.add_parser("status", help="Show the GPUs, services and clients of this node.")
+    parser.add_argument("--json", action="store_true", help="Print the whole status as JSON.")
     parser.set_defaults(run=status)
 
 

@@ -49,12 +49,20 @@ WantedBy=multi-user.target
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("service", help="install or remove the systemd unit")
-    parser.add_argument("action", choices=("install", "remove", "show"))
-    parser.add_argument("--mode", choices=("off", "observe", "harvest"), help="default: as configured, or set since")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--folder", type=Path, default=SYSTEM_FOLDER, help="where units live")
-    parser.add_argument("--no-start", action="store_true", help="install without enabling and starting it")
+    parser = commands.add_parser("service", help="Install, remove or show the systemd unit of valved.")
+    parser.add_argument("action", choices=("install", "remove", "show"), help="What to do with the unit.")
+    parser.add_argument(
+        "--mode",
+        choices=("off", "observe", "harvest"),
+        help="How far valved may go. Default: as configured, or as set since.",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="The configuration file of valved (docs/configuration.md). Default: none."
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=SYSTEM_FOLDER, help="The folder of systemd's units. Default: %(default)s."
+    )
+    parser.add_argument("--no-start", action="store_true", help="Install the unit, but neither enable nor start it.")
     parser.set_defaults(run=service)
 
 

@@ -88,10 +88,19 @@ class History:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("top", help="live view of this node", epilog=f"keys: {HELP}")
-    parser.add_argument("--interval", type=interval, default=1.0, help="seconds between looks (default 1)")
-    parser.add_argument("--looks", type=int, default=0, help="end after this many looks (default: until q or Ctrl-C)")
-    parser.add_argument("--sort", choices=list(ORDERS), default="id", help="order of the services (default id)")
+    parser = commands.add_parser("top", help="Show a live view of this node.", epilog=f"keys: {HELP}")
+    parser.add_argument(
+        "--interval", type=interval, default=1.0, help="Look again after this many seconds. Default: %(default)g."
+    )
+    parser.add_argument(
+        "--looks",
+        type=int,
+        default=0,
+        help="End after this number of looks. 0 stands for no end before q or Ctrl-C. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--sort", choices=list(ORDERS), default="id", help="The order of the services. Default: %(default)s."
+    )
     parser.set_defaults(run=top)
 
 

@@ -22,11 +22,17 @@ PATIENCE_S = 20.0
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("up", help="start valved on this machine")
-    parser.add_argument("--mode", choices=("off", "observe", "harvest"), help="how far it may go (harvest)")
-    parser.add_argument("--config", type=Path, help="configuration file (docs/configuration.md)")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
-    parser.add_argument("--foreground", action="store_true", help="stay in the terminal, log to it")
+    parser = commands.add_parser("up", help="Start valved on this machine and wait until it answers.")
+    parser.add_argument(
+        "--mode",
+        choices=("off", "observe", "harvest"),
+        help="How far valved may go. Default: as configured, or as set since.",
+    )
+    parser.add_argument("--config", type=Path, help="The configuration file (docs/configuration.md). Default: none.")
+    parser.add_argument(
+        "--metrics-port", type=int, help="Serve Prometheus metrics on this loopback port. Default: as configured."
+    )
+    parser.add_argument("--foreground", action="store_true", help="Stay in the terminal and log to it.")
     parser.set_defaults(run=up)
 
 

@@ -93,49 +93,108 @@ async def _show(options: argparse.Namespace) -> Json:
 
 def _parser(program: str) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--kubeconfig", help="default: the service account, else your own")
-    common.add_argument("--context", help="of the kubeconfig; default: its current one")
-    common.add_argument("--json", action="store_true", help="one JSON document")
+    common.add_argument("--kubeconfig", help="The kubeconfig to read. Default: the service account, else your own.")
+    common.add_argument("--context", help="The context of the kubeconfig. Default: its current one.")
+    common.add_argument("--json", action="store_true", help="Print one JSON document.")
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, told: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common], help=told)
 
-    add("status", "what each node offers, what harvesting is or would be worth, what owners were promised and got")
-    top = add("top", "the same, live, with every offline pod")
-    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
-    top.add_argument("--once", action="store_true", help="print once and end")
-    why = add("explain", "why a pod is where it is, or nowhere")
-    why.add_argument("pod", metavar="[NAMESPACE/]POD")
-    why.add_argument("-n", "--namespace", default="", help="default: the kubeconfig's")
-    stop = add("pause", "stop all harvesting; lasts until resume")
+    add(
+        "status",
+        "Show what each node offers, what harvesting is or would be worth, and what owners were promised and got.",
+    )
+    top = add("top", "Show the same live, with every offline pod.")
+    top.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="Look again after this many seconds. Default: %(default)g.",
+    )
+    top.add_argument("--once", action="store_true", help="Print one look and end.")
+    why = add("explain", "Say why a pod is where it is, or nowhere.")
+    why.add_argument(
+        "pod", metavar="[NAMESPACE/]POD", help="The pod to explain. Without NAMESPACE it is looked for in --namespace."
+    )
+    why.add_argument("-n", "--namespace", default="", help="The namespace of the pod. Default: the kubeconfig's.")
+    stop = add("pause", "Stop all harvesting in the cluster until resume.")
     stop.add_argument(
-        "--wait", type=float, default=5.0, metavar="SECONDS", help="for the daemons to confirm; 0: do not"
+        "--wait",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="Wait this many seconds until the daemons confirm. 0 stands for no wait. Default: %(default)g.",
     )
-    add("resume", "lift the pause")
-    usage = add("usage", "what each namespace harvested, saved, lost and lent; its owners, its services")
-    usage.add_argument("--by", choices=["namespace", "owner", "service"], default="namespace")
-    reporting.add_options(add("report", "a week of observing as one page: what harvesting would save, and cost whom"))
-    cover = add("coverage", "before an upgrade: online pods without a shim, or with one the new version does not serve")
-    cover.add_argument("--oldest-shim", default="", metavar="VERSION", help="of the new release, from its notes")
-    profile = add("profile", "bring a throughput curve by hand")
-    profile.add_argument(
-        "--from", dest="file", type=Path, required=True, metavar="FILE", help="an OfflineProfile, YAML"
+    add("resume", "End the pause.")
+    usage = add("usage", "Show what each namespace, owner or service harvested, saved, lost and lent.")
+    usage.add_argument(
+        "--by",
+        choices=["namespace", "owner", "service"],
+        default="namespace",
+        help="Add the figures up by this. Default: %(default)s.",
     )
-    profile.add_argument("-n", "--namespace", default="", help="default: the one in the file, else the kubeconfig's")
-    runs = add("measure", "NAME --limits ... -- COMMAND: run a workload at several memory limits and print its profile")
-    runs.add_argument("name", metavar="NAME", help="of the OfflineProfile")
-    runs.add_argument(
-        "--limits", required=True, metavar="MIB,MIB,...", help="of GPU memory; the largest is the whole card"
+    reporting.add_options(
+        add("report", "Make one page of a week of observing: what harvesting would save, and whom it would cost.")
     )
-    runs.add_argument("-n", "--namespace", default="", help="default: the kubeconfig's where it is stored")
-    runs.add_argument("--gpu-model", default="", help="as nodes report it, such as H100 80GB HBM3; empty: any")
-    runs.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
-    runs.add_argument("--pattern", default=PATTERN, help="finds tokens per second in what the command prints")
-    runs.add_argument("--store", action="store_true", help="into the cluster, Ready; else it is only printed")
+    cover = add(
+        "coverage", "List, before an upgrade, online pods that have no shim or one that the new version does not serve."
+    )
+    cover.add_argument(
+        "--oldest-shim",
+        default="",
+        metavar="VERSION",
+        help="The oldest shim that the new release serves, as its notes name it. Default: no shim is too old.",
+    )
+    _add_profiling(add)
 
     return parser
+
+
+def _add_profiling(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    profile = add("profile", "Store a throughput curve that you bring in a file.")
+    profile.add_argument(
+        "--from", dest="file", type=Path, required=True, metavar="FILE", help="The OfflineProfile, as a YAML file."
+    )
+    profile.add_argument(
+        "-n",
+        "--namespace",
+        default="",
+        help="The namespace of the profile. Default: the one in the file, else the kubeconfig's.",
+    )
+    runs = add("measure", "Run the workload after -- at several memory limits and print its profile.")
+    runs.add_argument("name", metavar="NAME", help="The name of the OfflineProfile.")
+    runs.add_argument(
+        "--limits",
+        required=True,
+        metavar="MIB,MIB,...",
+        help="The limits of GPU memory to measure at, in MiB. The largest is the whole card.",
+    )
+    runs.add_argument(
+        "-n", "--namespace", default="", help="The namespace in which the profile is stored. Default: the kubeconfig's."
+    )
+    runs.add_argument(
+        "--gpu-model", default="", help="The card as nodes report it, such as H100 80GB HBM3. Default: any card."
+    )
+    runs.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="GPUS",
+        help="The number of GPUs that the workload runs on. Default: %(default)s.",
+    )
+    runs.add_argument(
+        "--pattern",
+        default=PATTERN,
+        help="The regular expression that finds tokens per second in what the command prints. Default: %(default)s.",
+    )
+    runs.add_argument(
+        "--store",
+        action="store_true",
+        help="Store the profile in the cluster as Ready. Without it the profile is only printed.",
+    )
 
 
 async def _status(client: KubeClient, options: argparse.Namespace) -> Json:

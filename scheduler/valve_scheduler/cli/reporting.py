@@ -33,11 +33,30 @@ MOST_PRICES = 100
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--prometheus", metavar="URL", default=os.environ.get("VALVE_PROMETHEUS", ""))
-    command.add_argument("--since", default="7d", metavar="TIME", help="such as 12h, 7d, 2w")
-    command.add_argument("--sla", default="0.2,0.4,0.6", metavar="S,S,...", help="SLA levels to judge by")
-    command.add_argument("--pool-label", default="", help="node label that names the pool; default: the usual ones")
-    command.add_argument("--out", type=Path, metavar="FILE", help="write the page there, as HTML")
+    command.add_argument(
+        "--prometheus",
+        metavar="URL",
+        default=os.environ.get("VALVE_PROMETHEUS", ""),
+        help="The URL of the Prometheus to read. Default: VALVE_PROMETHEUS of the environment.",
+    )
+    command.add_argument(
+        "--since",
+        default="7d",
+        metavar="TIME",
+        help="The time to look back, such as 12h, 7d or 2w. Default: %(default)s.",
+    )
+    command.add_argument(
+        "--sla",
+        default="0.2,0.4,0.6",
+        metavar="S,S,...",
+        help="The SLA levels to judge by, as shares of a job's speed alone. Default: %(default)s.",
+    )
+    command.add_argument(
+        "--pool-label", default="", help="The node label that names a node's pool. Default: the usual ones."
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="Write the page to this file, as HTML. Default: print it."
+    )
 
 
 async def report(client: KubeClient, options: argparse.Namespace) -> Json:

@@ -104,12 +104,25 @@ def wrong(pages: Any, words: Any, judged: Any) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--role", choices=("offline", "online"), required=True)
-    parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--block-mib", type=int, default=2)
-    parser.add_argument("--allocator", choices=("native", "expandable", "async"), default="native")
-    parser.add_argument("--driver", action="store_true", help="driver calls instead of PyTorch (the emulated GPU)")
-    parser.add_argument("--want", type=int, default=24, help="blocks that the online side wants")
+    parser.add_argument(
+        "--role", choices=("offline", "online"), required=True, help="The side that this process plays."
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=64, help="The number of blocks of the cache. Default: %(default)s."
+    )
+    parser.add_argument("--block-mib", type=int, default=2, help="The size of a block in MiB. Default: %(default)s.")
+    parser.add_argument(
+        "--allocator",
+        choices=("native", "expandable", "async"),
+        default="native",
+        help="The allocator of PyTorch to use. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--driver", action="store_true", help="Use driver calls instead of PyTorch (for the emulated GPU)."
+    )
+    parser.add_argument(
+        "--want", type=int, default=24, help="The number of blocks that the online side wants. Default: %(default)s."
+    )
     options = parser.parse_args()
     size = options.block_mib << 20
     blocks = options.blocks

@@ -73,15 +73,35 @@ def run(job: TorchJob, known: dict[str, str]) -> tuple[int, float, str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--units", type=int, default=0, help="0: until told to stop")
-    parser.add_argument("--duration", type=float, default=0.0)
-    parser.add_argument("--report", type=float, default=0.0, help="seconds between progress lines")
-    parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--digests", type=Path)
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="1b", help="The shape of the model. Default: %(default)s."
+    )
+    parser.add_argument("--device", default="cuda", help="The device of PyTorch. Default: %(default)s.")
+    parser.add_argument(
+        "--units",
+        type=int,
+        default=0,
+        help="The number of batches to run. 0 stands for no end until the process is told to stop. Default: "
+        "%(default)s.",
+    )
+    parser.add_argument(
+        "--duration",
+        type=float,
+        default=0.0,
+        help="End after this many seconds. 0 stands for no limit. Default: %(default)g.",
+    )
+    parser.add_argument(
+        "--report",
+        type=float,
+        default=0.0,
+        help="Print a progress line every so many seconds. 0 stands for none. Default: %(default)g.",
+    )
+    parser.add_argument("--slots", type=int, default=32, help="The number of prompts in a batch. Default: %(default)s.")
+    parser.add_argument("--tokens", type=int, default=32, help="The tokens of each answer. Default: %(default)s.")
+    parser.add_argument(
+        "--digests", type=Path, help="Write the digests to this file, or compare with it where it exists."
+    )
+    parser.add_argument("--eager", action="store_true", help="Run without CUDA graphs.")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     known: dict[str, str] = {}

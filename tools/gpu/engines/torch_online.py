@@ -108,16 +108,28 @@ def show(request: TorchRequest, done_s: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of arrivals")
-    parser.add_argument("--rate", type=float, default=1.5, help="requests per second")
-    parser.add_argument("--in-tokens", type=float, default=400)
-    parser.add_argument("--out-tokens", type=float, default=40)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--room", type=int, default=2048, help="tokens a request may have")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="1b", help="The shape of the model. Default: %(default)s."
+    )
+    parser.add_argument("--device", default="cuda", help="The device of PyTorch. Default: %(default)s.")
+    parser.add_argument(
+        "--duration", type=float, default=20.0, help="Take arrivals for this many seconds. Default: %(default)g."
+    )
+    parser.add_argument("--rate", type=float, default=1.5, help="The requests a second. Default: %(default)g.")
+    parser.add_argument(
+        "--in-tokens", type=float, default=400, help="The mean tokens of a prompt. Default: %(default)g."
+    )
+    parser.add_argument(
+        "--out-tokens", type=float, default=40, help="The mean tokens of an answer. Default: %(default)g."
+    )
+    parser.add_argument("--seed", type=int, default=1, help="The seed of the drawn requests. Default: %(default)s.")
+    parser.add_argument(
+        "--slots", type=int, default=16, help="The number of requests that decode together. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--room", type=int, default=2048, help="The tokens that a request may have. Default: %(default)s."
+    )
+    parser.add_argument("--eager", action="store_true", help="Run without CUDA graphs.")
     options = parser.parse_args()
     with torch.inference_mode():
         service = TorchService(options)

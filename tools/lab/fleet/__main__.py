@@ -30,13 +30,24 @@ EXIT_MISSED, EXIT_BAD_INPUT = 3, 2
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m valve_tools.lab.fleet", description=__doc__)
-    parser.add_argument("--traces", type=Path, help="folder of request traces")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--table", help="one table alone: its figures, no page")
-    parser.add_argument("--only", default="", help="only cells whose name begins so: the page is made in parts")
-    parser.add_argument("--from", dest="kept", type=Path, nargs="+", help="figures that are there already")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--traces", type=Path, help="The folder of request traces. It is needed without --from and --quick."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results"),
+        help="Write the page and its figures to this folder. Default: %(default)s.",
+    )
+    parser.add_argument("--table", help="Run this table alone. It writes the figures and no page.")
+    parser.add_argument(
+        "--only", default="", help="Run only the cells whose name begins so. The page is then made in parts."
+    )
+    parser.add_argument(
+        "--from", dest="kept", type=Path, nargs="+", help="Make the page of these figures, which are there already."
+    )
+    parser.add_argument("--quick", action="store_true", help="Run a few cells, which a test can wait for.")
+    parser.add_argument("--jobs", type=int, default=2, help="The number of processes. Default: %(default)s.")
     options = parser.parse_args(argv)
     if options.traces is None and options.kept is None and not options.quick:
         parser.error("--traces, --from or --quick is needed")

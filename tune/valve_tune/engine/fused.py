@@ -244,12 +244,30 @@ def verdict(rounds: Sequence[Round], spans: Sequence[int]) -> list[str]:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.fused", description=__doc__)
-    parser.add_argument("--hidden", type=int, default=1024, help="width of the model, a multiple of 256")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--readers", type=int, default=4, help="requests that decode")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--spans", type=int, nargs="+", default=list(SPANS))
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=1024,
+        help="The width of the model, a number that 256 divides. Default: %(default)s.",
+    )
+    parser.add_argument("--layers", type=int, default=12, help="The number of layers. Default: %(default)s.")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="The number format of the weights. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--readers", type=int, default=4, help="The number of requests that decode. Default: %(default)s."
+    )
+    parser.add_argument("--rounds", type=int, default=12, help="The number of rounds. Default: %(default)s.")
+    parser.add_argument(
+        "--spans",
+        type=int,
+        nargs="+",
+        default=list(SPANS),
+        help="The lengths of the training spans in tokens. Default: %(default)s.",
+    )
     return parser.parse_args(arguments)
 
 

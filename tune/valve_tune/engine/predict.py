@@ -167,10 +167,12 @@ def row(name: str, errors: Errors) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.predict", description=__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--hidden", type=int, default=512, help="The width of the model, a number of elements. Default: %(default)s."
+    )
+    parser.add_argument("--layers", type=int, default=8, help="The number of layers. Default: %(default)s.")
+    parser.add_argument("--rounds", type=int, default=6, help="The number of rounds. Default: %(default)s.")
+    parser.add_argument("--seed", type=int, default=0, help="The seed of the drawn batches. Default: %(default)s.")
     asked = parser.parse_args(arguments)
     os.environ |= ENGINE_ENVIRONMENT
     with tempfile.TemporaryDirectory() as work:

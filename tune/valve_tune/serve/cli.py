@@ -12,67 +12,97 @@ from valve_tune.train.spec import DTYPES, SpecError
 
 USAGE = 2  # as in valved.cli.exits: the arguments make no sense
 ABOUT_A_JOB = {
-    "watch": (jobs.watch, "show the steps of a job until it ends"),
-    "pause": (jobs.pause, "stop a job between two tiles; it keeps its place"),
-    "resume": (jobs.resume, "let a paused job go on, or take up one whose process is gone"),
-    "cancel": (jobs.cancel, "end a job; its last checkpoint stays"),
-    "checkpoints": (jobs.checkpoints, "show what a job has saved"),
+    "watch": (jobs.watch, "Show the steps of a job until it ends."),
+    "pause": (jobs.pause, "Stop a job between two tiles. It keeps its place."),
+    "resume": (jobs.resume, "Let a paused job go on, or start a job again whose process is gone."),
+    "cancel": (jobs.cancel, "End a job. Its last checkpoint stays."),
+    "checkpoints": (jobs.checkpoints, "Show the checkpoints that a job has saved."),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="valve tune", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="train an adapter; the same command with the same --out resumes")
+    run = commands.add_parser("run", help="Train an adapter. The same command with the same --out resumes the job.")
     flags.add(run)
     run.set_defaults(run=jobs.run)
-    commands.add_parser("ls", help="show jobs").set_defaults(run=jobs.ls)
+    commands.add_parser("ls", help="Show all jobs.").set_defaults(run=jobs.ls)
     for name, (action, text) in ABOUT_A_JOB.items():
         one = commands.add_parser(name, help=text)
-        one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
+        one.add_argument("job", metavar="JOB", help="The folder of the job, or the folder's name.")
         one.set_defaults(run=action)
-    one = commands.add_parser("share", help="lay a base into shared memory, once for all jobs on this machine's CPUs")
-    one.add_argument("--model", required=True, metavar="DIR")
-    one.add_argument("--to", required=True, metavar="FILE", help="for example /dev/shm/llama")
-    one.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    one = commands.add_parser("share", help="Lay a base into shared memory, once for all jobs on this machine's CPUs.")
+    one.add_argument("--model", required=True, metavar="DIR", help="The folder of the base model.")
+    one.add_argument("--to", required=True, metavar="FILE", help="The file to write, for example /dev/shm/llama.")
+    one.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="The number format of the weights. Default: %(default)s."
+    )
     one.set_defaults(run=share)
     add_publish(commands)
     add_serve(commands)
     fleet.add_to(commands)
-    one = commands.add_parser("doctor", help="check what training and publishing need")
-    one.add_argument("--model", default="", metavar="DIR", help="also whether this base can be trained")
+    one = commands.add_parser("doctor", help="Check what training and publishing need.")
+    one.add_argument("--model", default="", metavar="DIR", help="Check also whether this base can be trained.")
     one.set_defaults(run=doctor)
     return root
 
 
 def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    one = commands.add_parser("publish", help="hand an adapter to a running vLLM or SGLang under a new version")
-    one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
+    one = commands.add_parser("publish", help="Hand an adapter to a running vLLM or SGLang under a new version.")
+    one.add_argument("job", metavar="JOB", help="The folder of the job, or the folder's name.")
     one.add_argument(
-        "--to", default="", metavar="URL", help="the service; without it only the version's folder is made"
+        "--to", default="", metavar="URL", help="The URL of the service. Without it only the version's folder is made."
     )
     one.add_argument(
-        "--name", default="", help="versions are called NAME-v1, NAME-v2, ... (default: the folder's name)"
+        "--name", default="", help="The versions are called NAME-v1, NAME-v2 and so on. Default: the folder's name."
     )
     one.add_argument(
-        "--checkpoint", type=int, default=None, metavar="STEP", help="this checkpoint, not the newest adapter"
+        "--checkpoint",
+        type=int,
+        default=None,
+        metavar="STEP",
+        help="Publish the checkpoint of this step number. Default: the newest adapter.",
     )
-    one.add_argument("--keep", type=int, default=2, metavar="N", help="versions that stay loaded (default: 2)")
-    one.add_argument("--token-file", default="", metavar="FILE", help="holds the key that the service asks for")
     one.add_argument(
-        "--no-probe", action="store_true", help="do not measure the gap in decoding with a request of its own"
+        "--keep",
+        type=int,
+        default=2,
+        metavar="N",
+        help="The number of versions that stay loaded. Default: %(default)s.",
+    )
+    one.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="The file that holds the key that the service asks for. Default: send none.",
+    )
+    one.add_argument(
+        "--no-probe", action="store_true", help="Do not measure the gap in decoding with a request of its own."
     )
     one.set_defaults(run=publish)
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    one = commands.add_parser("serve", help="an HTTP service in the shape of OpenAI's fine-tuning API")
-    one.add_argument("--model", action="append", required=True, metavar="NAME=DIR", help="a base that jobs may name")
-    one.add_argument("--folder", required=True, metavar="DIR", help="database, files and adapters")
-    one.add_argument("--host", default="127.0.0.1")
-    one.add_argument("--port", type=int, default=8090, help="0: any free one (default: 8090)")
+    one = commands.add_parser("serve", help="Run an HTTP service in the shape of OpenAI's fine-tuning API.")
     one.add_argument(
-        "--token-file", default="", metavar="FILE", help="bearer token; needed where --host is not loopback"
+        "--model",
+        action="append",
+        required=True,
+        metavar="NAME=DIR",
+        help="A base that jobs may name. Repeat the option for several bases.",
+    )
+    one.add_argument(
+        "--folder", required=True, metavar="DIR", help="The folder of the database, the files and the adapters."
+    )
+    one.add_argument("--host", default="127.0.0.1", help="Listen on this address. Default: %(default)s.")
+    one.add_argument(
+        "--port", type=int, default=8090, help="Listen on this port. 0 stands for any free one. Default: %(default)s."
+    )
+    one.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="The file that holds the bearer token. It is needed where --host is not loopback.",
     )
     one.set_defaults(run=serve)
 

@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         names = (f"--{each.name.replace('_', '-')}", *ALSO.get(each.name, ()))
         default = None if each.default is dataclasses.MISSING else each.default
         shown = (
-            f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+            f" Default: {' '.join(default) if isinstance(default, tuple) else default}."
             if default not in (None, "")
             else ""
         )

@@ -320,24 +320,56 @@ def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Cal
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from valve_tune.serve import flags
 
-    one = commands.add_parser("fleet", help="train a part of a fleet job that a router queues beside requests")
+    one = commands.add_parser("fleet", help="Train a part of a fleet job that a router queues beside requests.")
     flags.add(one)
-    one.add_argument("--router", required=True, metavar="URL", help="valve route serve --training DIR")
-    one.add_argument("--token-file", default="", metavar="FILE", help="holds the router's operator token")
-    one.add_argument("--job", default="", help="the same for all of its trainers (default: the name of --out)")
-    one.add_argument("--worker", default="", help="this trainer's own name (default: of the host and --out)")
     one.add_argument(
-        "--replica", default="", metavar="URL", help="the replica beside which it trains, as the router has it"
+        "--router",
+        required=True,
+        metavar="URL",
+        help="The URL of a router that runs as valve route serve --training DIR.",
     )
-    one.add_argument("--rounds", type=int, default=1, help="averages until the job is done")
-    one.add_argument("--sync-steps", type=int, default=100, help="optimizer steps of all trainers from one to the next")
+    one.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="The file that holds the router's operator token. Default: send none.",
+    )
+    one.add_argument(
+        "--job", default="", help="The name of the job, the same for all of its trainers. Default: the name of --out."
+    )
+    one.add_argument("--worker", default="", help="The name of this trainer. Default: made of the host and --out.")
+    one.add_argument(
+        "--replica",
+        default="",
+        metavar="URL",
+        help="The replica beside which it trains, by the URL that the router has.",
+    )
+    one.add_argument(
+        "--rounds", type=int, default=1, help="The number of averages until the job is done. Default: %(default)s."
+    )
+    one.add_argument(
+        "--sync-steps",
+        type=int,
+        default=100,
+        help="The optimizer steps of all trainers from one average to the next. Default: %(default)s.",
+    )
     one.add_argument(
         "--sync-minutes",
         type=float,
         default=10.0,
-        help="or so long, whichever comes first; what a round has not done then goes into the next; 0: no limit",
+        help="Average after this many minutes if that is earlier. The next round gets what is not done then. 0 "
+        "stands for no limit. Default: %(default)g.",
     )
-    one.add_argument("--average", choices=METHODS[:2], default=METHODS[0])
-    one.add_argument("--push-steps", type=int, default=10, help="steps that a dead node costs at most")
-    one.add_argument("--publish-to", default="", metavar="URL", help="this node's engine gets every version")
+    one.add_argument(
+        "--average", choices=METHODS[:2], default=METHODS[0], help="How the averages are made. Default: %(default)s."
+    )
+    one.add_argument(
+        "--push-steps",
+        type=int,
+        default=10,
+        help="Send the work after so many steps. A dead node costs no more. Default: %(default)s.",
+    )
+    one.add_argument(
+        "--publish-to", default="", metavar="URL", help="This node's engine gets every version. The value is its URL."
+    )
     one.set_defaults(run=command)

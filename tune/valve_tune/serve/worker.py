@@ -264,10 +264,12 @@ def alone(folder: Path, base: str) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--base", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="The folder of the tune service.")
+    parser.add_argument("--base", required=True, help="The name of the base that the worker trains.")
+    parser.add_argument("--model", required=True, help="The folder of that base model.")
+    parser.add_argument(
+        "--parent", type=int, required=True, help="The process number of the service. The worker ends with it."
+    )
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
     try:

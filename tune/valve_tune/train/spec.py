@@ -70,52 +70,70 @@ def text(help: str, choices: tuple[str, ...] = (), empty: bool = False, **more: 
 class JobSpec:
     """One job. Every field is checked when the value is made."""
 
-    model: str = text("folder of the base model (config.json, *.safetensors, tokenizer)")
-    data: str = text("jsonl file: messages, prompt/completion, text, or input_ids/labels")
-    out: str = text("folder of the adapter, its checkpoints and its metrics")
-    seed: int = number(0, 2**31 - 1, "seed of data order, adapter and dropout", default=0)
-    max_steps: int = number(1, 10_000_000, "optimizer steps")
-    learning_rate: float = number(1e-9, 10.0, "peak learning rate", default=2e-4)
-    lr_scheduler_type: str = text("course of the learning rate", SCHEDULES, default="cosine")
-    warmup_steps: int = number(0, 10_000_000, "steps until the peak learning rate", default=0)
-    weight_decay: float = number(0.0, 1.0, "AdamW weight decay", default=0.0)
-    adam_beta1: float = number(0.0, 0.999999, "AdamW beta1", default=0.9)
-    adam_beta2: float = number(0.0, 0.999999, "AdamW beta2", default=0.999)
-    adam_epsilon: float = number(1e-12, 1e-2, "AdamW epsilon", default=1e-8)
-    max_grad_norm: float = number(0.0, 1e6, "clip the gradient's norm here; 0: never", default=1.0)
-    lora_r: int = number(1, 512, "rank of the adapter", default=16)
-    lora_alpha: float = number(1e-3, 1e5, "the adapter's scale is lora_alpha / lora_r", default=32.0)
-    lora_dropout: float = number(0.0, 0.9, "dropout before the adapter", default=0.0)
-    target_modules: tuple[str, ...] = text("linear layers that get an adapter", default=ALL_LINEAR)
-    per_device_train_batch_size: int = number(1, 4096, "rows of a micro-batch", default=1)
-    gradient_accumulation_steps: int = number(1, 65536, "micro-batches of a step", default=1)
-    max_length: int = number(2, 1 << 20, "tokens of a row; longer examples are cut, and said so", default=1024)
-    packing: bool = text("several examples in one row, each blind to the others", default=True)
-    assistant_only_loss: bool = text("loss on what the assistant says, not on prompts", default=True)
-    dtype: str = text("base weights and activations; adapters and sums are float32", DTYPES, default="float32")
-    save_steps: int = number(1, 10_000_000, "steps from one checkpoint to the next", default=50)
-    eval_data: str = text("jsonl file that the job is judged by and never trained on", default="", empty=True)
-    eval_steps: int = number(1, 10_000_000, "steps from one evaluation to the next", default=50)
-    early_stopping_patience: int = number(
-        0, 10_000, "evaluations without a better loss that end the job, with its best adapter; 0: none do", default=0
+    model: str = text("The folder of the base model (config.json, *.safetensors, tokenizer).")
+    data: str = text("The jsonl file of examples: messages, prompt/completion, text, or input_ids/labels.")
+    out: str = text("The folder of the adapter, its checkpoints and its metrics.")
+    seed: int = number(0, 2**31 - 1, "The seed of data order, adapter and dropout.", default=0)
+    max_steps: int = number(1, 10_000_000, "The number of optimizer steps.")
+    learning_rate: float = number(1e-9, 10.0, "The peak learning rate, a factor.", default=2e-4)
+    lr_scheduler_type: str = text("The course of the learning rate.", SCHEDULES, default="cosine")
+    warmup_steps: int = number(0, 10_000_000, "The number of steps until the peak learning rate.", default=0)
+    weight_decay: float = number(0.0, 1.0, "The weight decay of AdamW, a share.", default=0.0)
+    adam_beta1: float = number(0.0, 0.999999, "The factor beta1 of AdamW.", default=0.9)
+    adam_beta2: float = number(0.0, 0.999999, "The factor beta2 of AdamW.", default=0.999)
+    adam_epsilon: float = number(1e-12, 1e-2, "The number epsilon of AdamW.", default=1e-8)
+    max_grad_norm: float = number(
+        0.0, 1e6, "Clip the gradient at this norm, a number. 0 stands for never.", default=1.0
     )
-    save_total_limit: int = number(1, 10_000, "checkpoints kept", default=3)
-    span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
-    layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
+    lora_r: int = number(1, 512, "The rank of the adapter, a number.", default=16)
+    lora_alpha: float = number(
+        1e-3, 1e5, "The number lora_alpha: the adapter's scale is lora_alpha / lora_r.", default=32.0
+    )
+    lora_dropout: float = number(0.0, 0.9, "The share of dropout before the adapter.", default=0.0)
+    target_modules: tuple[str, ...] = text("The linear layers that get an adapter.", default=ALL_LINEAR)
+    per_device_train_batch_size: int = number(1, 4096, "The number of rows of a micro-batch.", default=1)
+    gradient_accumulation_steps: int = number(1, 65536, "The number of micro-batches of a step.", default=1)
+    max_length: int = number(
+        2, 1 << 20, "The most tokens of a row. Longer examples are cut, and the job says so.", default=1024
+    )
+    packing: bool = text("Put several examples in one row, each blind to the others.", default=True)
+    assistant_only_loss: bool = text("Count the loss on what the assistant says, not on prompts.", default=True)
+    dtype: str = text(
+        "The number format of base weights and activations. Adapters and sums are float32.", DTYPES, default="float32"
+    )
+    save_steps: int = number(1, 10_000_000, "The steps from one checkpoint to the next.", default=50)
+    eval_data: str = text("The jsonl file that the job is judged by and never trained on.", default="", empty=True)
+    eval_steps: int = number(1, 10_000_000, "The steps from one evaluation to the next.", default=50)
+    early_stopping_patience: int = number(
+        0,
+        10_000,
+        "End the job, with its best adapter, after this number of evaluations without a better loss. 0: never.",
+        default=0,
+    )
+    save_total_limit: int = number(1, 10_000, "The number of checkpoints that are kept.", default=3)
+    span: int = number(0, 1 << 20, "The tokens of a tile. 0 stands for the whole row.", default=0)
+    layers_per_tile: int = number(1, 1024, "The number of layers of a tile.", default=1)
     share_weights: str = text(
-        "online service whose weights are mapped, with its owner's consent, or (on a CPU) a file of valve tune share",
+        "Map the weights of this online service, with its owner's consent, or (on a CPU) a file of valve tune share.",
         default="",
         empty=True,
     )
     resident_layers: int = number(
         0,
         1024,
-        "layers of the base on the GPU at most, the rest on the host; with --stash-mib in that memory. 0: all",
+        "The most layers of the base on the GPU, the others on the host. With --stash-mib: in the KV pool. 0: all.",
         default=0,
     )
-    stash_mib: int = number(0, 1 << 24, "MiB of the node's KV pool for the stash; 0: own memory", default=0)
-    deterministic: bool = text("deterministic algorithms: the same job gives the same bytes", default=True)
-    threads: int = number(0, 1024, "CPU threads; 0: torch chooses, bytes may differ between machines", default=1)
+    stash_mib: int = number(
+        0, 1 << 24, "The MiB of the node's KV pool for the stash. 0 stands for the trainer's own memory.", default=0
+    )
+    deterministic: bool = text("Use deterministic algorithms: the same job gives the same bytes.", default=True)
+    threads: int = number(
+        0,
+        1024,
+        "The number of CPU threads. 0 stands for torch's choice: then bytes may differ between machines.",
+        default=1,
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
