@@ -25,7 +25,7 @@ from valve_kube.errors import SchedulerError
 
 from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
-from valve_router.settings import PASSED, Settings, service_of
+from valve_router.settings import PASSED, RouterSettings, service_of
 
 USAGE = 2
 FAILED = 1
@@ -114,12 +114,12 @@ def address_of(flag: str, text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> RouterSettings:
     host, port = address_of("--listen", arguments.listen)
     if not 0 <= arguments.tpot_ms < 3_600_000:
         raise ValueError(f"--tpot-ms {arguments.tpot_ms}: from 0")
     score = replace(ScoreSettings(), score=Score(arguments.score))
-    return Settings(
+    return RouterSettings(
         replicas=tuple(arguments.replica),
         service=service_of(arguments.service) if arguments.service else None,
         host=host,
@@ -182,7 +182,7 @@ def _pick(arguments: argparse.Namespace) -> int:
     return _until_told(arguments, settings, partial(serve, door=door), f"for gateways at {arguments.grpc}")
 
 
-def _until_told(arguments: argparse.Namespace, settings: Settings, serve: Any, where: str) -> int:
+def _until_told(arguments: argparse.Namespace, settings: RouterSettings, serve: Any, where: str) -> int:
     """Serve until SIGTERM; say so once it does."""
     try:
         access = find(dict(os.environ), arguments.kubeconfig) if settings.service else None

@@ -24,7 +24,7 @@ from valve_router.counts import Counts
 from valve_router.exchange import Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
 from valve_router.server import END_S, Operators, known
-from valve_router.settings import Settings, is_loopback
+from valve_router.settings import RouterSettings, is_loopback
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 STREAMS = 8192  # requests under way over all gateways; gRPC refuses more
@@ -66,7 +66,7 @@ class GatewayDoor:
 
 
 class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
-    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts) -> None:
         self._replicas, self._counts = replicas, counts
         self._held = HeldBodies(settings.held_bytes)
         self._settings = settings
@@ -110,7 +110,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 async def serve(
-    settings: Settings,
+    settings: RouterSettings,
     door: GatewayDoor,
     *,
     stop: asyncio.Event,

@@ -21,7 +21,7 @@ from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
 from valve_router.newest import named
 from valve_router.prompt import READ_BYTES, prompt_of
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 log = logging.getLogger("valve_router.access")
 
@@ -54,7 +54,7 @@ class ReplicaFailed(Exception):
 
 
 class Proxy:
-    def __init__(self, settings: Settings, replicas: Replicas, client: aiohttp.ClientSession) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, client: aiohttp.ClientSession) -> None:
         self._settings = settings
         self._replicas = replicas
         self._client = client

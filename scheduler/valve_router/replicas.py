@@ -16,7 +16,7 @@ from valve_router.plan.score import choose
 from valve_router.plan.task import Task
 from valve_router.plan.timeline import Placed, Timeline
 from valve_router.prefix import SeenPrompts, chunks
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class NobodyAlive(Exception):
 class Replicas:
     """`now_s`: a clock that never goes back."""
 
-    def __init__(self, settings: Settings, now_s: Callable[[], float]) -> None:
+    def __init__(self, settings: RouterSettings, now_s: Callable[[], float]) -> None:
         self._settings = settings
         self._now_s = now_s
         self._numbers = count()

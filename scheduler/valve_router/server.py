@@ -26,7 +26,7 @@ from valve_router.endpoints import Endpoints
 from valve_router.newest import newest_of
 from valve_router.proxy import Proxy
 from valve_router.replicas import Replica, Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
@@ -37,7 +37,7 @@ LATE = 3  # questions in a row without an answer in time: a busy replica is not 
 
 
 async def serve(
-    settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event | None = None, access: Access | None = None
+    settings: RouterSettings, *, stop: asyncio.Event, ready: asyncio.Event | None = None, access: Access | None = None
 ) -> None:
     """Until `stop`; requests under way may end. `access`: to the API server, where replicas are those of a Service."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two sockets for each request under way
@@ -62,7 +62,7 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings, access: Access | None = None) -> AsyncIterator[web.Application]:
+async def assembled(settings: RouterSettings, access: Access | None = None) -> AsyncIterator[web.Application]:
     async with known(settings, access) as (client, replicas, advice):
         proxy = Proxy(settings, replicas, client)
         app = web.Application(client_max_size=settings.body_bytes)
@@ -78,7 +78,7 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def known(
-    settings: Settings, access: Access | None = None
+    settings: RouterSettings, access: Access | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice]]:
     """The replicas, each asked after its health, the client that asks, and how many should be awake."""
     replicas = Replicas(settings, time.monotonic)
@@ -105,7 +105,7 @@ async def known(
 
 
 @contextlib.asynccontextmanager
-async def following(settings: Settings, access: Access | None, checkups: Checkups) -> AsyncIterator[None]:
+async def following(settings: RouterSettings, access: Access | None, checkups: Checkups) -> AsyncIterator[None]:
     """The endpoints of the Service, if the replicas are those."""
     if settings.service is None or access is None:
         yield
@@ -122,7 +122,7 @@ async def following(settings: Settings, access: Access | None, checkups: Checkup
 class Checkups:
     """One task for each replica that there is."""
 
-    def __init__(self, client: aiohttp.ClientSession, settings: Settings, replicas: Replicas) -> None:
+    def __init__(self, client: aiohttp.ClientSession, settings: RouterSettings, replicas: Replicas) -> None:
         self._client, self._settings, self._replicas = client, settings, replicas
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
 
@@ -143,7 +143,7 @@ class Checkups:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
-async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Replicas, replica: Replica) -> None:
+async def ask(client: aiohttp.ClientSession, settings: RouterSettings, replicas: Replicas, replica: Replica) -> None:
     """How one replica is, again and again."""
     late = 0
     timeout = aiohttp.ClientTimeout(total=settings.connect_s)
@@ -165,7 +165,7 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
 
 
 async def look(
-    client: aiohttp.ClientSession, settings: Settings, replica: Replica, timeout: aiohttp.ClientTimeout
+    client: aiohttp.ClientSession, settings: RouterSettings, replica: Replica, timeout: aiohttp.ClientTimeout
 ) -> None:
     """Which versions it has. One that does not say, or nothing that can be read, keeps those it had."""
     headers = {"Authorization": f"Bearer {settings.replica_token}"} if settings.replica_token else {}
@@ -178,7 +178,7 @@ async def look(
 class Operators:
     """/health, /metrics and /route: for whoever runs the router."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._settings = settings
         self._replicas = replicas
         self._counts = counts

@@ -13,14 +13,14 @@ from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.newest import named, newest_of
 from valve_router.server import look
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 
 @contextlib.asynccontextmanager
 async def routed(**more):
     own, *ports = free_ports(3)
     engines = Engines(ports, 0.0)
-    settings = Settings(replicas=engines.urls, port=own, health_s=0.05, **more)
+    settings = RouterSettings(replicas=engines.urls, port=own, health_s=0.05, **more)
     try:
         async with aiohttp.ClientSession() as client:
             await engines.until_well(client)
@@ -108,7 +108,7 @@ def test_a_replica_that_says_nonsense_of_its_models_is_still_looked_after(answer
 
     replica = SimpleNamespace(url="http://127.0.0.1:9", newest={"chat": "chat-v1"})
     client = SimpleNamespace(get=lambda *_, **__: Answers())
-    asyncio.run(look(client, Settings(replicas=(replica.url,), newest=("chat",)), replica, None))
+    asyncio.run(look(client, RouterSettings(replicas=(replica.url,), newest=("chat",)), replica, None))
     assert replica.newest == {"chat": "chat-v1"}
 
 

@@ -14,7 +14,7 @@ from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.command import main
 from valve_router.prompt import prompt_of
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from yarl import URL
 
 
@@ -79,7 +79,7 @@ class Routed:
 async def routed(count=2, piece_s=0.0, headers=None, **more):
     own, *ports = free_ports(1 + count)
     engines = Engines(ports, piece_s)
-    settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
             await engines.until_well(client)
@@ -452,7 +452,7 @@ def test_what_is_read_of_a_prompt_is_its_text():
 
 
 def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys):
-    good = Settings(replicas=("http://a:1",))
+    good = RouterSettings(replicas=("http://a:1",))
     for more, word in [
         ({"replicas": ()}, "--replica"),
         ({"replicas": ("a:1",)}, "--replica a:1"),

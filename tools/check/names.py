@@ -22,7 +22,6 @@ TWICE: Mapping[str, set[str]] = {
     "Fleet": {"scheduler/valve_scheduler/placement/rank.py", "tools/lab/fleet/load.py"},
     "Pool": {"tools/engines/scheduler_toy.py", "valved/kv/pool.py"},
     "Run": {"scheduler/valve_scheduler/cli/measuring.py", "tools/lab/fleet/run.py"},
-    "Settings": {"scheduler/valve_router/settings.py", "tools/sim/machine.py"},
     "Verdict": {"scheduler/valve_router/plan/memory.py", "scheduler/valve_scheduler/controller/monitor.py"},
     "Workers": {"tools/replay/work.py", "tune/valve_tune/serve/server.py"},
     "World": {"tools/lab/fleet/run.py", "tools/sim/world.py"},
