@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
     _add_choice(serve)
     serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
-    serve.add_argument("--replica-token-file", type=Path, help="the router sends this to the replicas")
     serve.add_argument("--path", action="append", default=[], help="a path of the engine that clients may ask, too")
     serve.add_argument(
         "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
@@ -66,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
     pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
     pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
-    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], newest=[], training=Path())
+    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path())
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -90,6 +89,7 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
         help="in place of --replica: the ready pods of a Service; PORT: name, or number in the pods (targetPort)",
     )
     command.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
+    command.add_argument("--replica-token-file", type=Path, help="what the replicas want as bearer token")
     command.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
     command.add_argument(
         "--operator-token-file", type=Path, help="for status, metrics and drain, where others can connect"

@@ -282,7 +282,7 @@ def test_a_stream_that_says_nothing_more_never_keeps_its_place(said, limit, answ
 
     async def run():
         server = grpc.aio.server()
-        add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)
+        add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts, None), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -307,7 +307,7 @@ def test_a_body_in_single_bytes_never_holds_a_place_for_longer():
                 yield ProcessingRequest(request_body={"body": b"x"})
                 await asyncio.sleep(0.01)
 
-        answers = [one async for one in Picker(settings, replicas, Counts()).Process(dripping(), None)]
+        answers = [one async for one in Picker(settings, replicas, Counts(), None).Process(dripping(), None)]
         assert [one.immediate_response.status.code for one in answers] == [408]
 
     asyncio.run(run())
