@@ -49,7 +49,11 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     one = commands.add_parser("publish", help="hand an adapter to a running vLLM or SGLang under a new version")
     one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
     one.add_argument(
-        "--to", default="", metavar="URL", help="the service; without it only the version's folder is made"
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="the service, one each; without it only the version's folder is made",
     )
     one.add_argument(
         "--name", default="", help="versions are called NAME-v1, NAME-v2, ... (default: the folder's name)"
