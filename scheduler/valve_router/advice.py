@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from valve_router.plan.active import Active, Demand, advise
 from valve_router.replicas import Replica, Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 log = logging.getLogger("valve_router")
 LOOK_S = 5.0
@@ -20,7 +20,9 @@ LENGTHS = 1000  # requests whose lengths are looked at
 class Advice:
     """`now_s`: the clock of the replicas."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: RouterSettings, replicas: Replicas, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings, self._replicas, self._now_s = settings, replicas, now_s
         self.active: Active | None = None
 

@@ -25,7 +25,7 @@ from valve_kube.errors import SchedulerError
 
 from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
-from valve_router.settings import PASSED, Settings, service_of
+from valve_router.settings import PASSED, RouterSettings, service_of
 
 USAGE = 2
 FAILED = 1
@@ -75,11 +75,6 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--token-file",
         type=Path,
         help="Clients must send the content of this file as a bearer token. Default: no token is asked for.",
-    )
-    serve.add_argument(
-        "--replica-token-file",
-        type=Path,
-        help="The router sends the content of this file to the replicas as a bearer token. Default: none is sent.",
     )
     serve.add_argument(
         "--path",
@@ -138,7 +133,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="Serve without TLS. Use it only where a network policy lets only gateways in.",
     )
-    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], newest=[], training=Path())
+    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path())
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
@@ -155,6 +150,11 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
         metavar="NAMESPACE/NAME[:PORT]",
         help="Use the ready pods of this Service in place of --replica. PORT is a name, or a number in the pods "
         "(targetPort).",
+    )
+    command.add_argument(
+        "--replica-token-file",
+        type=Path,
+        help="The content of this file is sent to the replicas as a bearer token. Default: none is sent.",
     )
     command.add_argument(
         "--kubeconfig",
@@ -216,12 +216,12 @@ def address_of(flag: str, text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> RouterSettings:
     host, port = address_of("--listen", arguments.listen)
     if not 0 <= arguments.tpot_ms < 3_600_000:
         raise ValueError(f"--tpot-ms {arguments.tpot_ms}: from 0")
     score = replace(ScoreSettings(), score=Score(arguments.score))
-    return Settings(
+    return RouterSettings(
         replicas=tuple(arguments.replica),
         service=service_of(arguments.service) if arguments.service else None,
         host=host,
@@ -284,7 +284,7 @@ def _pick(arguments: argparse.Namespace) -> int:
     return _until_told(arguments, settings, partial(serve, door=door), f"for gateways at {arguments.grpc}")
 
 
-def _until_told(arguments: argparse.Namespace, settings: Settings, serve: Any, where: str) -> int:
+def _until_told(arguments: argparse.Namespace, settings: RouterSettings, serve: Any, where: str) -> int:
     """Serve until SIGTERM; say so once it does."""
     try:
         access = find(dict(os.environ), arguments.kubeconfig) if settings.service else None

@@ -7,6 +7,7 @@ names below: https://github.com/kubernetes-sigs/gateway-api-inference-extension,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from envoy.config.core.v3.base_pb2 import HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
+from valve_router.checkups import Looks
 from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
-from valve_router.prompt import READ_BYTES, prompt_of
+from valve_router.doubts import DOUBTED, Lacking, has_changed
+from valve_router.prompt import READ_BYTES, Asked
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 
 CHOSEN = "x-gateway-destination-endpoint"
@@ -58,6 +61,8 @@ class Exchange:
         self._pieces: list[Any] = []  # of the request's body, held
         self._but: list[Replica] = []
         self._sent: Sent | None = None
+        self._asked = Asked(b"")
+        self._is_lacking = False  # its replica has not what is asked for
         self._status = 0  # of the answer; 0: none yet
         self._has_begun = self._streams_events = self._is_answered = False
         self._piece_s = 0.0
@@ -99,7 +104,7 @@ class Exchange:
         if allowed is not None:
             self._but = [one for one in self._replicas.all if not allowed & names_of(one)]
         if message.request_headers.end_of_stream or self._asked_mode in (ProcessingMode.NONE, ProcessingMode.STREAMED):
-            return [self._pick("") or self._answer("request_headers", chosen=True)]
+            return [self._pick(b"") or self._answer("request_headers", chosen=True)]
         if self._asked_mode != ProcessingMode.FULL_DUPLEX_STREAMED:  # Envoy sends the whole body after this answer
             return [self._answer("request_headers")]
         return []
@@ -108,7 +113,7 @@ class Exchange:
         piece = message.request_body
         if self._asked_mode != ProcessingMode.FULL_DUPLEX_STREAMED:
             is_new = self._sent is None
-            refusal = self._pick(prompt_of(piece.body)) if is_new else None
+            refusal = self._pick(piece.body) if is_new else None
             return [refusal or self._answer("request_body", chosen=is_new)]
         if self._sent is not None:
             return [echo("request_body", piece)]
@@ -127,7 +132,7 @@ class Exchange:
 
     def _pass_on(self) -> list[Any]:
         """The choice, and the body that waited for it."""
-        refusal = self._pick(prompt_of(b"".join(one.body for one in self._pieces)))
+        refusal = self._pick(b"".join(one.body for one in self._pieces))
         if refusal is not None:
             return [refusal]
         answers = [self._answer("request_headers", chosen=True)]
@@ -139,15 +144,40 @@ class Exchange:
         self._held.bytes -= sum(len(one.body) for one in self._pieces)
         self._pieces = []
 
-    def _pick(self, prompt: str) -> Any | None:
+    def _pick(self, body: bytes) -> Any | None:
         """None, or how the request is refused."""
+        self._asked = Asked(body)
         try:
-            self._sent = self._replicas.send(prompt, self._but)
+            self._sent = self._replicas.send(self._asked.prompt, self._but, self._model)
         except Full:
             return self._refuse(429, "every replica is full")
-        except NobodyAlive:
-            return self._refuse(503, "no replica answers")
+        except NobodyAlive as error:
+            return self._refuse(503, str(error))
+        self._expect()
         return None
+
+    @property
+    def _model(self) -> str:
+        """Nobody reads a long body for it where nothing is published."""
+        return self._asked.model if self._replicas.published.names else ""
+
+    def _expect(self) -> None:
+        """That its replica has what is asked for; the picker can send nothing again."""
+        assert self._sent is not None
+        held = self._sent.replica.adapters
+        self._sent.version, self._sent.losses, self._sent.is_second = held.asks(self._model), held.losses, True
+
+    async def look(self, message: Any, looks: Looks) -> None:
+        """Before `on` hears of an answer that may say that an engine has lost an adapter: whether it has."""
+        if self._sent is None or message.WhichOneof("request") != "response_headers":
+            return
+        status = _number(heads_of(message).get(":status", ""))
+        if status in DOUBTED:
+            self._follow(message)
+            try:
+                await has_changed(status, self._asked.model, self._sent, self._replicas, looks)
+            except Lacking:
+                self._is_lacking = True
 
     def _refuse(self, status: int, why: str) -> Any:
         self.is_refused = True
@@ -155,7 +185,7 @@ class Exchange:
         self._let_go()
         refusal = ProcessingResponse()
         refusal.immediate_response.status.code = status
-        refusal.immediate_response.body = f'{{"error": {{"message": "{why}", "type": "valve_router"}}}}'.encode()
+        refusal.immediate_response.body = json.dumps({"error": {"message": why, "type": "valve_router"}}).encode()
         for key, value in (("content-type", "application/json"), ("retry-after", "1")):
             refusal.immediate_response.headers.set_headers.append(header(key, value))
         return refusal
@@ -169,7 +199,7 @@ class Exchange:
     def _name(self, answer: Any, response: Any) -> None:
         """The choice, and who may be tried in its place. Gateways read the header or the metadata."""
         assert self._sent is not None
-        instead = self._replicas.instead_of(self._sent.replica, self._but)
+        instead = self._replicas.instead_of(self._sent.replica, self._but, self._model)
         named = [self._sent.replica] + ([instead] if instead is not None else [])
         endpoints = ",".join(endpoint_of(one) for one in named)
         response.header_mutation.set_headers.append(header(CHOSEN, endpoints))
@@ -178,13 +208,14 @@ class Exchange:
 
     def _on_response_headers(self, message: Any) -> list[Any]:
         assert self._sent is not None
-        found = {one.key.lower(): value_of(one) for one in message.response_headers.headers.headers}
+        found = heads_of(message)
         self._status = _number(found.get(":status", ""))
         self._streams_events = self._status == 200 and found.get("content-type", "").startswith(EVENTS)
         self._piece_s = self._now_s()
-        served = served_of(message)
-        if served and served != endpoint_of(self._sent.replica):
-            self._moved(served)
+        self._follow(message)
+        if self._is_lacking:
+            self._replicas.ended(self._sent, is_served=False, has_failed=False)
+            return [self._refuse(503, f"the replica has no {self._asked.model} now")]
         answer = self._answer("response_headers")
         mutation = answer.response_headers.response.header_mutation
         mutation.set_headers.append(header(REPLICA_HEADER, self._sent.replica.name))
@@ -211,13 +242,17 @@ class Exchange:
         self._finish(is_whole=True)
         return [ProcessingResponse(response_trailers={})]
 
-    def _moved(self, served: str) -> None:
-        """The gateway found the chosen one dead, and tried the other."""
+    def _follow(self, message: Any) -> None:
+        """Where the gateway found the chosen one dead, it tried the other."""
         assert self._sent is not None
+        served = served_of(message)
+        if not served or served == endpoint_of(self._sent.replica):
+            return
         other = next((one for one in self._replicas.all if endpoint_of(one) == served), None)
         if other is not None:
             self._counts.retries += 1
             self._sent = self._replicas.moved(self._sent, other)
+            self._expect()
 
     def _finish(self, *, is_whole: bool) -> None:
         if self._sent is None or not self._sent.is_open:
@@ -229,6 +264,10 @@ class Exchange:
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
+
+
+def heads_of(message: Any) -> dict[str, str]:
+    return {one.key.lower(): value_of(one) for one in message.response_headers.headers.headers}
 
 
 def echo(kind: str, piece: Any) -> Any:

@@ -20,11 +20,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valve_kube.access import Access
 
+from valve_router.checkups import Looks
 from valve_router.counts import Counts
 from valve_router.exchange import Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
 from valve_router.server import END_S, Operators, known
-from valve_router.settings import Settings, is_loopback
+from valve_router.settings import RouterSettings, is_loopback
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 STREAMS = 8192  # requests under way over all gateways; gRPC refuses more
@@ -66,8 +67,8 @@ class GatewayDoor:
 
 
 class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
-    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts) -> None:
-        self._replicas, self._counts = replicas, counts
+    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, looks: Looks) -> None:
+        self._replicas, self._counts, self._looks = replicas, counts, looks
         self._held = HeldBodies(settings.held_bytes)
         self._settings = settings
 
@@ -85,6 +86,7 @@ class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
                     for answer in exchange.late():
                         yield answer
                     return
+                await exchange.look(message, self._looks)
                 for answer in exchange.on(message):
                     yield answer
         except StopAsyncIteration:
@@ -110,7 +112,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 async def serve(
-    settings: Settings,
+    settings: RouterSettings,
     door: GatewayDoor,
     *,
     stop: asyncio.Event,
@@ -118,12 +120,12 @@ async def serve(
     access: Access | None = None,
 ) -> None:
     """Until `stop`; requests under way may end."""
-    async with known(settings, access) as (_, replicas, advice):
+    async with known(settings, access) as (_, replicas, advice, looks):
         counts, app = Counts(), web.Application()
         Operators(settings, replicas, counts, advice).add_to(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         server = grpc.aio.server(maximum_concurrent_rpcs=STREAMS)
-        service.add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)
+        service.add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts, looks), server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(replicas), server)
         address, credentials = f"{bracketed(door.host)}:{door.port}", door.credentials()
         try:

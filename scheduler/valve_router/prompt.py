@@ -1,4 +1,5 @@
-"""Reads from the body of a request what says how long its prompt is. Anything else of it stays unread."""
+"""Reads from the body of a request what says how long its prompt is, and which model it asks for. Anything else of it
+stays unread."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ from typing import Any
 
 import msgspec
 
-READ_BYTES = 1 << 20  # of a longer body nothing is read: its prompt counts as unknown
+READ_BYTES = 1 << 20  # a longer body is not read for its prompt, which counts as unknown
 READ_ITEMS = 16_384  # of a list in it
+NO_REQUEST = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Prompt(msgspec.Struct):
+class AskedModel(msgspec.Struct):
+    model: Any = None
+
+
+class AskedPrompt(AskedModel):
     """The fields that hold text in the shapes of OpenAI's API."""
 
     prompt: Any = None
@@ -18,17 +24,44 @@ class Prompt(msgspec.Struct):
     input: Any = None
 
 
-def prompt_of(body: bytes) -> str:
-    """The text that a replica will read first, as well as it can be told; empty for whatever is no such request."""
-    if len(body) > READ_BYTES:
-        return ""
-    parts: list[str] = []
+class Asked:
+    """A request's body. One of up to READ_BYTES is decoded once, a longer one only if somebody wants its model."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.prompt = ""  # the text that a replica will read first, as well as it can be told
+        self._model: str | None = None
+        if len(body) <= READ_BYTES:
+            self._read()
+
+    def _read(self) -> None:
+        self._model = ""
+        parts: list[str] = []
+        try:
+            asked = msgspec.json.decode(self.body, type=AskedPrompt)
+            self._model = _name(asked.model)
+            _collect(asked.messages if asked.messages is not None else asked.prompt or asked.input, parts)
+        except NO_REQUEST:
+            return
+        self.prompt = "\n".join(parts)
+
+    @property
+    def model(self) -> str:
+        """Empty for whatever names none."""
+        if self._model is None:
+            self._model = model_of(self.body)
+        return self._model
+
+
+def model_of(body: bytes) -> str:
     try:
-        asked = msgspec.json.decode(body, type=Prompt)
-        _collect(asked.messages if asked.messages is not None else asked.prompt or asked.input, parts)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _name(msgspec.json.decode(body, type=AskedModel).model)
+    except NO_REQUEST:
         return ""
-    return "\n".join(parts)
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _collect(value: Any, parts: list[str]) -> None:

@@ -17,11 +17,13 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from valve_router.answers import is_allowed, refusal
+from valve_router.checkups import Looks
 from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
-from valve_router.newest import named
-from valve_router.prompt import READ_BYTES, prompt_of
+from valve_router.doubts import DOUBTED, Lacking, has_changed
+from valve_router.listing import renamed
+from valve_router.prompt import READ_BYTES, Asked
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 log = logging.getLogger("valve_router.access")
 
@@ -54,10 +56,13 @@ class ReplicaFailed(Exception):
 
 
 class Proxy:
-    def __init__(self, settings: Settings, replicas: Replicas, client: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, settings: RouterSettings, replicas: Replicas, client: aiohttp.ClientSession, looks: Looks
+    ) -> None:
         self._settings = settings
         self._replicas = replicas
         self._client = client
+        self._looks = looks
         self._held = 0  # bytes of bodies
         self.counts = Counts()
 
@@ -91,32 +96,33 @@ class Proxy:
             return refusal(429, "every replica is full", "overloaded", retry_after_s=1)
         self._held += length
         try:
-            body = await request.read()
-            return await self._try(request, body, prompt_of(body))
+            return await self._try(request, Asked(await request.read()))
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"a body has at most {self._settings.body_bytes} bytes", "too_large")
         finally:
             self._held -= length
 
-    async def _try(self, request: web.Request, body: bytes, prompt: str) -> web.StreamResponse:
+    async def _try(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         tried: list[Replica] = []
         readers = 0
         while True:
             try:
-                sent = self._replicas.send(prompt, tried)
+                sent = self._replicas.send(asked.prompt, tried, self._model(asked))
             except Full:
                 return refusal(429, "every replica is full", "overloaded", retry_after_s=1)
-            except NobodyAlive:
+            except NobodyAlive as error:
                 if tried and readers == 1:  # an old connection had broken, and there is no other replica
                     tried, readers = [], READERS
                     continue
-                return refusal(503, "no replica answers", "unavailable", retry_after_s=1)
+                return refusal(503, str(error), "unavailable", retry_after_s=1)
             self.counts.retries += bool(tried)
             is_served = has_failed = False
             try:
-                answer = await self._pass(request, body, sent)
+                answer = await self._pass(request, asked, sent)
                 is_served, has_failed = not sent.is_broken, sent.is_broken
                 return answer
+            except Lacking:
+                tried.append(sent.replica)
             except ReplicaFailed as error:
                 has_failed = True
                 tried.append(sent.replica)
@@ -128,13 +134,34 @@ class Proxy:
             finally:
                 self._replicas.ended(sent, is_served=is_served, has_failed=has_failed)
 
-    async def _pass(self, request: web.Request, body: bytes, sent: Sent) -> web.StreamResponse:
-        replica = sent.replica
+    def _model(self, asked: Asked) -> str:
+        """Nobody reads a long body for it where nothing is published."""
+        return asked.model if self._replicas.published.names else ""
+
+    async def _pass(self, request: web.Request, asked: Asked, sent: Sent) -> web.StreamResponse:
+        while True:
+            there = await self._send(request, asked, sent)
+            try:
+                if there.status in RETRIED:
+                    raise ReplicaFailed(f"it answers {there.status}", has_read=True, status=there.status)
+                if there.status not in DOUBTED or not await has_changed(
+                    there.status, asked.model, sent, self._replicas, self._looks
+                ):
+                    return await self._copy(request, there, sent)
+                sent.is_second = True
+            finally:
+                there.close() if not there.content.at_eof() else there.release()
+
+    async def _send(self, request: web.Request, asked: Asked, sent: Sent) -> aiohttp.ClientResponse:
+        held, model = sent.replica.adapters, self._model(asked)
+        sent.version, sent.losses = held.asks(model), held.losses
+        is_renamed = sent.version is not None and sent.version != model
+        body = renamed(asked.body, str(sent.version)) if is_renamed else asked.body
         try:
-            there = await self._client.request(
+            return await self._client.request(
                 request.method,
-                replica.url + request.raw_path,
-                data=named(body, replica.newest) or None,
+                sent.replica.url + request.raw_path,
+                data=body or None,
                 headers=self._headers(request),
                 allow_redirects=False,
             )
@@ -144,12 +171,6 @@ class Proxy:
             raise ReplicaFailed(f"it does not answer: {type(error).__name__}", has_read=False) from error
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise ReplicaFailed(f"it broke off: {type(error).__name__}", has_read=True) from error
-        try:
-            if there.status in RETRIED:
-                raise ReplicaFailed(f"it answers {there.status}", has_read=True, status=there.status)
-            return await self._copy(request, there, sent)
-        finally:
-            there.close() if not there.content.at_eof() else there.release()
 
     async def _copy(self, request: web.Request, there: aiohttp.ClientResponse, sent: Sent) -> web.StreamResponse:
         try:

@@ -11,12 +11,14 @@ from itertools import count
 
 import numpy as np
 
+from valve_router.adapters import HeldAdapters, PublishedAdapters
+from valve_router.listing import Listing
 from valve_router.plan.profile import Measured, fit
 from valve_router.plan.score import choose
 from valve_router.plan.task import Task
 from valve_router.plan.timeline import Placed, Timeline
 from valve_router.prefix import SeenPrompts, chunks
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Replica:
     served: int = 0
     failed: int = 0
     measured: int = 0  # requests that were alone
-    newest: dict[str, str] = field(default_factory=dict)  # by name: the version that it has of it
+    adapters: HeldAdapters = field(default_factory=HeldAdapters)
     gap_s: float = 0.0  # between two pieces of an answer, lately
     prefixes: SeenPrompts = field(default_factory=SeenPrompts)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=JUDGED))
@@ -65,6 +67,9 @@ class Sent:
     was_alone: bool
     is_open: bool = True
     is_broken: bool = False  # its replica broke off within the answer
+    version: str | None = None  # what the engine was asked for; None: as it came
+    losses: int = 0  # of its replica when it was asked
+    is_second: bool = False  # it was sent to this replica before, for another version
 
 
 class Full(Exception):
@@ -75,16 +80,22 @@ class NobodyAlive(Exception):
     """No replica answers."""
 
 
+class NobodyHas(NobodyAlive):
+    """No replica that answers has the published adapter."""
+
+
 class Replicas:
     """`now_s`: a clock that never goes back."""
 
-    def __init__(self, settings: Settings, now_s: Callable[[], float]) -> None:
+    def __init__(self, settings: RouterSettings, now_s: Callable[[], float]) -> None:
         self._settings = settings
         self._now_s = now_s
         self._numbers = count()
+        self.published = PublishedAdapters(settings.newest)
         self.all: list[Replica] = []
         self.recent: deque[tuple[float, int]] = deque(maxlen=100_000)  # when requests came, and their tokens
         self._left: list[Replica] = []
+        self._has_begun = False  # who was there at the start missed nothing, as far as anybody knows
         self.follow({url: url for url in settings.replicas})
         self.is_told = settings.service is None  # who they are
 
@@ -103,14 +114,24 @@ class Replicas:
         ]
         for one in before:
             one.left_s = now_s
+        there = {one.name for one in before} if self._has_begun else {one.name for one in self.all}
+        for one in (*known.values(), *(one for one in self.all if one.name not in there)):
+            one.adapters.away()  # one that is new later has missed what was published, as one that comes back has
+        self._has_begun = self._has_begun or bool(self.all)
         self._left = [one for one in known.values() if one.under_way or one.is_drained or now_s - one.left_s < KEPT_S]
+        self.published.look(self._held())
 
-    def send(self, prompt: str, but: Collection[Replica] = ()) -> Sent:
-        """Choose a replica, and count the request there. `but`: those that have failed it already."""
+    def send(self, prompt: str, but: Collection[Replica] = (), model: str = "") -> Sent:
+        """Choose a replica, and count the request there. `but`: those that have failed it already. `model`: a published
+        one goes only to who has it."""
         tried = {one.name for one in but}
         alive = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in tried]
+        if self.is_published(model):
+            alive = [one for one in alive if one.adapters.asks(model) is not None]
+            if not alive:
+                raise NobodyHas(f"no replica has {model} now")
         if not alive:
-            raise NobodyAlive
+            raise NobodyAlive("no replica answers")
         free = [one for one in alive if one.under_way < self._settings.open_per_replica]
         if not free:
             raise Full
@@ -143,10 +164,12 @@ class Replicas:
             index, placed = choice.index, choice.placed
         return Sent(among[index], placed, was_alone=not among[index].under_way)
 
-    def instead_of(self, chosen: Replica, but: Collection[Replica] = ()) -> Replica | None:
+    def instead_of(self, chosen: Replica, but: Collection[Replica] = (), model: str = "") -> Replica | None:
         """Who could take a request that `chosen` turns out not to take. Only one: the request may kill its reader."""
         names = {chosen.name, *(one.name for one in but)}
         able = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in names]
+        if self.is_published(model):
+            able = [one for one in able if one.adapters.asks(model) is not None]
         free = [one for one in able if one.under_way < self._settings.open_per_replica]
         return min(free, key=lambda one: one.under_way, default=None)
 
@@ -190,8 +213,20 @@ class Replicas:
             sent.replica.timeline.forward_end_s = None
             sent.replica.gap_s = 0.0
 
+    def is_published(self, model: str) -> bool:
+        return model in self.published.names
+
+    def listed(self, replica: Replica, listing: Listing) -> None:
+        """What it says that it has."""
+        self.published.listed(replica.adapters, listing, self._held())
+
+    def _held(self) -> list[HeldAdapters]:
+        return [one.adapters for one in (*self._left, *self.all)]
+
     def heard(self, replica: Replica, why_not: str) -> None:
         """Of a question after its health; empty: it is well."""
+        if why_not:
+            replica.adapters.away()
         if replica.is_alive and why_not:
             replica.prefixes.clear()
             replica.errors.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,23 +20,22 @@ from valve_kube.client import KubeClient
 
 from valve_router.advice import Advice
 from valve_router.answers import is_allowed, refusal
+from valve_router.checkups import Checkups, Looks
 from valve_router.counts import Counts
 from valve_router.endpoints import Endpoints
-from valve_router.newest import newest_of
 from valve_router.proxy import Proxy
 from valve_router.replicas import Replica, Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
 
 IDLE_S = 75.0  # a client's connection without a request
 END_S = 30.0  # for what runs when the router is told to end
-LATE = 3  # questions in a row without an answer in time: a busy replica is not a dead one
 
 
 async def serve(
-    settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event | None = None, access: Access | None = None
+    settings: RouterSettings, *, stop: asyncio.Event, ready: asyncio.Event | None = None, access: Access | None = None
 ) -> None:
     """Until `stop`; requests under way may end. `access`: to the API server, where replicas are those of a Service."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two sockets for each request under way
@@ -62,9 +60,9 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings, access: Access | None = None) -> AsyncIterator[web.Application]:
-    async with known(settings, access) as (client, replicas, advice):
-        proxy = Proxy(settings, replicas, client)
+async def assembled(settings: RouterSettings, access: Access | None = None) -> AsyncIterator[web.Application]:
+    async with known(settings, access) as (client, replicas, advice, looks):
+        proxy = Proxy(settings, replicas, client, looks)
         app = web.Application(client_max_size=settings.body_bytes)
         Operators(settings, replicas, proxy.counts, advice).add_to(app)
         if settings.training_folder:
@@ -78,9 +76,9 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def known(
-    settings: Settings, access: Access | None = None
-) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice]]:
-    """The replicas, each asked after its health, the client that asks, and how many should be awake."""
+    settings: RouterSettings, access: Access | None = None
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice, Looks]]:
+    """The client that asks, the replicas, how many should be awake, and who looks at their models."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -97,7 +95,7 @@ async def known(
         looking = asyncio.create_task(advice.run())
         async with following(settings, access, checkups):
             try:
-                yield client, replicas, advice
+                yield client, replicas, advice, checkups.looks
             finally:
                 looking.cancel()
                 await asyncio.gather(looking, return_exceptions=True)
@@ -105,7 +103,7 @@ async def known(
 
 
 @contextlib.asynccontextmanager
-async def following(settings: Settings, access: Access | None, checkups: Checkups) -> AsyncIterator[None]:
+async def following(settings: RouterSettings, access: Access | None, checkups: Checkups) -> AsyncIterator[None]:
     """The endpoints of the Service, if the replicas are those."""
     if settings.service is None or access is None:
         yield
@@ -119,66 +117,10 @@ async def following(settings: Settings, access: Access | None, checkups: Checkup
             await asyncio.gather(task, return_exceptions=True)
 
 
-class Checkups:
-    """One task for each replica that there is."""
-
-    def __init__(self, client: aiohttp.ClientSession, settings: Settings, replicas: Replicas) -> None:
-        self._client, self._settings, self._replicas = client, settings, replicas
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
-
-    def change(self, pods: dict[str, str]) -> None:
-        self._replicas.follow(pods)
-        self.follow()
-
-    def follow(self) -> None:
-        there = {one.name: one for one in self._replicas.all}
-        for name in self._tasks.keys() - there.keys():
-            self._tasks.pop(name).cancel()
-        for name in there.keys() - self._tasks.keys():
-            self._tasks[name] = asyncio.create_task(ask(self._client, self._settings, self._replicas, there[name]))
-
-    async def end(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-
-async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Replicas, replica: Replica) -> None:
-    """How one replica is, again and again."""
-    late = 0
-    timeout = aiohttp.ClientTimeout(total=settings.connect_s)
-    while True:
-        why_not: str | None = ""
-        try:
-            async with client.get(f"{replica.url}/health", timeout=timeout) as answer:
-                late, why_not = 0, "" if answer.status < 400 else f"its /health answers {answer.status}"
-        except asyncio.TimeoutError:
-            late += 1
-            why_not = f"its /health has not answered {late} times" if late >= LATE else None
-        except (aiohttp.ClientError, OSError, ssl.SSLError) as error:
-            late, why_not = 0, f"it does not answer: {type(error).__name__}"
-        if settings.newest and why_not == "":  # before it gets requests by those names
-            await look(client, settings, replica, timeout)
-        if why_not is not None:
-            replicas.heard(replica, why_not)
-        await asyncio.sleep(settings.health_s)
-
-
-async def look(
-    client: aiohttp.ClientSession, settings: Settings, replica: Replica, timeout: aiohttp.ClientTimeout
-) -> None:
-    """Which versions it has. One that does not say, or nothing that can be read, keeps those it had."""
-    headers = {"Authorization": f"Bearer {settings.replica_token}"} if settings.replica_token else {}
-    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError):
-        async with client.get(f"{replica.url}/v1/models", headers=headers, timeout=timeout) as answer:
-            if answer.status == 200:
-                replica.newest = newest_of(await answer.read(), settings.newest)
-
-
 class Operators:
     """/health, /metrics and /route: for whoever runs the router."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._settings = settings
         self._replicas = replicas
         self._counts = counts
@@ -249,6 +191,8 @@ def status_of(replicas: Replicas, counts: Counts, advice: Advice) -> dict[str, A
                 "failed": one.failed,
                 "gap_ms": round(one.gap_s * 1e3, 2),
                 "prediction_error": round(one.error, 3),
+                "adapters": sorted(one.adapters.listing.adapters) if one.adapters.listing is not None else [],
+                "lost": sorted(one.adapters.lost),
             }
             for one in replicas.all
         ],

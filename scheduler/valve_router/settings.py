@@ -43,7 +43,7 @@ def service_of(text: str) -> Service:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class RouterSettings:
     replicas: tuple[str, ...] = ()  # base URLs
     service: Service | None = None  # in their place
     host: str = "127.0.0.1"

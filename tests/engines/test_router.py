@@ -15,7 +15,7 @@ import time
 import aiohttp
 import pytest
 from ports import free_ports, serving
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 REQUESTS, TOKENS, OPEN = 240, 24, 8
@@ -108,7 +108,7 @@ def test_kills_behind_the_router_never_lose_a_request_or_shorten_an_answer(start
     prompts = [" ".join(f"t{draw.randrange(3, 90)}" for _ in range(draw.randrange(4, 60))) for _ in range(REQUESTS)]
 
     async def run():
-        settings = Settings(replicas=urls, port=servers.own, health_s=0.2)
+        settings = RouterSettings(replicas=urls, port=servers.own, health_s=0.2)
         url = f"http://127.0.0.1:{settings.port}"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
             for index in range(2):
@@ -160,7 +160,7 @@ def test_minutes_of_bursts_and_kills_never_lose_a_request_or_shorten_an_answer(s
             for index in range(count):
                 await until_up(client, servers, index)
             expected = {prompt: (await ask(client, servers.urls[0], prompt))[0] for prompt in prompts}
-            async with serving(Settings(replicas=servers.urls, port=servers.own, health_s=0.2)):
+            async with serving(RouterSettings(replicas=servers.urls, port=servers.own, health_s=0.2)):
 
                 async def one():
                     prompt = draw.choice(prompts)

@@ -12,7 +12,7 @@ from valve_router.advice import Advice
 from valve_router.plan.active import Active, ActiveSettings, Demand, advise, needed, predicted_p95_s
 from valve_router.plan.profile import Law
 from valve_router.replicas import Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 LAW = Law(fixed_s=0.05, per_token_s=0.0004)
 TOKENS = st.lists(st.integers(1, 2000), min_size=1, max_size=60)
@@ -93,7 +93,7 @@ def test_nonsense_is_refused():
 
 def test_the_routers_advice_follows_what_came_lately_and_names_who_may_sleep():
     now = [0.0]
-    rules = Settings(replicas=tuple(f"http://r{number}:1" for number in range(4)))
+    rules = RouterSettings(replicas=tuple(f"http://r{number}:1" for number in range(4)))
     replicas = Replicas(rules, lambda: now[0])
     advice = Advice(rules, replicas, lambda: now[0])
     for _ in range(40):  # one every ten seconds, and a look every ten: one replica would do

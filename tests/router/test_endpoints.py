@@ -21,7 +21,7 @@ from valve_router import endpoints
 from valve_router.command import main
 from valve_router.endpoints import Endpoints, urls_of
 from valve_router.replicas import KEPT_S, NobodyAlive, Replicas
-from valve_router.settings import Service, Settings, service_of
+from valve_router.settings import RouterSettings, Service, service_of
 
 ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
 
@@ -124,7 +124,7 @@ async def test_pods_that_come_and_go_are_heard_of_and_a_stream_that_breaks_loses
 
 
 def test_a_request_under_way_never_hurts_when_its_pod_leaves_and_who_stays_is_known():
-    known = Replicas(Settings(service=Service(namespace="a", name="b")), lambda: 1.0)
+    known = Replicas(RouterSettings(service=Service(namespace="a", name="b")), lambda: 1.0)
     with pytest.raises(NobodyAlive):
         known.send("")
     known.follow({"http://a:1": "a", "http://b:1": "b"})
@@ -146,7 +146,7 @@ def test_a_request_under_way_never_hurts_when_its_pod_leaves_and_who_stays_is_kn
 
 def test_a_pod_that_was_not_ready_for_a_while_never_comes_back_as_an_empty_one_that_takes_requests():
     now = [1.0]
-    known = Replicas(Settings(service=Service(namespace="a", name="b")), lambda: now[0])
+    known = Replicas(RouterSettings(service=Service(namespace="a", name="b")), lambda: now[0])
     pods = {"http://a:1": "a", "http://b:1": "b"}
     known.follow(pods)
     a, b = known.all
@@ -200,7 +200,7 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
             None,
         ]
     ]
-    settings = Settings(service=service_of("serving/chat"), port=own, health_s=0.05)
+    settings = RouterSettings(service=service_of("serving/chat"), port=own, health_s=0.05)
     url = f"http://127.0.0.1:{settings.port}"
     try:
         async with api as access, aiohttp.ClientSession() as client, serving(settings, access=access):
@@ -225,7 +225,7 @@ def test_a_router_whose_port_is_taken_says_so_and_nobody_waits_for_it():
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             with pytest.raises(OSError, match="address"):
-                async with serving(Settings(replicas=("http://a:1",), port=taken.getsockname()[1])):
+                async with serving(RouterSettings(replicas=("http://a:1",), port=taken.getsockname()[1])):
                     pass
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from valve_router.counts import Counts
 from valve_router.exchange import CHOSEN, Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 RECORD = cases(Path(__file__).with_name("exchanges.jsonl"))
 URLS = tuple(f"http://127.0.0.1:{PORT + index}" for index in range(2))
@@ -21,7 +21,7 @@ URLS = tuple(f"http://127.0.0.1:{PORT + index}" for index in range(2))
 
 class Scene:
     def __init__(self, most=1 << 20):
-        self.replicas = Replicas(Settings(replicas=URLS), lambda: 0.0)
+        self.replicas = Replicas(RouterSettings(replicas=URLS), lambda: 0.0)
         self.counts, self.held = Counts(), HeldBodies(most)
 
     def exchange(self):

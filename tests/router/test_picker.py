@@ -24,7 +24,7 @@ from valve_router.counts import Counts
 from valve_router.picker import SERVICE, GatewayDoor, Health, Picker
 from valve_router.prompt import READ_BYTES
 from valve_router.replicas import Replicas
-from valve_router.settings import Service, Settings
+from valve_router.settings import RouterSettings, Service
 
 needs_envoy = pytest.mark.skipif(gateway.envoy() is None, reason="no Envoy; make foreign installs one")
 
@@ -69,7 +69,7 @@ async def picked(folder, count=2, door=None, gate=lambda ports: {}, **more):
     """`gate`: how the gateway is set up, by the ports of the engines."""
     own, door_port, *ports = free_ports(2 + count)
     engines = Engines(ports, 0.0)
-    settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
     door = replace(door or GatewayDoor(), port=door_port)
     try:
         async with aiohttp.ClientSession() as client:
@@ -272,7 +272,7 @@ WHOLE = ProcessingRequest(request_headers={"end_of_stream": True})
 def test_a_stream_that_says_nothing_more_never_keeps_its_place(said, limit, answers, counted):
     """It counted against the streams and the replica's requests for as long as whoever opened it liked."""
 
-    settings = Settings(replicas=("http://127.0.0.1:9",), **limit)
+    settings = RouterSettings(replicas=("http://127.0.0.1:9",), **limit)
     replicas, counts, found = Replicas(settings, lambda: 0.0), Counts(), []
 
     async def asking():
@@ -282,7 +282,7 @@ def test_a_stream_that_says_nothing_more_never_keeps_its_place(said, limit, answ
 
     async def run():
         server = grpc.aio.server()
-        add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)
+        add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts, None), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -298,7 +298,7 @@ def test_a_stream_that_says_nothing_more_never_keeps_its_place(said, limit, answ
 
 def test_a_body_in_single_bytes_never_holds_a_place_for_longer():
     async def run():
-        settings = Settings(replicas=("http://127.0.0.1:9",), stuck_s=0.2)
+        settings = RouterSettings(replicas=("http://127.0.0.1:9",), stuck_s=0.2)
         replicas = Replicas(settings, lambda: 0.0)
 
         async def dripping():
@@ -307,7 +307,7 @@ def test_a_body_in_single_bytes_never_holds_a_place_for_longer():
                 yield ProcessingRequest(request_body={"body": b"x"})
                 await asyncio.sleep(0.01)
 
-        answers = [one async for one in Picker(settings, replicas, Counts()).Process(dripping(), None)]
+        answers = [one async for one in Picker(settings, replicas, Counts(), None).Process(dripping(), None)]
         assert [one.immediate_response.status.code for one in answers] == [408]
 
     asyncio.run(run())
@@ -330,7 +330,7 @@ def test_a_picker_is_never_open_to_others_by_accident(capsys, arguments, says):
 
 
 def test_a_picker_is_never_ready_before_it_knows_its_replicas():
-    replicas = Replicas(Settings(service=Service(namespace="serving", name="chat")), lambda: 0.0)
+    replicas = Replicas(RouterSettings(service=Service(namespace="serving", name="chat")), lambda: 0.0)
 
     async def asked(stub, name):
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))

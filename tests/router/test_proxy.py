@@ -13,8 +13,8 @@ import pytest
 from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.command import main
-from valve_router.prompt import prompt_of
-from valve_router.settings import Settings
+from valve_router.prompt import Asked
+from valve_router.settings import RouterSettings
 from yarl import URL
 
 
@@ -79,7 +79,7 @@ class Routed:
 async def routed(count=2, piece_s=0.0, headers=None, **more):
     own, *ports = free_ports(1 + count)
     engines = Engines(ports, piece_s)
-    settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
             await engines.until_well(client)
@@ -438,7 +438,7 @@ def test_figures_are_there_for_prometheus():
     ],
 )
 def test_no_body_ever_breaks_the_router(body):
-    assert len(prompt_of(body)) < 100_000
+    assert len(Asked(body).prompt) < 100_000
 
 
 def test_what_is_read_of_a_prompt_is_its_text():
@@ -446,13 +446,13 @@ def test_what_is_read_of_a_prompt_is_its_text():
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": "x"}]},
     ]
-    assert prompt_of(json.dumps({"messages": messages}).encode()) == "system\nbe brief\nuser\nhello"
-    assert prompt_of(b'{"prompt": ["a", "b"]}') == "a\nb"
-    assert len(prompt_of(json.dumps({"prompt": [1] * 1000}).encode())) >= 1000
+    assert Asked(json.dumps({"messages": messages}).encode()).prompt == "system\nbe brief\nuser\nhello"
+    assert Asked(b'{"prompt": ["a", "b"]}').prompt == "a\nb"
+    assert len(Asked(json.dumps({"prompt": [1] * 1000}).encode()).prompt) >= 1000
 
 
 def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys):
-    good = Settings(replicas=("http://a:1",))
+    good = RouterSettings(replicas=("http://a:1",))
     for more, word in [
         ({"replicas": ()}, "--replica"),
         ({"replicas": ("a:1",)}, "--replica a:1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from valve_router import replicas as module
 from valve_router.replicas import REFIT_EVERY, Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 
 def test_the_law_is_never_fitted_anew_for_each_request(monkeypatch):
@@ -12,7 +12,7 @@ def test_the_law_is_never_fitted_anew_for_each_request(monkeypatch):
     fits = []
     monkeypatch.setattr(module, "fit", lambda seen, real=module.fit: fits.append(len(seen)) or real(seen))
     now = [0.0]
-    known = Replicas(Settings(replicas=("http://a:1",)), lambda: now[0])
+    known = Replicas(RouterSettings(replicas=("http://a:1",)), lambda: now[0])
     for _ in range(20 * REFIT_EVERY):
         sent = known.send("a prompt")
         now[0] += 0.02
@@ -27,7 +27,7 @@ def test_a_law_that_cannot_be_fitted_never_costs_a_request(monkeypatch):
         raise ValueError
 
     monkeypatch.setattr(module, "fit", fail)
-    known = Replicas(Settings(replicas=("http://a:1",)), lambda: 1.0)
+    known = Replicas(RouterSettings(replicas=("http://a:1",)), lambda: 1.0)
     for _ in range(2 * REFIT_EVERY):
         sent = known.send("")
         known.answered(sent)

@@ -16,7 +16,7 @@ from valve_router.advice import Advice
 from valve_router.plan.task import Task, TaskKind
 from valve_router.replicas import Replicas
 from valve_router.server import assembled
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
@@ -305,7 +305,7 @@ def test_what_a_job_has_kept_is_never_more_than_its_trainers_pushed(tmp_path):
 
 
 def seated(count=2):
-    settings = Settings(replicas=tuple(f"http://r{number}:1" for number in range(count)))
+    settings = RouterSettings(replicas=tuple(f"http://r{number}:1" for number in range(count)))
     replicas = Replicas(settings, lambda: 0.0)
     return replicas, Desk(settings, replicas)
 
@@ -372,7 +372,7 @@ class Asking:
 
 
 def asked(folder, talk):
-    settings = Settings(
+    settings = RouterSettings(
         replicas=("http://127.0.0.1:9",), training_folder=str(folder), body_bytes=1000, training_bytes=40_000
     )
 
@@ -456,7 +456,7 @@ def test_a_round_that_another_ends_meanwhile_is_never_averaged_from_nothing_nor_
             return getattr(ledger, name)
 
     _, desk = seated(1)
-    api = TrainingApi(Settings(replicas=("http://r0:1",)), Overtaken(), desk)
+    api = TrainingApi(RouterSettings(replicas=("http://r0:1",)), Overtaken(), desk)
     told = asyncio.run(api._take({"job": "j", "trainer": two.trainer, "version": 0}))
 
     assert told == {"version": 1} or [part["name"] for part in told["average"]] == ["a"]
@@ -469,7 +469,7 @@ def test_what_a_given_up_trainer_had_in_hand_never_stays_in_the_plan(tmp_path, m
     monkeypatch.setattr("valve_router.training.api.SWEEP_S", 0.001)
     replicas, desk = seated(1)
     ledger = begin(tmp_path, silent_s=-1.0)
-    api, timeline = TrainingApi(Settings(replicas=("http://r0:1",)), ledger, desk), replicas.all[0].timeline
+    api, timeline = TrainingApi(RouterSettings(replicas=("http://r0:1",)), ledger, desk), replicas.all[0].timeline
 
     async def run():
         joined = await api._join({"job": "j", "name": "a"})
@@ -490,7 +490,7 @@ def test_one_sweep_that_fails_is_never_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr("valve_router.training.api.SWEEP_S", 0.001)
     monkeypatch.setattr("valve_router.advice.LOOK_S", 0.001)
     _, desk = seated(1)
-    settings, turns = Settings(replicas=("http://r0:1",)), []
+    settings, turns = RouterSettings(replicas=("http://r0:1",)), []
     api, advice = TrainingApi(settings, begin(tmp_path), desk), Advice(settings, Replicas(settings, lambda: 0.0))
 
     def fails(*_):

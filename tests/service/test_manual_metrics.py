@@ -13,7 +13,7 @@ from valve_router.advice import Advice
 from valve_router.counts import Counts
 from valve_router.replicas import Replicas
 from valve_router.server import RouterCollector
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_scheduler import metrics
 
 from valved.metrics import NodeCollector
@@ -48,7 +48,7 @@ def test_no_metric_of_the_cluster_is_missing_from_the_manual_or_described_otherw
 
 
 def test_no_metric_of_the_router_is_missing_from_the_manual_or_described_otherwise():
-    settings = Settings(replicas=("http://127.0.0.1:1",))
+    settings = RouterSettings(replicas=("http://127.0.0.1:1",))
     replicas = Replicas(settings, lambda: 0.0)
     advice = Advice(settings, replicas, lambda: 0.0)
     advice.look()

@@ -14,13 +14,14 @@ ENGINE = Path(__file__).with_name("played_engine.py")
 
 
 class Engines:
-    def __init__(self, ports, piece_s):
+    def __init__(self, ports, piece_s, *flags):
         self.ports = ports
         self.piece_s = piece_s
+        self.flags = flags
         self.processes = [self.start(port) for port in self.ports]
 
     def start(self, port):
-        return subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", str(self.piece_s)])
+        return subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", str(self.piece_s), *self.flags])
 
     @property
     def urls(self):

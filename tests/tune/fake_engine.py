@@ -28,7 +28,15 @@ def point_away(request: BaseHTTPRequestHandler, away: Away) -> bool:
 
 class FakeEngine:
     def __init__(
-        self, kind: str = "vllm", *, load_s: float = 0.0, updating: bool = True, key: str = "", away: Away | None = None
+        self,
+        kind: str = "vllm",
+        *,
+        load_s: float = 0.0,
+        updating: bool = True,
+        key: str = "",
+        away: Away | None = None,
+        port: int = 0,
+        base: str = "base",
     ) -> None:
         """`away`: a path -> how and to which server it is redirected."""
         self.kind, self.load_s, self.updating = kind, load_s, updating
@@ -62,8 +70,9 @@ class FakeEngine:
                 return True
 
             def do_GET(self) -> None:
-                own = {"id": "base", "owned_by": engine.kind}
-                self.say({"data": [own, *({"id": name, "parent": "base"} for name in engine.adapters)]})
+                own = {"id": base, "owned_by": engine.kind, "root": f"/models/{base}"}
+                loaded = [{"id": name, "parent": base, "root": path} for name, path in engine.adapters.items()]
+                self.say({"data": [own, *loaded]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -103,7 +112,7 @@ class FakeEngine:
                     self.wfile.write(b'data: {"choices": []}\n\n')
                 self.wfile.write(b"data: [DONE]\n\n")
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

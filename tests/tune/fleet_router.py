@@ -9,14 +9,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scheduler"))
 
 from aiohttp import web
 from valve_router.replicas import Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
 
 
 def main(folder: str, port: str, silent_s: str) -> None:
-    settings = Settings(replicas=("http://127.0.0.1:9",))
+    settings = RouterSettings(replicas=("http://127.0.0.1:9",))
     training = web.Application()
     ledger = FleetBooks(Path(folder), silent_s=float(silent_s))
     TrainingApi(settings, ledger, Desk(settings, Replicas(settings, lambda: 0.0))).add_to(training)

@@ -209,3 +209,18 @@ def test_the_key_is_never_sent_to_where_a_service_points(job, tmp_path, path, st
     finally:
         engine.close()
         other.close()
+
+
+def test_a_version_goes_to_every_service_and_one_that_refuses_keeps_it_from_no_other(engine, job):
+    command, folder = job
+    refuses, third = FakeEngine(updating=False), FakeEngine()
+    third.adapters["mine-v4"] = "/elsewhere"
+    try:
+        to = ("--to", engine.url, "--to", refuses.url, "--to", third.url)
+        said = command.run("publish", folder.path, *to, "--no-probe", code=1)
+        assert f"{refuses.url}/v1/load_lora_adapter: 404" in said
+        assert list(engine.adapters) == ["mine-v5"]  # one number for all, that none of them has
+        assert list(third.adapters) == ["mine-v4", "mine-v5"]
+    finally:
+        refuses.close()
+        third.close()

@@ -60,10 +60,10 @@ def bare(port: int, to: int) -> None:
 
 def router(port: int, to: int) -> None:
     from valve_router.server import serve
-    from valve_router.settings import Settings
+    from valve_router.settings import RouterSettings
 
     async def run() -> None:
-        settings = Settings(replicas=(f"http://127.0.0.1:{to}",), port=port, open_per_replica=10_000)
+        settings = RouterSettings(replicas=(f"http://127.0.0.1:{to}",), port=port, open_per_replica=10_000)
         await serve(settings, stop=asyncio.Event())
 
     asyncio.run(run())

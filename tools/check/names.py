@@ -1,7 +1,7 @@
 """One word, one meaning: no second class of one name in product and tools, and no page names what no class has.
 
 PINNED are rooms whose files carry a hash on results pages: a new name there would make a page stale though no figure
-changed. TWICE holds the one name that two files still share. Whoever renames one of them empties it. Nobody adds one.
+changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from valve_tools.check.sizes import classes
 from valve_tools.check.tree import ROOT, tracked
 
 PINNED = ("tools/lab/cotrain/", "tools/lab/granted/")
-TWICE: Mapping[str, set[str]] = {
-    "Settings": {"scheduler/valve_router/settings.py", "tools/sim/machine.py"},
-}
 MEMBER = re.compile(r"`(?:\w+\.)*([A-Z][A-Za-z]*[a-z]\w*)\.([a-z_]\w*(?:/[a-z_]\w*)*)(?:\(\))?`")
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # they name what was
 
@@ -46,19 +43,16 @@ def absent(text: str, members: Mapping[str, set[str]]) -> list[str]:
     return [f"{kind}.{name} is in no class" for kind, name in named if name not in members.get(kind, ())]
 
 
-def judge(found: Iterable[tuple[str, str]], twice: Mapping[str, set[str]] = TWICE) -> list[str]:
+def judge(found: Iterable[tuple[str, str]]) -> list[str]:
     """(file, name of a class) of everything outside the tests."""
     places = defaultdict[str, set[str]](set)
     for file, name in found:
         if not file.startswith(PINNED):
             places[name].add(file)
     return [
-        *(
-            f"class {name} is in {', '.join(sorted(files))}: give each a name of its own"
-            for name, files in sorted(places.items())
-            if len(files) > 1 and files != twice.get(name)
-        ),
-        *(f"class {name} has one meaning now: take it out of TWICE" for name in twice if len(places[name]) < 2),
+        f"class {name} is in {', '.join(sorted(files))}: give each a name of its own"
+        for name, files in sorted(places.items())
+        if len(files) > 1
     ]
 
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from valve_router.answers import is_allowed, refusal
 from valve_router.plan.task import Task
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
 from valve_router.training.records import Gone, LedgerRefused, Push
@@ -29,7 +29,7 @@ Asked = dict[str, Any]
 class TrainingApi:
     """SQLite forces every change to disk: that is done in threads, never on the loop that passes requests."""
 
-    def __init__(self, settings: Settings, ledger: FleetBooks, desk: Desk) -> None:
+    def __init__(self, settings: RouterSettings, ledger: FleetBooks, desk: Desk) -> None:
         self._settings, self._ledger, self._desk = settings, ledger, desk
         self._out: dict[int, tuple[str, Task]] = {}  # by trainer: replica, planned task
 

@@ -10,7 +10,7 @@ from valve_router.plan.profile import Measured, fit
 from valve_router.plan.score import choose
 from valve_router.plan.task import Task, TaskKind
 from valve_router.replicas import Replica, Replicas
-from valve_router.settings import Settings
+from valve_router.settings import RouterSettings
 
 STOP_S = 0.001  # a node that trains has a gate: what a stop costs a request
 REFIT_EVERY = 20
@@ -29,7 +29,7 @@ class Desk:
     """Trainers ask; each is named for the replica (its URL or number) beside which it runs. One that names none trains
     on a card of its own, and is never deferred."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, defer: DeferSettings | None = None) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, defer: DeferSettings | None = None) -> None:
         self._settings = settings
         self._replicas = replicas
         self._defer = defer or DeferSettings()

@@ -51,7 +51,11 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     one = commands.add_parser("publish", help="Hand an adapter to a running vLLM or SGLang under a new version.")
     one.add_argument("job", metavar="JOB", help="The folder of the job, or the folder's name.")
     one.add_argument(
-        "--to", default="", metavar="URL", help="The URL of the service. Without it only the version's folder is made."
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="The URL of a service; repeat it for more. Without it only the version's folder is made.",
     )
     one.add_argument(
         "--name", default="", help="The versions are called NAME-v1, NAME-v2 and so on. Default: the folder's name."

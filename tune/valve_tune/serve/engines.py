@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -39,12 +40,18 @@ class RunningEngine:
         bases = [entry for entry in self._models() if not entry.get("parent")]
         if not bases:
             raise EngineError(f"{url}: names no model")
-        self.base = str(bases[0]["id"])
+        self.base, self.root = str(bases[0]["id"]), str(bases[0].get("root") or "")
         self.kind = "sglang" if bases[0].get("owned_by") == "sglang" else "vllm"
         self._prefix = "" if self.kind == "sglang" else "/v1"
 
     def _models(self) -> list[dict[str, Any]]:
-        return list(json.loads(self._ask("/v1/models")).get("data", []))
+        try:
+            found = list(json.loads(self._ask("/v1/models"))["data"])
+            if all(isinstance(entry["id"], str) for entry in found):
+                return found
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise EngineError(f"{self.url}/v1/models: no list of models")
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -57,12 +64,15 @@ class RunningEngine:
             said = error.read(2000).decode(errors="replace")
             more = {404: f"; {RUNTIME}", 401: f"; {TOKEN}", 403: f"; {TOKEN}"}.get(error.code, "")
             raise EngineError(f"{self.url}{path}: {error.code} {said}{more}") from None
-        except OSError as error:
-            raise EngineError(f"{self.url}{path}: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.url}{path}: {error or type(error).__name__}") from None
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> str:
         with self._open(path, body) as answer:
-            return str(answer.read().decode(errors="replace"))
+            try:
+                return str(answer.read().decode(errors="replace"))
+            except (OSError, http.client.HTTPException) as error:
+                raise EngineError(f"{self.url}{path}: broke off: {type(error).__name__}") from None
 
     def load(self, name: str, path: str) -> None:
         said = self._ask(f"{self._prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path})
@@ -74,6 +84,10 @@ class RunningEngine:
 
     def loaded(self) -> set[str]:
         return {str(entry["id"]) for entry in self._models() if entry.get("parent") or entry["id"] != self.base}
+
+    def path_of(self, name: str) -> str:
+        """Where it has this adapter from; empty: it does not say."""
+        return next((str(entry.get("root") or "") for entry in self._models() if entry["id"] == name), "")
 
     def model_of(self, name: str) -> str:
         """What a client asks for. Under the bare name of an adapter SGLang answers as the base and says that name."""

@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,10 +32,10 @@ from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter
 from valve_tune.model.names import BadTarget
 from valve_tune.serve.control import FolderControl
-from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
-from valve_tune.serve.publish import hand_over, new_version, token_in
+from valve_tune.serve.keeper import EngineKeeper
+from valve_tune.serve.publish import new_version, token_in
 from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
 from valve_tune.train.data import Rows
@@ -276,7 +277,9 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     digest = f"{trainer.digest}/{options.average}"
     said = {"rounds": options.rounds, "round_batches": batches, "limit_s": 60.0 * options.sync_minutes}
     link.ask("job", {"job": job, "tokens": mean, "digest": digest, **said})
-    publish = publisher(folder, trainer, job, options.publish_to)
+    token = token_in(options.publish_token_file, "--publish-token-file")
+    keepers = [EngineKeeper(url, token, job, partial(print, flush=True)) for url in options.publish_to]
+    publish = publisher(folder, trainer, job, keepers)
 
     def moved(version: int, kept: int) -> None:  # a round that its time ended kept less than --sync-steps
         folder.say("running", kept // spec.gradient_accumulation_steps)
@@ -290,29 +293,26 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
         replica=options.replica,
         push_steps=options.push_steps,
         moved=moved,
-        say=lambda text: print(text, flush=True),
+        say=partial(print, flush=True),
         is_paused=lambda: control.answer() is Answer.PAUSE,
     )
     with stand(spec, trainer.model.weights):
         version = worker.run()
         trainer.state.finish()
+    for keeper in keepers:
+        keeper.close()
     return version
 
 
-def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int], None]:
-    """A version of the fleet becomes a folder here, and an adapter of that name in this node's engine."""
+def publisher(folder: JobFolder, trainer: Any, job: str, keepers: list[EngineKeeper]) -> Callable[[int], None]:
+    """A version of the fleet becomes a folder here, and an adapter of that name in this node's engines."""
 
     def publish(version: int) -> None:
         trainer.state.finish()  # the trainer has just taken the version up
         home = folder.path / "published" / f"{job}-v{version}"
         path = home if home.is_dir() else new_version(folder, job, folder.path, (f"{job}-v{version - 1}",))
-        if not engine_url:
-            return
-        try:
-            done = hand_over(RunningEngine(engine_url, ""), path, job, 2, probe=False)
-            print(f"{engine_url} answers as {done.name}", flush=True)
-        except EngineError as error:
-            print(f"valve tune: version {version} is not in the engine: {error}", file=sys.stderr)
+        for keeper in keepers:
+            keeper.hand(path)
 
     return publish
 
@@ -370,6 +370,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="Send the work after so many steps. A dead node costs no more. Default: %(default)s.",
     )
     one.add_argument(
-        "--publish-to", default="", metavar="URL", help="This node's engine gets every version. The value is its URL."
+        "--publish-to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="This node's engine at this URL gets every version. Repeat the option for several engines.",
+    )
+    one.add_argument(
+        "--publish-token-file",
+        default="",
+        metavar="FILE",
+        help="The file that holds the key that --publish-to asks for. Default: send none.",
     )
     one.set_defaults(run=command)

@@ -149,16 +149,16 @@ def _switch(engine: RunningEngine, version: Path, name: str, keep: int) -> tuple
     return retired
 
 
-def token_in(path: str) -> str:
+def token_in(path: str, flag: str = "--token-file") -> str:
     """What the file holds, without the end of its line."""
     if not path:
         return ""
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise FolderError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise FolderError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from None
     if not token or not token.isascii() or not token.isprintable():
-        raise FolderError(f"--token-file {path}: holds no key of one line")
+        raise FolderError(f"{flag} {path}: holds no key of one line")
     return token
 
 
@@ -168,17 +168,22 @@ def command(options: argparse.Namespace) -> int:
     source = adapter_of(folder, options.checkpoint)
     check_base(folder)
     try:
-        engine = RunningEngine(options.to, token_in(options.token_file)) if options.to else None
-        version = new_version(folder, name, source, engine.loaded() if engine else ())
-        print(f"version: {version.name}  {version}")
-        if engine is None:
-            return 0
-        done = hand_over(engine, version, name, options.keep, probe=not options.no_probe)
+        engines = [RunningEngine(url, token_in(options.token_file)) for url in options.to]
+        version = new_version(folder, name, source, set().union(*(engine.loaded() for engine in engines)))
     except EngineError as error:
         print(f"valve tune: {error}", file=sys.stderr)
         return 1
-    model, retired = engine.model_of(done.name), ", ".join(done.retired) or "none"
-    print(f"{engine.kind} at {engine.url} answers as {model}; retired: {retired}")
-    if done.gaps is not None:
-        print(f"longest gap in decoding: {done.gaps.words()}")
-    return 0
+    print(f"version: {version.name}  {version}")
+    has_failed = False
+    for engine in engines:  # one that refuses keeps the version from no other
+        try:
+            done = hand_over(engine, version, name, options.keep, probe=not options.no_probe)
+        except EngineError as error:
+            print(f"valve tune: {error}", file=sys.stderr)
+            has_failed = True
+            continue
+        model, retired = engine.model_of(done.name), ", ".join(done.retired) or "none"
+        print(f"{engine.kind} at {engine.url} answers as {model}; retired: {retired}")
+        if done.gaps is not None:
+            print(f"longest gap in decoding: {done.gaps.words()}")
+    return int(has_failed)

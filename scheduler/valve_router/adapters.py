@@ -1,0 +1,76 @@
+"""Which adapters each replica has, which it lost as its engine restarted, and by which names clients may ask for them.
+
+An engine that restarts comes back without what was loaded into it. An adapter that goes while its engine stays in sight
+was unloaded by somebody, and is nobody's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from valve_router.listing import Adapter, Base, Listing
+
+
+@dataclass(slots=True)
+class HeldAdapters:
+    """Of one replica."""
+
+    listing: Listing | None = None  # what it said last
+    lost: dict[str, Adapter] = field(default_factory=dict)  # to be loaded again
+    losses: int = 0  # rises whenever it may have lost some
+    was_away: bool = False  # since that listing
+
+    def asks(self, model: str) -> str | None:
+        """What the engine is asked for; None: it does not have this model, as far as is known."""
+        return self.listing.asked.get(model) if self.listing is not None else None
+
+    def away(self) -> None:
+        self.was_away = True
+        self.losses += 1
+
+    def names(self) -> set[str]:
+        there = [*(self.listing.adapters.values() if self.listing is not None else ()), *self.lost.values()]
+        return {one.name for one in there} | {one.asked for one in there}
+
+    def listed(self, listing: Listing, expected: Iterable[Adapter]) -> None:
+        """`expected`: what the others of this base have for clients; one that was away may have missed it."""
+        before = self.listing.adapters if self.listing is not None else {}
+        there = [one.version for one in listing.adapters.values()]
+        self.losses += bool(before.keys() - listing.adapters.keys())
+        has_stayed = any(one.version in there for one in before.values() if one.version[1])
+        if self.was_away and not has_stayed:  # where one is left, it was only out of sight, and the rest was unloaded
+            missed = before | {one.name: one for one in expected}
+            newer = {name for name, number in there if number}  # somebody was quicker
+            self.lost |= {name: one for name, one in missed.items() if one.version[0] not in newer}
+        self.lost = {
+            name: one
+            for name, one in self.lost.items()
+            if one.base == listing.base and one.path and name not in listing.adapters
+        }
+        self.listing, self.was_away = listing, False
+
+
+class PublishedAdapters:
+    """Of all replicas."""
+
+    def __init__(self, aliases: Collection[str]) -> None:
+        """`aliases`: names that stand for the newest of their versions."""
+        self.aliases = aliases
+        self.names: frozenset[str] = frozenset()  # clients get these only from who has them
+        self._newest: dict[tuple[str, Base], Adapter] = {}
+        self._told: set[str] = set()  # of the aliases: a version was there, and never is there none again
+
+    def listed(self, held: HeldAdapters, listing: Listing, everybody: Collection[HeldAdapters]) -> None:
+        held.listed(listing, [one for (_, base), one in self._newest.items() if base == listing.base])
+        self.look(everybody)
+
+    def look(self, everybody: Collection[HeldAdapters]) -> None:
+        """What they have now, all together."""
+        now: dict[tuple[str, Base], Adapter] = {}
+        for alias, one in ((a, o) for held in everybody if held.listing for a, o in held.listing.newest.items()):
+            key = (alias, one.base)
+            now[key] = max(now.get(key, one), one, key=lambda each: each.version[1])
+        self._newest |= now
+        self._told |= {alias for alias, _ in now}
+        self.names = frozenset(self._told.union(*(held.names() for held in everybody)))

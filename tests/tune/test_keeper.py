@@ -1,0 +1,112 @@
+"""What keeps adapters in engines that are away, refuse and restart: none is lost, and none is forced on anybody."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from fake_engine import FakeEngine
+from valve_tune.serve import keeper
+from valve_tune.serve.keeper import EngineKeeper
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch):
+    """An engine under one port, a keeper of it, and what it said."""
+    monkeypatch.setattr(keeper, "LONGEST_S", 0.1)
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+class Scene:
+    def __init__(self, folder):
+        self.folder, self.said, self.engine = folder, [], FakeEngine()
+        self.port = self.engine.server.server_port
+        self.keeper = EngineKeeper(self.engine.url, "", "chat", self.said.append, look_s=0.02)
+
+    def version(self, number):
+        path = self.folder / f"chat-v{number}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def stop(self):
+        self.engine.close()
+        before = len(self.said)
+        self.until(lambda: any("tried again" in each for each in self.said[before:]), "it is seen to be away")
+
+    def start(self, **more):
+        self.engine = FakeEngine(port=self.port, **more)
+
+    def until(self, condition, what):
+        for _ in range(2000):
+            if condition():
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"never: {what}: {self.said}")
+
+    def until_looked(self):
+        """From its beginning to its end."""
+        before = self.engine.requests.count("/v1/models")
+        self.until(lambda: self.engine.requests.count("/v1/models") >= before + 4, "it is looked at")
+
+    def close(self):
+        self.keeper.close()
+        self.engine.close()
+
+
+def test_an_engine_that_restarts_never_stays_without_its_versions(scene):
+    for number in (1, 2, 3):
+        scene.keeper.hand(scene.version(number))
+    assert sorted(scene.engine.adapters) == ["chat-v2", "chat-v3"]
+    scene.stop()
+    scene.start()
+    scene.until(
+        lambda: list(scene.engine.adapters) == ["chat-v3", "chat-v2"], "they are loaded again, the newest first"
+    )
+
+
+def test_a_version_never_misses_an_engine_that_was_away_when_it_came(scene):
+    scene.keeper.hand(scene.version(1))
+    scene.stop()
+    scene.keeper.hand(scene.version(2))
+    scene.keeper.hand(scene.version(3))
+    scene.start()
+    scene.until(lambda: set(scene.engine.adapters) == {"chat-v1", "chat-v3"}, "the newest is loaded")
+
+
+def test_an_engine_that_refuses_is_asked_again_and_its_refusal_said_once(scene):
+    scene.engine.updating = False
+    scene.keeper.hand(scene.version(1))
+    scene.until(lambda: scene.engine.requests.count("/v1/load_lora_adapter") >= 3, "it is asked again")
+    assert len([each for each in scene.said if "VLLM_ALLOW" in each]) == 1
+    scene.engine.updating = True
+    scene.until(lambda: "chat-v1" in scene.engine.adapters, "it is loaded")
+
+
+def test_what_somebody_unloads_is_never_forced_on_the_engine(scene):
+    scene.keeper.hand(scene.version(1))
+    scene.engine.adapters.clear()
+    scene.until_looked()
+    assert scene.engine.adapters == {}
+
+
+def test_an_engine_of_another_base_never_gets_the_adapter(scene):
+    scene.keeper.hand(scene.version(1))
+    scene.stop()
+    scene.start(base="other")
+    scene.until(lambda: any("another base" in each for each in scene.said), "it is seen")
+    assert scene.engine.adapters == {}
+
+
+def test_a_version_of_that_name_from_elsewhere_is_never_taken_for_ours(scene):
+    scene.engine.adapters["chat-v1"] = "/elsewhere/chat-v1"
+    scene.keeper.hand(scene.version(1))
+    assert "from /elsewhere/chat-v1" in scene.said[-1]
+
+
+def test_a_command_that_is_started_again_finds_its_version_there(scene):
+    scene.engine.adapters["chat-v1"] = str(scene.version(1))
+    scene.keeper.hand(scene.version(1))
+    assert scene.said == [f"{scene.engine.url} answers as chat-v1"]
+    assert "/v1/load_lora_adapter" not in scene.engine.requests
