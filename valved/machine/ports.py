@@ -470,5 +470,5 @@ class ProcessPort(Protocol):
     def comm(self, pid: int) -> str: ...
 
     def open_pidfd(self, pid: int) -> int:
-        """A pidfd, or -1 if the process is gone."""
+        """A pidfd, or -1 if the process is gone. OSError: there is none to be had now."""
         ...
