@@ -222,9 +222,8 @@ class GateService:
             self.listener.drained()
 
     def _tell_opened(self) -> None:
-        if (
-            not self._is_reading
-        ):  # half read, the books may lack the hold that follows a wake; `drained` comes at the end
+        """Not from books that are half read: they may lack the hold that follows a wake. `drained` comes at their end."""
+        if not self._is_reading:
             self.listener.opened()
 
     def want_prompt(self, asker: str, on: bool) -> None:
