@@ -30,7 +30,7 @@ class Leftovers:
         return len(self._channels)
 
     def bar_grants(self) -> frozenset[GpuIndex]:
-        """Where there is one that we may enable at any time: it would run on at the end of a grant, being in no plan."""
+        """Where there is one that we may enable at any time: it would run on at the end of a grant: no plan has it."""
         return frozenset(left.channel.gpu for left in self._channels.values() if not left.is_out_of_reach)
 
     def put(

@@ -222,7 +222,7 @@ class GateService:
             self.listener.drained()
 
     def _tell_opened(self) -> None:
-        """Not from books that are half read: they may lack the hold that follows a wake. `drained` comes at their end."""
+        """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
         if not self._is_reading:
             self.listener.opened()
 

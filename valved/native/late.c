@@ -72,8 +72,8 @@ void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 	bool tried = false;
 
 	leave_to_plan(gpu, owed);
-	for (uint32_t i = 0; owed && i < owed->steps; i++) {
-		struct plan_step *step = &owed->step[i];
+	for (uint32_t i = 0; owed && i < owed->steps; i++, owed->next = (owed->next + 1) % owed->steps) {
+		struct plan_step *step = &owed->step[owed->next];
 
 		if (!step->off.numChannels)
 			continue;
