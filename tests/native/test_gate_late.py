@@ -236,6 +236,31 @@ def test_a_leftover_that_this_valved_cannot_enable_is_never_waited_for(fake_libr
         assert rig.gate.channels.enable_unless_held(ref) is LeftOff.OUT_OF_REACH
 
 
+GPU_IS_LOST = 0x0F
+
+
+def test_a_leftover_on_a_gpu_that_is_lost_never_bars_grants_for_ever(rig: Rig) -> None:
+    ref = rig.offline().allocate()
+    rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
+    rig.driver.rules.fail_enable = GPU_IS_LOST
+
+    assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENDED
+
+
+def test_nothing_is_ever_owed_on_a_gpu_that_is_lost(rig: Rig) -> None:
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    before = open_files()
+    left_late(rig)
+    rig.driver.rules.fail_enable = GPU_IS_LOST
+
+    def is_all_given_back() -> bool:
+        rig.gate.alive()
+        return open_files() == before + 3  # the workload's own: its file, and two pages
+
+    wait_until(is_all_given_back, "descriptors and pages")
+
+
 def left_off_before_our_client_was_lost(rig: Rig) -> ChannelRef:
     ref = rig.offline().allocate()
     rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)

@@ -19,7 +19,7 @@ def test_a_leftover_that_no_valved_here_can_enable_never_bars_grants_for_ever(fi
     first.offline(pid=300)
     second = successor(first)
     leftovers = second.register.channels.leftovers
-    assert leftovers.bar_grants()
+    assert leftovers.bar_grants() == {0}
 
     second.gate.out_of_reach = True
     second.run(5000)
@@ -27,6 +27,15 @@ def test_a_leftover_that_no_valved_here_can_enable_never_bars_grants_for_ever(fi
     assert len(leftovers) == 1
     assert not leftovers.bar_grants()
     assert len(successor(second).register.channels.leftovers) == 1
+
+
+def test_a_leftover_never_bars_grants_on_another_gpu(first):
+    first.offline(pid=300)
+    second = successor(first)
+
+    second.granting.refresh()
+
+    assert second.gate.granting.grantable == {1}
 
 
 @pytest.mark.parametrize("out_of_reach", [True, False])

@@ -92,3 +92,44 @@ def test_no_answer_is_given_twice_when_a_wake_is_noticed_while_answers_are_given
     world.register.channels.schedules.release()
 
     assert [acks(world, offline, seq) for seq in seqs] == [[0], [0], [0]]
+
+
+def unread_edges(world, offline, online):
+    """The service let go and holds again, and nobody has read of either."""
+    world.gate.launch(online)
+    seq = world.schedule(offline, 0)
+    world.work(online, ms=5)
+    read, world.gate.drain_stamps = world.gate.drain_stamps, lambda: []
+    world.run(5000)
+    world.gate.launch(online)
+    assert world.gate.is_gated(0)
+    world.gate.drain_stamps = read
+    return seq
+
+
+def test_no_process_is_let_run_by_a_wake_whose_next_hold_is_not_read_yet(world):
+    offline, online = world.offline(), world.online()
+    seq = unread_edges(world, offline, online)
+
+    world.gating.drain()
+
+    assert acks(world, offline, seq) == []
+
+
+def test_no_process_is_let_run_by_a_move_that_ends_while_stamps_are_read(world, monkeypatch):
+    offline, online = world.offline(), world.online()
+    world.gating.set_moving(frozenset({GpuIndex(0)}))
+    seq = unread_edges(world, offline, online)
+    take = world.gating.edges.take
+
+    def end_the_move(stamp):
+        take(stamp)
+        world.gating.set_moving(frozenset())
+
+    monkeypatch.setattr(world.gating.edges, "take", end_the_move)
+    world.gating.drain()
+
+    assert acks(world, offline, seq) == []
+    world.work(online, ms=5)
+    world.run(5000)
+    assert acks(world, offline, seq)[-1:] == [0]

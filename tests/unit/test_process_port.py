@@ -7,10 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from node_world import FakeReactor
+from virtual import VirtualClock
 
+from valved.clients.exits import Exits
 from valved.machine.processes import LinuxProcesses
 
 
@@ -193,3 +197,23 @@ def test_a_real_process_is_known_until_it_is_killed() -> None:
     assert processes.start_time(child.pid) is None
     assert processes.open_pidfd(child.pid) == -1
     os.close(pidfd)
+
+
+def test_no_process_has_ended_while_a_thread_of_it_runs() -> None:
+    """/proc shows the state of the first thread alone: a zombie here, while the other reads."""
+    processes = LinuxProcesses()
+    script = (
+        "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); ctypes.CDLL(None).syscall(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    exits = Exits(FakeReactor(), processes, VirtualClock())
+    assert exits.watch("it", child.pid, lambda: None)
+    while processes.start_time(child.pid) is not None:
+        time.sleep(0.001)
+
+    assert not exits.has_ended("it")
+
+    child.kill()
+    child.communicate()
+    assert exits.has_ended("it")
+    exits.close()

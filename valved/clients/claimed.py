@@ -82,8 +82,7 @@ class ClaimedRoots:
         return True
 
     def watch_root(self, root: ProcessId) -> None:
-        if not self._exits.watch(root, root.pid, lambda: self.root_gone(root)):
-            self.root_gone(root)
+        self._exits.await_end(root, lambda: self.root_gone(root))
 
     def root_gone(self, root: ProcessId) -> None:
         """A claimed process ended. Its service lives as long as one of its clients does."""

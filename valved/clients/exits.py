@@ -1,13 +1,22 @@
-"""Tells when a process ends: pidfds, by who asked."""
+"""Tells when a process ends: pidfds, by who asked.
+
+A pidfd is readable once the last thread of its process has ended, which no file of a first thread tells. That there is
+none to be had now (EMFILE) says nothing of the process.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import ProcessPort
+from valved.model.ids import ProcessId
+
+AGAIN_NS = 1_000_000_000  # where no descriptor was left
 
 
 class Reactor(Protocol):
@@ -24,16 +33,44 @@ class Exits:
 
     reactor: Reactor
     processes: ProcessPort
+    clock: Clock
     _fds: dict[object, int] = field(default_factory=dict)
+    _again: dict[object, TimerHandle] = field(default_factory=dict)
 
     def watch(self, key: object, pid: int, gone: Callable[[], None]) -> bool:
-        """False: the process is gone already."""
+        """False: the process is gone already. OSError: it cannot be watched now."""
+        self.forget(key)
         fd = self.processes.open_pidfd(pid)
         if fd < 0:
             return False
+        try:
+            self.reactor.add_reader(fd, gone)
+        except OSError:
+            os.close(fd)
+            raise
         self._fds[key] = fd
-        self.reactor.add_reader(fd, gone)
         return True
+
+    def await_end(self, process: ProcessId, gone: Callable[[], None]) -> None:
+        """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched."""
+        try:
+            is_there = self.watch(process, process.pid, gone)
+            start_time = self.processes.start_time(process.pid) if is_there else None
+        except OSError:
+            self.forget(process)
+            when_ns = self.clock.now_ns() + AGAIN_NS
+            self._again[process] = self.clock.call_at_ns(when_ns, lambda: self.await_end(process, gone))
+            return
+        if not is_there or start_time not in (None, process.start_time):  # none: its first thread is a zombie
+            self.forget(process)
+            gone()
+
+    def has_ended(self, key: object) -> bool:
+        """Whether the end of a process that is watched is there, and not told yet."""
+        poll = select.poll()
+        if key in self._fds:
+            poll.register(self._fds[key], select.POLLIN)
+        return bool(poll.poll(0))
 
     def hand_on(self, key: object, to: object, gone: Callable[[], None]) -> None:
         """The same process, asked for by somebody else from now on; who asks already is not asked twice."""
@@ -48,11 +85,14 @@ class Exits:
         self.reactor.add_reader(fd, gone)
 
     def forget(self, key: object) -> None:
+        timer = self._again.pop(key, None)
+        if timer is not None:
+            timer.cancel()
         fd = self._fds.pop(key, -1)
         if fd >= 0:
             self.reactor.remove_reader(fd)
             os.close(fd)
 
     def close(self) -> None:
-        for key in list(self._fds):
+        for key in [*self._fds, *self._again]:
             self.forget(key)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from valved.machine.ports import GatePort, LeftOff, ProcessPort
-from valved.model.ids import ChannelRef, ProcessId, Reach
+from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,9 @@ class Leftovers:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def bar_grants(self) -> bool:
-        """One that we may enable at any time would run on at the end of a grant: it is in no plan."""
-        return any(not left.is_out_of_reach for left in self._channels.values())
+    def bar_grants(self) -> frozenset[GpuIndex]:
+        """Where there is one that we may enable at any time: it would run on at the end of a grant: no plan has it."""
+        return frozenset(left.channel.gpu for left in self._channels.values() if not left.is_out_of_reach)
 
     def put(
         self, channel: ChannelRef, owner: ProcessId, *, has_left: bool = False, is_out_of_reach: bool = False

@@ -100,8 +100,7 @@ class Register:
         self._gating = gating
         self._journal = journal
         self._clock = clock
-        self._processes = processes
-        self._exits = Exits(reactor, processes)
+        self._exits = Exits(reactor, processes, clock)
         left, counters = self.channels.leftovers, gating.counters
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
         self.admission = Admission(books, gating, journal, processes, quota)
@@ -147,7 +146,7 @@ class Register:
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
         fds = self._create(client, role, service)
-        if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, EXIT)):
+        if fds is None or not self._watch(client, peer.process.pid):
             self._take_back(client, service, created=fds is not None)
             why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
             self.admission.refuse(connection, packet.seq, why, peer)
@@ -202,6 +201,12 @@ class Register:
         except OSError:
             return None
 
+    def _watch(self, client: ClientId, pid: int) -> bool:
+        try:
+            return self._exits.watch(client, pid, lambda: self.leave(client, EXIT))
+        except OSError:
+            return False
+
     def _take_back(self, client: ClientId, service: ServiceId, *, created: bool) -> None:
         if created:
             self._gate.remove_client(client)
@@ -212,6 +217,7 @@ class Register:
         entry = self._books.clients.get(client)
         if entry is None:
             return
+        is_dead = reason == EXIT or self._exits.has_ended(client)  # the whole of it: any thread of it may still write
         self.channels.forget(client)
         self._read_tokens(entry)
         enabled = self.departures.remove(entry, reason)
@@ -220,7 +226,6 @@ class Register:
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
         self._gating.client_left(entry)
-        is_dead = reason == EXIT or self._processes.start_time(entry.process.pid) != entry.process.start_time
         self.listener.client_left(entry, is_dead=is_dead)
         connection = self._connections.pop(client, None)
         if connection is not None:

@@ -35,7 +35,7 @@ class Granting:
         gating: GateService,
         books: Books,
         consent: Callable[[ServiceId], Consent],
-        has_leftovers: Callable[[], bool],
+        leftovers: Callable[[], frozenset[GpuIndex]],
         slices: Slices | None = None,
         worths: Worths | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class Granting:
         self._gating = gating
         self._books = books
         self._consent = consent
-        self._has_leftovers = has_leftovers  # channels in no plan: nobody would stop them at the end
+        self._leftovers = leftovers  # where channels are in no plan: nobody would stop them at the end
         self.slices = slices or Slices(port, books, SliceSettings(), "")
         self.worths = worths
         self._grantable: frozenset[GpuIndex] = frozenset()
@@ -64,10 +64,10 @@ class Granting:
 
     def grantable(self) -> frozenset[GpuIndex]:
         offline = list(self._books.with_role(Role.OFFLINE))
-        if self._has_leftovers() or not all(client.features & Feature.GRANT for client in offline):
+        if not all(client.features & Feature.GRANT for client in offline):
             return frozenset()
         barred = [client.gpus() for client in offline if client.uses_mps or len(client.gpus()) > 1]
-        return frozenset(self._gating.gpus).difference(*barred)
+        return frozenset(self._gating.gpus).difference(self._leftovers(), *barred)
 
     def _tell(self, service: ServiceId, consent: Consent) -> None:
         slo = consent.slo if consent.grant else None

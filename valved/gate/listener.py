@@ -9,7 +9,7 @@ class GateListener:
     """Does nothing. The daemon's (node/news.py) overrides each of these."""
 
     def drained(self) -> None:
-        """Stamps were read: a GPU may have stopped."""
+        """Stamps were read, all of them: a GPU may have stopped, or opened."""
 
     def opened(self) -> None:
         """A GPU may have opened."""

@@ -20,6 +20,7 @@ from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.native._gate import ffi, lib
 
 _STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
+_GPU_IS_LOST = 0x0F  # it fell off the bus, and what ran there with it
 _INVALID_CHANNEL = 0x21
 _NOT_SUPPORTED = 0x56
 _DENIED = frozenset({0x1B, _NOT_SUPPORTED})  # to a client that names channels of others
@@ -241,7 +242,7 @@ class NativeChannels:
             return LeftOff.ENABLED
         if status in _DENIED or status == -errno.ENODEV or self._infos[channel.gpu].status:
             return LeftOff.OUT_OF_REACH  # first: what refused us our RM client is no word about the channel
-        return LeftOff.ENDED if status in _GONE else LeftOff.HELD
+        return LeftOff.ENDED if status in _GONE or status == _GPU_IS_LOST else LeftOff.HELD
 
     def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
         if self._refusal or not 0 <= channel.gpu < len(self._infos):

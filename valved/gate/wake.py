@@ -103,7 +103,7 @@ class GateService:
         for account in self.gpus.values():
             account.release(service, now_ns)
         self.drain()
-        self.listener.opened()
+        self._tell_opened()
 
     def client_joined(self, client: ClientEntry) -> None:
         """A new client of an online service finds its gate word as the service has it: odd, and its launches ring."""
@@ -199,7 +199,7 @@ class GateService:
         book_hold(self.gpus, service, gpus, now_ns)
         self.drain()
         self.permits.look_at_all()
-        self.listener.opened()
+        self._tell_opened()
         if service is not MEMORY_SERVICE:
             self.listener.standing_changed()
 
@@ -214,14 +214,17 @@ class GateService:
             stamps = self._gate.drain_stamps()
             for stamp in stamps:
                 self.edges.take(stamp)
-                if stamp.kind is StampKind.WAKE:
-                    self.listener.opened()
-                elif stamp.kind is StampKind.GATE_FAILED:
+                if stamp.kind is StampKind.GATE_FAILED:
                     self.listener.stop_failed(stamp)
         finally:
             self._is_reading = False
         if stamps:
             self.listener.drained()
+
+    def _tell_opened(self) -> None:
+        """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
+        if not self._is_reading:
+            self.listener.opened()
 
     def want_prompt(self, asker: str, on: bool) -> None:
         """Somebody waits for a stop or a wake: what happens is read at once, not a few times a second."""

@@ -246,8 +246,7 @@ class KvService:
             self._books.pool.process_gone(process)
             self._looks.look_soon()
 
-        if not self._exits.watch(process, process.pid, gone):
-            gone()
+        self._exits.await_end(process, gone)
 
     # The cards
 

@@ -275,7 +275,7 @@ class LeftOff(enum.Enum):
     """What became of a channel that is off and in no plan."""
 
     ENABLED = "enabled"
-    ENDED = "ended"  # the driver knows no such channel
+    ENDED = "ended"  # the driver knows no such channel, or its GPU is lost
     HELD = "held"  # its GPU is held, or the driver refused now: asked again
     OUT_OF_REACH = "out of reach"  # of this valved: it has no RM client there, or may name no foreign channels
 
@@ -470,5 +470,5 @@ class ProcessPort(Protocol):
     def comm(self, pid: int) -> str: ...
 
     def open_pidfd(self, pid: int) -> int:
-        """A pidfd, or -1 if the process is gone."""
+        """A pidfd, or -1 if the process is gone. OSError: there is none to be had now."""
         ...

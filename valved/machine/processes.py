@@ -3,7 +3,7 @@ value, never an error: it may vanish between any two lines."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ _FIELD_PARENT = 4
 _FIELD_FLAGS = 9
 _FIELD_START = 22
 _EXITING = 0x4  # PF_EXITING of include/linux/sched.h
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two: the number is a thread's by now
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
@@ -90,9 +91,12 @@ class LinuxProcesses:
         return (self._read(pid, "comm") or "").rstrip("\n")
 
     def open_pidfd(self, pid: int) -> int:
-        with contextlib.suppress(OSError):
+        try:
             return os.pidfd_open(pid)
-        return -1
+        except OSError as error:
+            if error.errno in _NO_PROCESS:
+                return -1
+            raise
 
 
 def _runs(fields: list[str]) -> bool:

@@ -11,7 +11,10 @@ from valved.model.ids import ProcessId
 
 def send(process: ProcessId, number: signal.Signals, processes: ProcessPort) -> bool:
     """False if the process is gone or may not be signalled."""
-    fd = processes.open_pidfd(process.pid)
+    try:
+        fd = processes.open_pidfd(process.pid)
+    except OSError:
+        return False
     if fd < 0:
         return False
     try:

@@ -45,12 +45,12 @@ struct rm_client {
 struct gpu;
 struct plan_step;
 
-/* A way to stop and run the channels of one step. begin starts it, finish waits for what begin left open, so that
+/* A way to stop and run the channels of one step. begin starts it, finish waits for what a stop left open, so that
  * several processes can carry out their orders side by side. Both return 0, an RM status or -errno. */
 struct reach_ops {
 	const char *name;
 	int (*begin)(struct gpu *gpu, struct plan_step *step, bool stop);
-	int (*finish)(struct gpu *gpu, struct plan_step *step, bool stop);
+	int (*finish)(struct gpu *gpu, struct plan_step *step);
 };
 
 /* Up to 64 channels that one call (or one order) reaches, with both argument blocks built ahead of the edge. */
@@ -66,9 +66,10 @@ struct plan_step {
 };
 
 /* What an edge walks. Built by the caller, owned by the issuer from the mail on, freed by the caller. The issuer
- * only ever drops stale channels from it: enable walks the very list that was disabled. */
+ * only ever drops stale channels from it: enable walks the very list that was disabled.
+ * `next` is the issuer's: the step at which an enable goes on that was cut. */
 struct plan {
-	uint32_t generation, steps;
+	uint32_t generation, steps, next;
 	struct plan_step step[];
 };
 
@@ -317,11 +318,9 @@ bool late_join(struct gpu *gpu);
 bool late_keep(struct gpu *gpu, struct mail *mail);
 uint64_t late_turn(struct gpu *gpu, uint32_t seen);
 
-/* issuer.c: for late.c */
-void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
-uint64_t issuer_backoff_ns(uint32_t failures);
-
-/* reach_rm.c, reach_order.c */
+/* walk.c, reach_rm.c, reach_order.c */
+int walk_stop(struct gpu *gpu, struct plan *plan);
+int walk_run(struct gpu *gpu, struct plan *plan);
 extern const struct reach_ops reach_own, reach_fd, reach_self, reach_hold;
 int step_issue(struct gpu *gpu, const struct plan_step *step, struct nv2080_fifo_disable_channels *params);
 uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again);
@@ -349,6 +348,8 @@ bool issuer_take(struct gpu *gpu);
 void issuer_serve(struct gpu *gpu);
 void issuer_kick(struct gpu *gpu);
 void issuer_owe_release(struct gpu *gpu);
+void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
+uint64_t issuer_backoff_ns(uint32_t failures);
 
 /* listener.c */
 int listener_open(struct valve_gate *gate);
@@ -386,7 +387,6 @@ uint64_t grant_turn(struct valve_gate *gate, uint32_t index, uint64_t now);
 void grant_clear(struct valve_gate *gate, const struct service *service, uint32_t mask);
 void grant_reset(struct service *service);
 enum valve_cause grant_close(struct service *service, bool by_launch, uint64_t seen_ns);
-
 void grant_recall_all(struct valve_gate *gate);
 
 /* slice.c */

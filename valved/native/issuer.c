@@ -18,34 +18,6 @@ void issuer_kick(struct gpu *gpu)
 	futex_wake(&gpu->kick);
 }
 
-/* Walk all steps of a plan; the first bad status, 0 if none. Stopping holds the clients of a step that failed. */
-static int walk(struct gpu *gpu, struct plan *plan, bool stop)
-{
-	int status = 0;
-
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		int rc;
-
-		if (!stop && i && gpu_is_awaited(gpu))
-			return -ECANCELED;
-		rc = plan->step[i].ops->begin(gpu, &plan->step[i], stop);
-
-		status = status ? status : rc;
-		if (rc && stop)
-			order_hold_all(gpu, &plan->step[i]);
-	}
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		int rc = plan->step[i].ops->finish(gpu, &plan->step[i], stop);
-
-		status = status ? status : rc;
-		if (rc && stop)
-			order_hold_all(gpu, &plan->step[i]);
-	}
-	if (!stop)
-		order_release(gpu, plan);
-	return status;
-}
-
 /* Let the watchdog see that we are in the driver. */
 static void take_off(struct gpu *gpu, uint64_t start_ns)
 {
@@ -99,7 +71,7 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 		store_release(&gpu->state,
 		              VALVE_GPU_STOPPING); /* before the first call: not running any more */
 		take_off(gpu, stamp.ioctl_ns);
-		stamp.status = walk(gpu, gpu->plan, true);
+		stamp.status = walk_stop(gpu, gpu->plan);
 		stamp.done_ns = now_ns();
 		land(gpu);
 	}
@@ -134,7 +106,7 @@ static int run(struct gpu *gpu, uint64_t until_ns)
 		until_tell(gpu, gpu->plan, until_ns);
 		until_wait(gpu, gpu->plan);
 		take_off(gpu, now_ns());
-		status = walk(gpu, gpu->plan, false);
+		status = walk_run(gpu, gpu->plan);
 		land(gpu);
 		if (status || load_full(&gpu->until_ns) == until_ns ||
 		    gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED)
@@ -169,17 +141,20 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 	return true;
 }
 
-/* While channels run their end may move, or be taken away. Who had claimed the old one may have stopped itself for it. */
-static void follow_end(struct gpu *gpu)
+/* While channels run their end may move, or be taken away. Who had claimed the old one may have stopped itself for it. Returns
+ * after how long to look again, 0: when kicked. */
+static uint64_t follow_end(struct gpu *gpu)
 {
 	uint64_t until_ns = load_full(&gpu->until_ns); /* first: see turn */
 
 	if (gpu->state > VALVE_GPU_WATCHED || gpu->told_until_ns == until_ns ||
 	    gpu_target(gpu, load_full(&gpu->holders)) != (enum valve_gpu_state)gpu->state)
-		return;
+		return 0;
 	until_tell(gpu, gpu->plan, until_ns);
-	if (until_is_claimed(gpu->plan, until_ns) && run(gpu, until_ns))
-		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
+	if (!until_is_claimed(gpu->plan, until_ns) || !run(gpu, until_ns))
+		return 0;
+	store_release(&gpu->state, VALVE_GPU_ENABLING); /* refused or cut: some may be off */
+	return issuer_backoff_ns(0);
 }
 
 uint64_t issuer_backoff_ns(uint32_t failures)
@@ -205,6 +180,19 @@ static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t ho
 	rest_ns = issuer_backoff_ns(gpu->failures);
 	gpu->failures++;
 	store_relaxed(&gpu->retry_ns, now_ns() + rest_ns); /* is_turning looks at it */
+	return rest_ns;
+}
+
+/* Make what is what should be. Returns after how long to look again, 0: when kicked. */
+static uint64_t follow(struct gpu *gpu)
+{
+	uint64_t holders = load_full(&gpu->holders);
+	uint64_t rest_ns = pursue(gpu, gpu_target(gpu, holders), holders);
+
+	if ((uint32_t)(holders >> 32) != gpu->closings) {
+		gpu->closings = (uint32_t)(holders >> 32);
+		service_owe(gpu);
+	}
 	return rest_ns;
 }
 
@@ -246,7 +234,7 @@ static int change_plan(struct gpu *gpu, const struct mail *mail)
 
 	gpu->owed |= late_join(gpu);
 	if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED)
-		status = walk(gpu, mail->stop_now, true);
+		status = walk_stop(gpu, mail->stop_now);
 	if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
 		store_release(&gpu->state, VALVE_GPU_ENABLING); /* what is off is in this plan or leaves it */
 	gpu->owed = false;
@@ -307,14 +295,18 @@ void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 		recover(gpu, 0);
 }
 
+static void take_plan(struct gpu *gpu, struct mail *mail)
+{
+	mail->old = gpu->plan;
+	gpu->plan = mail->plan;
+	if (mail->old && mail->plan)
+		mail->plan->next = mail->old->next % mail->plan->steps;
+	until_move(gpu, mail->old, mail->plan);
+	order_move(gpu, mail->old, mail->plan);
+}
+
 static void answer(struct gpu *gpu, struct mail *mail)
 {
-	if (mail->kind == MAIL_PLAN) {
-		mail->old = gpu->plan;
-		gpu->plan = mail->plan;
-		until_move(gpu, mail->old, mail->plan);
-		order_move(gpu, mail->old, mail->plan);
-	}
 	take_off(gpu, now_ns());
 	mail->status = carry_out(gpu, mail);
 	if (land(gpu))
@@ -325,6 +317,7 @@ static void answer(struct gpu *gpu, struct mail *mail)
 	futex_wake(&mail->done);
 }
 
+/* A stop waits for no mail, but for the driver's answer to one. It is of the newest plan, whose taking is no call. */
 static void read_mail(struct gpu *gpu)
 {
 	struct mail *newest = swap(&gpu->mail, NULL), *oldest = NULL;
@@ -336,9 +329,14 @@ static void read_mail(struct gpu *gpu)
 		oldest = newest;
 		newest = next;
 	}
+	for (struct mail *mail = oldest; mail; mail = mail->next)
+		if (mail->kind == MAIL_PLAN)
+			take_plan(gpu, mail);
 	while (oldest) {
 		struct mail *next = oldest->next;
 
+		if (gpu_is_awaited(gpu))
+			follow(gpu);
 		answer(gpu, oldest);
 		oldest = next;
 	}
@@ -366,6 +364,11 @@ bool issuer_take(struct gpu *gpu)
 	return (seat & SEAT_ASLEEP) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_ASLEEP) + SEAT_NEXT);
 }
 
+static uint64_t sooner(uint64_t one, uint64_t other) /* 0: never */
+{
+	return one && (!other || one < other) ? one : other;
+}
+
 /* Be the issuer of this GPU until the seat is taken (or the gate closes). */
 void issuer_serve(struct gpu *gpu)
 {
@@ -374,23 +377,14 @@ void issuer_serve(struct gpu *gpu)
 		uint32_t seen = load_acquire(&gpu->kick);
 		uint32_t owes_release =
 		        swap(&gpu->owes_release, 0); /* then the mail: its plan may name who is held */
-		enum valve_gpu_state target;
-		uint64_t holders, timeout_ns, late_ns;
+		uint64_t timeout_ns;
 
 		read_mail(gpu);
 		if (owes_release && gpu->state < VALVE_GPU_STOPPED)
 			store_release(&gpu->state, VALVE_GPU_ENABLING);
-		holders = load_full(&gpu->holders);
-		target = gpu_target(gpu, holders);
-		timeout_ns = pursue(gpu, target, holders);
-		follow_end(gpu);
-		late_ns = late_turn(gpu, seen);
-		if (late_ns && (!timeout_ns || late_ns < timeout_ns))
-			timeout_ns = late_ns;
-		if ((uint32_t)(holders >> 32) != gpu->closings) {
-			gpu->closings = (uint32_t)(holders >> 32);
-			service_owe(gpu);
-		}
+		timeout_ns = follow(gpu);
+		timeout_ns = sooner(timeout_ns, follow_end(gpu));
+		timeout_ns = sooner(timeout_ns, late_turn(gpu, seen));
 		if (load_acquire(&gpu->gate->quit))
 			return;
 		store_release(&gpu->handled, seen); /* pairs with valve_gate_settle */

@@ -59,6 +59,12 @@ static bool is_call(const struct plan_step *step)
 	return step->ops == &reach_own || step->ops == &reach_fd;
 }
 
+/* It was done, or what a GPU ran is gone with the GPU. */
+static bool is_over(int status)
+{
+	return !status || status == NV_ERR_GPU_IS_LOST;
+}
+
 /* Try once. What stays in the list is owed. In its own turn (`seen`) the list waits for whoever kicks, elsewhere for a stop:
  * none waits for more than the call that is under way. */
 void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
@@ -66,15 +72,15 @@ void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 	bool tried = false;
 
 	leave_to_plan(gpu, owed);
-	for (uint32_t i = 0; owed && i < owed->steps; i++) {
-		struct plan_step *step = &owed->step[i];
+	for (uint32_t i = 0; owed && i < owed->steps; i++, owed->next = (owed->next + 1) % owed->steps) {
+		struct plan_step *step = &owed->step[owed->next];
 
 		if (!step->off.numChannels)
 			continue;
 		if (tried && (seen ? load_acquire(&gpu->kick) != *seen : gpu_is_awaited(gpu)))
 			break;
 		tried = true;
-		if (!is_call(step) || is_lost(step) || !step->ops->begin(gpu, step, false))
+		if (!is_call(step) || is_lost(step) || is_over(step->ops->begin(gpu, step, false)))
 			forget(step);
 	}
 }

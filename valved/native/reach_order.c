@@ -94,9 +94,9 @@ static int begin_hold(struct gpu *gpu, struct plan_step *step, bool stop)
 }
 
 /* Nobody waits for RUN: a client that is late to resume harms only itself. */
-static int finish_order(struct gpu *gpu, struct plan_step *step, bool stop)
+static int finish_order(struct gpu *gpu, struct plan_step *step)
 {
-	return stop ? order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns) : 0;
+	return order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns);
 }
 
 const struct reach_ops reach_self = {"channel-self", begin_self, finish_order};

@@ -25,6 +25,12 @@ int step_issue(struct gpu *gpu, const struct plan_step *step, lists *params)
 	return rm_switch(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice, params);
 }
 
+/* An enable makes no further call once a stop is due. */
+static bool is_cut(const struct gpu *gpu, const lists *params)
+{
+	return !params->bDisable && gpu_is_awaited(gpu);
+}
+
 /* Precondition: [from, from + count) was refused as a whole. Marks stale pairs in *stale, switches the others. */
 static int search(struct gpu *gpu, const struct plan_step *step, const lists *all, uint32_t from,
                   uint32_t count, uint64_t *stale)
@@ -37,6 +43,8 @@ static int search(struct gpu *gpu, const struct plan_step *step, const lists *al
 
 		if (half[side] == 0)
 			continue;
+		if (is_cut(gpu, all))
+			return -ECANCELED;
 		memcpy(part.hClientList, all->hClientList + from, half[side] * sizeof *part.hClientList);
 		memcpy(part.hChannelList, all->hChannelList + from, half[side] * sizeof *part.hChannelList);
 		rc = step_issue(gpu, step, &part);
@@ -77,8 +85,12 @@ static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
 	if (count == 0)
 		return 0;
 	rc = attempt(gpu, step, params, &stale);
+	if (rc == 0 && stale == all && is_cut(gpu, params))
+		rc = -ECANCELED;
 	if (rc == 0 && stale == all && step->ops == &reach_own && own_revived(gpu))
 		rc = attempt(gpu, step, params, &stale);
+	if (rc == -ECANCELED)
+		return rc; /* what is stale is not known: the caller itself may be what is gone */
 	if (rc == 0 && stale == all &&
 	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
 		return NV_ERR_INVALID_STATE; /* of the caller's: no channel is said to be gone */
@@ -89,9 +101,9 @@ static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
 	return rc;
 }
 
-static int nothing_left(struct gpu *gpu, struct plan_step *step, bool stop)
+static int nothing_left(struct gpu *gpu, struct plan_step *step)
 {
-	(void)gpu, (void)step, (void)stop;
+	(void)gpu, (void)step;
 	return 0;
 }
 

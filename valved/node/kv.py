@@ -129,7 +129,7 @@ def put_together(
         gate=gate,
         clock=clock,
         port=outside_port,
-        exits=Exits(reactor, processes),
+        exits=Exits(reactor, processes, clock),
         register=register,
         ladder=ladder,
         changes=changes,

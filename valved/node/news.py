@@ -44,7 +44,7 @@ class GateNews(GateListener):
         self._kv = kv
 
     def drained(self) -> None:
-        self._ladder.thaw()
+        self.opened()
         if self._kv is not None:
             self._kv.turn.gate_drained()
 

@@ -1,0 +1,95 @@
+"""When a process counts as ended: its memory and its claim are its own until then."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from memory_world import KvWorld
+
+from valved.config import Config, MemoryTable
+from valved.model.ids import Remap, Role
+
+CONFIG = Config(memory=MemoryTable(handle_mib=2, remap=Remap.COOPERATIVE))
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = KvWorld(tmp_path, config=CONFIG, handles=20)
+    yield world
+    world.check()
+
+
+def without_descriptors(world, monkeypatch):
+    def refuse(pid):
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(world.processes, "open_pidfd", refuse)
+
+
+def with_memory(world):
+    shim = world.engine("online", columns=8).shim
+    world.settle()
+    return shim, shim.entry.process
+
+
+def test_memory_never_changes_owner_while_a_thread_of_its_process_runs(world, monkeypatch):
+    """Its first thread is a zombie, and /proc says of the whole what it says of that one."""
+    shim, process = with_memory(world)
+    start_time = world.processes.start_time
+    monkeypatch.setattr(world.processes, "start_time", lambda pid: None if pid == process.pid else start_time(pid))
+
+    shim.hang_up()
+
+    assert world.kv.books.pool.has_orphans(process)
+    world.run(5000)
+    assert world.kv.books.pool.has_orphans(process)
+    shim.die()
+    assert not world.kv.books.pool.has_orphans(process)
+
+
+def test_memory_never_changes_owner_for_want_of_a_descriptor(world, monkeypatch):
+    shim, process = with_memory(world)
+    with monkeypatch.context() as scarce:
+        without_descriptors(world, scarce)
+        shim.hang_up()
+        world.run(3000)
+        assert world.kv.books.pool.has_orphans(process)
+
+    world.run(1000)
+    shim.die()
+    assert not world.kv.books.pool.has_orphans(process)
+
+
+def test_no_claim_is_given_up_or_kept_for_ever_for_want_of_a_descriptor(world, monkeypatch):
+    pid = world.processes.add(500)
+    with monkeypatch.context() as scarce:
+        without_descriptors(world, scarce)
+        assert world.node.launch(pid, 5000, Role.ONLINE, "chat")
+        world.run(3000)
+        assert world.books.claims
+
+    world.run(1000)
+    world.processes.end(pid)
+    assert not world.books.claims
+
+
+def test_a_number_that_means_another_process_by_now_never_keeps_a_claim(world, monkeypatch):
+    pid = world.processes.add(500)
+    with monkeypatch.context() as scarce:
+        without_descriptors(world, scarce)
+        world.node.launch(pid, 5000, Role.ONLINE, "chat")
+    world.processes.add(pid, start=6000)
+
+    world.run(1000)
+
+    assert not world.books.claims
+
+
+def test_a_process_that_cannot_be_watched_is_refused_and_never_stays_in_a_book(world, monkeypatch):
+    pid = world.processes.add(500)
+    without_descriptors(world, monkeypatch)
+
+    assert world.hello(pid).client is None
+    assert not world.books.clients
+    assert not world.gate.clients

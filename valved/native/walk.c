@@ -1,0 +1,50 @@
+/*
+ * walk.c - from step to step of a plan: a stop takes all of them, whatever each meets. An enable gives way to the next stop between
+ * two calls; where it was cut it goes on, in a circle, so that no step waits for ever behind the others. The issuer alone.
+ */
+#include "internal.h"
+
+/* Stop all steps of a plan; the first bad status, 0 if none. The clients of a step that failed hold their launches. */
+int walk_stop(struct gpu *gpu, struct plan *plan)
+{
+	int status = 0;
+
+	for (uint32_t i = 0; plan && i < 2 * plan->steps; i++) { /* all are begun before one is waited for */
+		struct plan_step *step = &plan->step[i % plan->steps];
+		int rc = i < plan->steps ? step->ops->begin(gpu, step, true) : step->ops->finish(gpu, step);
+
+		status = status ? status : rc;
+		if (rc)
+			order_hold_all(gpu, step);
+	}
+	return status;
+}
+
+/* The grant that channels are enabled for is over: its stop is on the way. */
+static bool has_ended(const struct gpu *gpu)
+{
+	uint64_t until_ns = load_full(&gpu->until_ns);
+
+	return until_ns && now_ns() >= until_ns;
+}
+
+/* Run all steps of a plan. -ECANCELED: a stop is due, and what is left has its turn first when they are run again. */
+int walk_run(struct gpu *gpu, struct plan *plan)
+{
+	int status = 0;
+
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		struct plan_step *step = &plan->step[plan->next];
+		int rc;
+
+		if (i && (gpu_is_awaited(gpu) || has_ended(gpu)))
+			return -ECANCELED;
+		rc = step->ops->begin(gpu, step, false);
+		if (rc == -ECANCELED)
+			return rc;
+		plan->next = (plan->next + 1) % plan->steps;
+		status = status ? status : rc;
+	}
+	order_release(gpu, plan);
+	return status;
+}
