@@ -8,6 +8,7 @@ ends requests with an error, for nobody can vouch for their tokens, and blocks w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,8 +125,8 @@ class Reconciler:
         try:
             self.sync()
         except Exception:
-            self.fail("looking again failed")
             self.mode = Mode.NONE
+            self.fail("looking again failed")
             self._abandon()
 
     @property
@@ -178,8 +179,7 @@ class Reconciler:
         if self.told_mode is not Mode.NONE:
             log.warning("valve: nothing is reclaimed from this engine any more: %s", why)
             self.lends = False
-            if self.session is not None:
-                self._let_go(self.session)
+            self._tell_mode()
 
     def guard(self, action: Callable[[], object]) -> bool:
         """Run a part of the hook, and whether it went well; the engine never sees what it raises."""
@@ -193,8 +193,17 @@ class Reconciler:
     def fail(self, what: str) -> None:
         self.is_sure = False
         self.receipts.failures += 1
+        self._tell_mode()
         if self.receipts.failures <= 3:
             log.exception("valve: %s; the engine goes on", what)
+
+    def _tell_mode(self) -> None:
+        """At once, in the table that is read: the step that would tell it may never come, or fail as well. In a table
+        that comes later nothing is taken before `publish` has told its book.
+        """
+        if self.session is not None:
+            with contextlib.suppress(Exception):
+                self.session.book.write_mode(self.told_mode)
 
     # ---- parts of sync ----
 
@@ -216,8 +225,8 @@ class Reconciler:
             self.ledger.open_book(session.book)
             self.engine.arrange(column_of)
         except Exception:
-            self.fail("attaching failed")
             self.mode = Mode.NONE
+            self.fail("attaching failed")
         had = ~(self.withheld & ~self.offered)
         self.offered[:], self._told = False, ()
         self._safely(session, session.table.begin(had))
@@ -237,7 +246,7 @@ class Reconciler:
                 break
             self.mode = Mode(max(mode - 1, Mode.NONE))
         if self.mode is Mode.NONE:
-            self.guard(lambda: self._let_go(session))
+            self.guard(lambda: session.book.write_gauges(Mode.NONE, 0, 0, self.steps))
         self._asked = 0
         if not has_acted:
             self._abandon()
@@ -254,9 +263,6 @@ class Reconciler:
         except Exception:
             self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
             return False
-
-    def _let_go(self, session: Session) -> None:
-        session.book.write_gauges(Mode.NONE, 0, 0, self.steps)
 
     def _act(self, change: Change, lost: Blocks, mode: Mode) -> None:
         """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""

@@ -61,6 +61,7 @@ class SglangHook:
             row_blocks=1,
             ranks=self.ranks.size,
         )
+        self.link.told_mode = lambda: self.reconciler.told_mode
         session = self.link.attach(wanted, ATTACH_WAIT_S)
         state = "attached" if session is not None else f"not attached yet ({self.link.said or 'no answer'})"
         log.warning("valve: sglang %s, hook %s, mode %s, %d pages: %s", version, VERSION, mode.name, pages, state)

@@ -73,7 +73,7 @@ class VllmHook:
             row_blocks=max(1, min(row_blocks, room)),
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
-        link.on_tick = self.on_tick
+        link.on_tick, link.told_mode = self.on_tick, lambda: self.reconciler.told_mode
         link.propose(wanted)
 
     def begin_idle(self) -> None:
