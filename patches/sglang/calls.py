@@ -83,9 +83,9 @@ class SglangHook:
         self.aside.before_choose()
 
     def after_choose(self, batch: Any) -> None:
-        if batch.forward_mode.is_extend():
-            if why := next(filter(None, map(cannot_begin_again, batch.reqs)), ""):
-                self.reconciler.give_up(why)
+        reasons = map(cannot_begin_again, batch.reqs if batch.forward_mode.is_extend() else ())
+        if why := next(filter(None, reasons), ""):
+            self.reconciler.give_up(why)
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:

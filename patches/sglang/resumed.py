@@ -1,9 +1,9 @@
 """Requests that begin again in SGLang: what it counts along an answer is put back to where the answer's tokens are.
 
-A request that was sent back computes its prompt and its answer so far as one prompt, and for a prompt SGLang counts from
-nothing: penalties would forget every token of the answer, and `min_new_tokens` would ask for as many once more. What a
-request keeps itself (its tokens, their log probabilities, its grammar) moves when a token is believed and at no other
-moment, so of a step that was dropped there is nothing to take back.
+A request that was sent back computes its prompt and its answer so far as one prompt, and for a prompt SGLang counts
+from nothing: penalties would forget every token of the answer, and `min_new_tokens` would ask for as many once more.
+What a request keeps itself (its tokens, their log probabilities, its grammar) moves when a token is believed and at no
+other moment, so of a step that was dropped there is nothing to take back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def put_back(batch: Any, *, overlap: bool) -> None:
-    """Before a step of prompts is launched. What each penalizer keeps, a row a request, is made as if the answer's tokens
-    had been told one by one.
+    """Before a step of prompts is launched. What each penalizer keeps, a row a request, becomes what it is when the
+    answer's tokens are told one by one.
     """
     whole = batch.sampling_info.penalizer_orchestrator
     if not whole.is_required:

@@ -138,7 +138,9 @@ STRANGE = [SimpleNamespace(), SimpleNamespace(requests=["another kind"])]
 
 
 def told(*resumed):
-    cached = SimpleNamespace(req_ids=["a"], resumed_req_ids=set(resumed), num_computed_tokens=[0], num_output_tokens=[0])
+    cached = SimpleNamespace(
+        req_ids=["a"], resumed_req_ids=set(resumed), num_computed_tokens=[0], num_output_tokens=[0]
+    )
     return SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=set())
 
 
