@@ -297,6 +297,7 @@ class Reconciler:
             self.ledger.dismiss(request)
             if kept:
                 self.ledger.retain(request, kept)
+        self.ledger.turn_rows()
 
     # ---- parts of publish ----
 
