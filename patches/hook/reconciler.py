@@ -114,11 +114,10 @@ class Reconciler:
         What was told is acted on whatever has become of the link since: the memory may be gone. Should this raise, the
         news stands, and the next call finds it.
         """
-        has_adopted = False
+        before = self.session
         while (fresh := self.link.next_session(self.session)) is not None:
             self._adopt(fresh)
-            has_adopted = True
-        return self._heed() or has_adopted
+        return self._heed() or self.session is not before
 
     def recover(self) -> None:
         """A look has failed half way. Look again; if that fails, too, nobody who holds blocks is believed."""
@@ -155,13 +154,10 @@ class Reconciler:
         if session is None:
             return False
         used, wanted, running, waiting = self.engine.gauges()
-        mode = self.mode if self.is_sure and self.lends else self.told_mode
-        session.book.write_gauges(mode, used, wanted, self.steps)
+        session.book.write_gauges(mode := self.told_mode, used, wanted, self.steps)
         sums = self.receipts
-        receipts = (
-            *(sums.lost_blocks, sums.hit_requests, sums.lost_tokens, sums.dropped_tokens, sums.failures),
-            *(running, waiting),
-        )
+        lost = sums.lost_blocks, sums.hit_requests, sums.lost_tokens
+        receipts = (*lost, sums.dropped_tokens, sums.failures, running, waiting)
         if receipts != self._told:
             session.book.write_receipts(*receipts)
             self._told = receipts
@@ -198,9 +194,7 @@ class Reconciler:
             log.exception("valve: %s; the engine goes on", what)
 
     def _tell_mode(self) -> None:
-        """At once, in the table that is read: the step that would tell it may never come, or fail as well. In a table
-        that comes later nothing is taken before `publish` has told its book.
-        """
+        """At once: the step that would tell it may fail, too. In a later table nothing is taken before a step tells."""
         if self.session is not None:
             with contextlib.suppress(Exception):
                 self.session.book.write_mode(self.told_mode)
