@@ -27,6 +27,7 @@ from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
 MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
+MOST_TURNED = 4096  # rows that wait to be opened or closed: the link's thread does it, if it lives
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -54,7 +55,7 @@ def unread(record: Any) -> Facts:
 
 @dataclass(kw_only=True)
 class Step:
-    """One step in flight. Made only when a loss or a leaver asks for it."""
+    """One step in flight. Made only when a loss asks for it."""
 
     key: object
     facts: Facts
@@ -76,6 +77,7 @@ class Ledger:
     read: Callable[[Any], Facts] = unread  # what the engine's own record of a step says
     in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
+    left: dict[int, list[Held]] = field(default_factory=dict)  # who left while this record was the newest in flight
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     grown: OrderedDict[int, str] | None = (
@@ -84,6 +86,7 @@ class Ledger:
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
+    _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
     _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
 
@@ -92,15 +95,17 @@ class Ledger:
         with self._lock:
             self.book = book
             self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
+            self._turned.clear()
             for held in (*self.held.values(), *self.kept.values()):
-                self._open_row(held)
+                held.row = -1
+                self._turn_row(held)
 
     def admit(self, request: str, blocks: Iterable[int]) -> None:
         """The request starts with these blocks, or starts again."""
         self.dismiss(request)
         held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1)
         self._index.begin(held)
-        self._open_row(held)
+        self._turned.append(held)
 
     def follow(self, request: str, source: Sequence[Any]) -> None:
         """`admit`, with the engine's own list: what is appended to it is the request's, too."""
@@ -112,6 +117,7 @@ class Ledger:
         all, round and round. Whether there is more to do, in this round. Any thread may.
         """
         with self._lock:
+            self._turn_rows(most)
             if self.grown is not None:
                 read = 0
                 for _ in range(min(MOST_TOLD, len(self.grown))):
@@ -119,42 +125,52 @@ class Ledger:
                     read += held is not None and self._catch_up(held)
                     if read == most:
                         break
-                return self._index.settle(most) or bool(self.grown)
+                return self._index.settle(most) or bool(self.grown) or bool(self._turned)
             if not self._tour:
                 self._tour = list(self.held.values())
             tour = self._tour
             for _ in range(min(most, len(tour))):
                 self._catch_up(tour.pop())
             self._index.settle(most)
-            return bool(tour)
+            return bool(tour) or bool(self._turned)
 
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
         with self._lock:
             kept = self.kept.pop(request, None)
             if kept is not None:
-                self._close_row(kept)
+                self._turned.append(kept)
             held = self.held.pop(request, None)
             if held is None:
                 return
-            self._catch_up(held)
-            held.source = None
             self._index.end(held)
-            for step in self.steps:
-                if request in step.facts.requests:
-                    step.left.setdefault(request, held)
-            self._close_row(held)
+            if self.in_flight:  # what it held, and in which of the steps, is asked when something is lost
+                self.left.setdefault(id(self.in_flight[-1]), []).append(held)
+            self._turned.append(held)
+            if len(self._turned) > MOST_TURNED:
+                self._turn_rows(MOST_TURNED)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
         self.dismiss(request)
         held = self.kept[request] = Held(request=request, blocks=array("I", blocks), row=-1)
-        self._open_row(held)
+        self._turned.append(held)
 
     @property
     def steps(self) -> list[Step]:
         """Those in flight, the oldest first."""
         return [self._step(record) for record in self.in_flight]
+
+    def _tell_who_left(self) -> None:
+        """To each step in flight: who left after its launch, and was in it. Of one that left twice the first counts."""
+        later: list[Held] = []
+        for step in reversed(self.steps):
+            later = [*self.left.get(id(step.key), ()), *later]
+            step.left = {}
+            for held in later:
+                if held.request in step.facts.requests:
+                    self._catch_up(held)  # an engine lets go of its list, and makes another one
+                    step.left.setdefault(held.request, held)
 
     def _step(self, record: Any) -> Step:
         step = self.asked.get(id(record))
@@ -170,12 +186,14 @@ class Ledger:
     def believe(self, key: object) -> None:
         """The output of this step is in: it and what was launched before are in flight no more."""
         records = self.in_flight
-        if records and records[0] is key and not self.asked:
-            records.popleft()
-        elif any(record is key for record in records):
-            while (record := records.popleft()) is not key:
-                self.asked.pop(id(record), None)
+        if not any(record is key for record in records):
+            return
+        is_in = False
+        while not is_in:
+            record = records.popleft()
+            is_in = record is key
             self.asked.pop(id(record), None)
+            self.left.pop(id(record), None)
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:
@@ -183,6 +201,7 @@ class Ledger:
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:
         self._refresh(lost)
+        self._tell_who_left()
         left = list({id(held): held for step in self.steps for held in step.left.values()}.values())
         present = self.holders(lost)
         while True:
@@ -256,16 +275,28 @@ class Ledger:
         if blocks and self.book is not None and held.row >= 0:
             self.book.extend_row(held.row, start, blocks)
 
-    def _open_row(self, held: Held) -> None:
-        held.row = self._free_rows.pop() if self._free_rows else -1
-        if self.book is not None and held.row >= 0:
-            self.book.open_row(held.row, hash(held.request) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
+    def turn_rows(self) -> None:
+        """All that wait: valved chooses by them what it takes next."""
+        with self._lock:
+            self._turn_rows(len(self._turned))
 
-    def _close_row(self, held: Held) -> None:
-        if self.book is not None and held.row >= 0:
-            self.book.close_row(held.row)
+    def _turn_rows(self, most: int) -> None:
+        for _ in range(min(most, len(self._turned))):
+            self._turn_row(self._turned.popleft())
+
+    def _turn_row(self, held: Held) -> None:
+        """Open the row of who holds something, close that of who has left."""
+        book, name = self.book, held.request
+        is_here = held is self.held.get(name) or held is self.kept.get(name)
+        if book is None or is_here == (held.row >= 0):
+            return
+        if not is_here:
+            book.close_row(held.row)
             self._free_rows.append(held.row)
-        held.row = -1
+            held.row = -1
+        elif self._free_rows:
+            held.row = self._free_rows.pop()
+            book.open_row(held.row, hash(name) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
 
 
 def _sound(table: array[int], bad: NDArray[np.bool_]) -> int:

@@ -124,6 +124,7 @@ class Link:
     said: str = ""  # why there is no session; for people
     wanted: Attach | None = None
     layout: BlockLayout | None = None
+    told_mode: Callable[[], wire.Mode] | None = None  # of the hook now; it may have been lowered since it was wanted
     on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
     _packets: Packets | None = None  # while there is a connection
@@ -296,11 +297,18 @@ class Link:
             log.warning("valve: %s; nothing is reclaimed from this process", why)
         self._refused = layout
 
+    def _mode(self, wanted: Attach) -> wire.Mode:
+        """What an attachment may say. That nothing is reclaimed any more is the book's word: here it would mean that
+        blocks without memory are handed out.
+        """
+        mode = self.told_mode() if self.told_mode is not None else wanted.mode
+        return min(wanted.mode, max(mode, wire.Mode.COARSE))
+
     def _attach(self, packets: Packets, wanted: Attach) -> None:
         body = wire.KV_ATTACH.pack(
             wire.KV_ABI,
             wire.KV_ABI,
-            wanted.mode,
+            self._mode(wanted),
             wanted.blocks,
             wanted.block_tokens,
             wanted.rows,

@@ -8,6 +8,7 @@ ends requests with an error, for nobody can vouch for their tokens, and blocks w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,19 +114,18 @@ class Reconciler:
         What was told is acted on whatever has become of the link since: the memory may be gone. Should this raise, the
         news stands, and the next call finds it.
         """
-        has_adopted = False
+        before = self.session
         while (fresh := self.link.next_session(self.session)) is not None:
             self._adopt(fresh)
-            has_adopted = True
-        return self._heed() or has_adopted
+        return self._heed() or self.session is not before
 
     def recover(self) -> None:
         """A look has failed half way. Look again; if that fails, too, nobody who holds blocks is believed."""
         try:
             self.sync()
         except Exception:
-            self.fail("looking again failed")
             self.mode = Mode.NONE
+            self.fail("looking again failed")
             self._abandon()
 
     @property
@@ -154,13 +154,10 @@ class Reconciler:
         if session is None:
             return False
         used, wanted, running, waiting = self.engine.gauges()
-        mode = self.mode if self.is_sure and self.lends else self.told_mode
-        session.book.write_gauges(mode, used, wanted, self.steps)
+        session.book.write_gauges(mode := self.told_mode, used, wanted, self.steps)
         sums = self.receipts
-        receipts = (
-            *(sums.lost_blocks, sums.hit_requests, sums.lost_tokens, sums.dropped_tokens, sums.failures),
-            *(running, waiting),
-        )
+        lost = sums.lost_blocks, sums.hit_requests, sums.lost_tokens
+        receipts = (*lost, sums.dropped_tokens, sums.failures, running, waiting)
         if receipts != self._told:
             session.book.write_receipts(*receipts)
             self._told = receipts
@@ -178,8 +175,7 @@ class Reconciler:
         if self.told_mode is not Mode.NONE:
             log.warning("valve: nothing is reclaimed from this engine any more: %s", why)
             self.lends = False
-            if self.session is not None:
-                self._let_go(self.session)
+            self._tell_mode()
 
     def guard(self, action: Callable[[], object]) -> bool:
         """Run a part of the hook, and whether it went well; the engine never sees what it raises."""
@@ -193,8 +189,15 @@ class Reconciler:
     def fail(self, what: str) -> None:
         self.is_sure = False
         self.receipts.failures += 1
+        self._tell_mode()
         if self.receipts.failures <= 3:
             log.exception("valve: %s; the engine goes on", what)
+
+    def _tell_mode(self) -> None:
+        """At once: the step that would tell it may fail, too. In a later table nothing is taken before a step tells."""
+        if self.session is not None:
+            with contextlib.suppress(Exception):
+                self.session.book.write_mode(self.told_mode)
 
     # ---- parts of sync ----
 
@@ -216,8 +219,8 @@ class Reconciler:
             self.ledger.open_book(session.book)
             self.engine.arrange(column_of)
         except Exception:
-            self.fail("attaching failed")
             self.mode = Mode.NONE
+            self.fail("attaching failed")
         had = ~(self.withheld & ~self.offered)
         self.offered[:], self._told = False, ()
         self._safely(session, session.table.begin(had))
@@ -237,7 +240,7 @@ class Reconciler:
                 break
             self.mode = Mode(max(mode - 1, Mode.NONE))
         if self.mode is Mode.NONE:
-            self.guard(lambda: self._let_go(session))
+            self.guard(lambda: session.book.write_gauges(Mode.NONE, 0, 0, self.steps))
         self._asked = 0
         if not has_acted:
             self._abandon()
@@ -254,9 +257,6 @@ class Reconciler:
         except Exception:
             self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
             return False
-
-    def _let_go(self, session: Session) -> None:
-        session.book.write_gauges(Mode.NONE, 0, 0, self.steps)
 
     def _act(self, change: Change, lost: Blocks, mode: Mode) -> None:
         """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""
@@ -291,6 +291,7 @@ class Reconciler:
             self.ledger.dismiss(request)
             if kept:
                 self.ledger.retain(request, kept)
+        self.ledger.turn_rows()
 
     # ---- parts of publish ----
 

@@ -177,6 +177,9 @@ class Book:
         words = self.gauges  # in a step's way: stores cost a third of packing
         words[0], words[1], words[2], words[3] = mode, used, wanted, steps & 0xFFFFFFFF
 
+    def write_mode(self, mode: int) -> None:
+        self.gauges[0] = mode
+
     def write_receipts(self, *counters: int) -> None:
         wire.BOOK_RECEIPTS.pack_into(self._map, wire.BOOK_RECEIPTS_AT, *counters)
 

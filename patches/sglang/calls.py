@@ -16,6 +16,7 @@ from valve_hook.sglang.check import judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
+from valve_hook.sglang.resumed import cannot_begin_again, put_back
 from valve_hook.sglang.step_limit import step_limit
 from valve_hook.sglang.steps import Launched
 from valve_hook.shim import refuse_blind, shim_call
@@ -60,6 +61,7 @@ class SglangHook:
             row_blocks=1,
             ranks=self.ranks.size,
         )
+        self.link.told_mode = lambda: self.reconciler.told_mode
         session = self.link.attach(wanted, ATTACH_WAIT_S)
         state = "attached" if session is not None else f"not attached yet ({self.link.said or 'no answer'})"
         log.warning("valve: sglang %s, hook %s, mode %s, %d pages: %s", version, VERSION, mode.name, pages, state)
@@ -81,9 +83,15 @@ class SglangHook:
         self.aside.before_choose()
 
     def after_choose(self, batch: Any) -> None:
-        if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
-            self.reconciler.give_up("a request asks for beam search")
+        reasons = map(cannot_begin_again, batch.reqs if batch.forward_mode.is_extend() else ())
+        if why := next(filter(None, reasons), ""):
+            self.reconciler.give_up(why)
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
+
+    def put_back(self, batch: Any) -> None:
+        """An engine that gave up nothing has sent nobody back."""
+        if batch.forward_mode.is_extend() and (self.link.is_offline or self.reconciler.receipts.hit_requests):
+            self._surely(lambda: put_back(batch, overlap=self.engine.overlap))
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
@@ -167,9 +175,10 @@ class SglangHook:
                 hit = set()
             elif is_over and not is_for_all and self.reconciler.is_sure and self.reconciler.mode is Mode.FULL:
                 hit = (everybody & self.reconciler.hit(lost)) - step.dropped
-            if hit and batch.return_logprob and batch.forward_mode.is_extend():
-                hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
-            names, has_judged = hit | step.dropped, True
+            names, has_judged = hit | (step.dropped & everybody), True
+            if names and batch.return_logprob and batch.forward_mode.is_extend():
+                names = everybody  # a skipped request shifts the prompt's log probabilities of those behind it
+                hit = everybody - step.dropped
         except Exception:
             self.reconciler.fail("looking for losses failed")
             self._is_well = False
@@ -240,6 +249,7 @@ def after_choose(scheduler: Any, batch: Any) -> None:
     if hook is None or hook.reconciler.session is None:
         refuse_blind(None, hook.link.said if hook is not None else "")
     if hook is not None:
+        hook.put_back(batch)
         hook.guard(lambda: hook.after_choose(batch))
 
 

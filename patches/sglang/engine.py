@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 from valve_hook.sglang.cache import evict
 from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.prefixes import KeptPrefixes
@@ -45,7 +46,7 @@ class SglangEngine:
             page_table=scheduler.req_to_token_pool.req_to_token,
         )
         self.drops_all = False
-        self._overlap = bool(scheduler.batch_result_processor.enable_overlap)
+        self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
@@ -150,7 +151,15 @@ class SglangEngine:
     def come_in(self, batch: Any) -> Launched:
         """The step whose output this is; it may still be found to have been spoilt, until the next look."""
         flying = [each for each in self.ledger.flying if not each.is_in]
-        place = next((place for place, each in enumerate(flying) if each.requests == batch.reqs), None)
+        lengths = batch.seq_lens_cpu.numpy()[: len(batch.reqs)]  # the same requests have others in the next step
+        place = next(
+            (
+                place
+                for place, each in enumerate(flying)
+                if each.requests == batch.reqs and np.array_equal(each.lengths, lengths)
+            ),
+            None,
+        )
         for step in flying[: place if place is None else place + 1]:
             step.is_in = True
         if place != 0:
@@ -166,7 +175,7 @@ class SglangEngine:
             each.is_retracted = True
 
     def believe_again(self) -> None:
-        object.__setattr__(self.scheduler.batch_result_processor, "enable_overlap", self._overlap)
+        object.__setattr__(self.scheduler.batch_result_processor, "enable_overlap", self.overlap)
         for each, was in reversed(self._flags):  # what was noted first stood there first
             each.is_retracted = was
         self._flags = []

@@ -59,6 +59,7 @@ class VllmHook:
         self._seen = b""
         self._name = engine
         self.calm: Calm | None = None  # what held after the last step, where it left nothing to do
+        self._calm: Calm | None = None  # the one that was made last
         self._is_aside = False  # somebody may stand aside in this step
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
@@ -73,7 +74,7 @@ class VllmHook:
             row_blocks=max(1, min(row_blocks, room)),
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
-        link.on_tick = self.on_tick
+        link.on_tick, link.told_mode = self.on_tick, lambda: self.reconciler.told_mode
         link.propose(wanted)
 
     def begin_idle(self) -> None:
@@ -199,11 +200,15 @@ class VllmHook:
         is_open = 0 < open_requests == len(scheduler.running)
         if session is None or not is_open or (session.is_asked(reconciler.backed) and not engine.knows_free_columns):
             return None
-        return Calm(
+        calm, queue = self._calm, engine.pool.free_block_queue
+        if calm is not None and calm.session is session and calm.seen is self._seen and calm.queue is queue:
+            calm.open_requests, calm.most_used = open_requests, engine.most_used
+            return calm
+        self._calm = Calm(
             scheduler=scheduler,
             requests=scheduler.requests,
             open_requests=open_requests,
-            queue=engine.pool.free_block_queue,
+            queue=queue,
             most_used=engine.most_used,
             link=self.link,
             session=session,
@@ -213,8 +218,10 @@ class VllmHook:
             reconciler=reconciler,
             in_flight=self.ledger.in_flight,
             asked=self.ledger.asked,
+            left=self.ledger.left,
             progress=self.progress,
         )
+        return self._calm
 
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""

@@ -18,9 +18,11 @@ from valve_hook.sessions import Session
 from valve_hook.vllm.progress import Progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Calm:
-    """What held after a step that left nothing to do. Each answer False means: by the long way."""
+    """What held after a step that left nothing to do. Each answer False means: by the long way. Made once after a look;
+    from step to step two numbers change.
+    """
 
     scheduler: Any
     requests: Sized  # the scheduler's own
@@ -33,8 +35,9 @@ class Calm:
     words: Callable[[], bytes]  # of valved's table, as they are now
     seen: bytes
     reconciler: Reconciler
-    in_flight: deque[Any]  # both are the ledger's own
+    in_flight: deque[Any]  # all three are the ledger's own
     asked: Sized
+    left: dict[int, Any]
     progress: Progress
 
     def holds(self) -> bool:
@@ -77,4 +80,6 @@ class Calm:
         ):
             return False
         records.popleft()
+        if self.left:
+            self.left.pop(id(output), None)
         return True

@@ -4,7 +4,7 @@ The eight hazards of a remap under a running scheduler, and where each is handle
  1 the token of a step that read lost blocks, and of every later step in flight   discard: drop_stale_output
  2 the hash of a lost block, held or free                                         forget
  3 blocks written by a step that read lost blocks                                 valve_hook.losses: first_written
- 4 requests that left before their output came back                               valve_hook.ledger: Step.left
+ 4 requests that left before their output came back                               valve_hook.ledger: left
  5 output of a request that was preempted meanwhile, delivered by default         discard: left
  6 blocks without memory must not be handed out                                   withhold
  7 same-step preempt and resume with the V1 runner                                discard: prev_step_scheduled_req_ids

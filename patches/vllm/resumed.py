@@ -7,7 +7,8 @@ state beside the tokens that those steps have moved on already, and it expects a
   logprobs of a prompt  the runner forgets the request when its prompt is done, and would tell them never again
   a seed of its own     the generator has drawn for tokens that nobody has seen
 
-The V2 runner makes such a request anew, and draws by position: nothing to do.
+The V2 runner makes such a request anew, and draws by position: nothing to do. Where something cannot be put back the
+runner computes no further: its answers would be wrong, and the scheduler, in another process, would never know.
 """
 
 from __future__ import annotations
@@ -19,22 +20,33 @@ log = logging.getLogger("valve")
 KEPT = 16  # states of a generator: more than there are steps in flight
 
 
+class NotPutBack(RuntimeError):
+    """A request would go on from what a dropped step has left behind."""
+
+
 class Resumed:
     """One per runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._states: dict[str, dict[int, Any]] = {}  # request: {tokens it had: its generator then}
-        self._has_failed = False
+        self._failure: Exception | None = None  # the first: what was noted since is not known
 
-    def before_step(self, output: Any) -> None:
-        """Before the runner takes the step in. The engine goes on whatever happens in here."""
+    def before_step(self, output: Any, *, may_lose: bool) -> None:
+        """Before the runner takes the step in. `may_lose`: steps of this engine are dropped; any other one goes on
+        whatever happens in here, for vLLM sends a request of its own back only when its output is in.
+        """
         try:
             self._before_step(output)
-        except Exception:
-            if not self._has_failed:
-                log.exception("valve: this runner keeps its requests in another way; the engine goes on")
-            self._has_failed = True
+        except Exception as error:
+            if self._failure is None:
+                log.exception("valve: what this runner keeps of a request cannot be followed")
+                self._failure = error
+        if self._failure is not None and may_lose and output.scheduled_cached_reqs.resumed_req_ids:
+            raise NotPutBack(
+                "valve: a request begins again, and what the runner keeps beside its tokens cannot be put back: the "
+                "engine stops, because answers would be wrong. Start it again, or run it without Valve's memory"
+            ) from self._failure
 
     def _before_step(self, output: Any) -> None:
         requests = getattr(self._runner, "requests", None)
@@ -67,9 +79,11 @@ class Resumed:
         if generated == 0:
             request.generator.manual_seed(request.sampling_params.seed)
             return
-        state = self._states.get(name, {}).get(generated)
-        if state is not None:  # else no step began with so many tokens, and nothing was drawn since
-            request.generator.set_state(state)
+        states = self._states.get(name, {})
+        if generated in states:
+            request.generator.set_state(states[generated])
+        elif states and max(states) > generated:  # else no step began with so many tokens, and nothing was drawn since
+            raise ValueError(f"{name} begins again with {generated} tokens, kept is {sorted(states)}")
 
     def _tell_prompt_again(self, request: Any, name: str) -> None:
         wanted = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)

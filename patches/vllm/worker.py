@@ -77,7 +77,7 @@ class WorkerHook:
                 )
         if self._resumed is None:
             self._resumed = Resumed(runner)
-        self._resumed.before_step(output)
+        self._resumed.before_step(output, may_lose=self.is_elastic and may_have_holes())
 
 
 def range_flags(config: Any, cache: Any) -> int:

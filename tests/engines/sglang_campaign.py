@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+NEAR = 1e-3  # of two log probabilities in float32
 IDLE_TURNS = 200  # without memory, until a starved request gets it back
 
 
@@ -203,6 +204,19 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     ]
 
 
+def logprobs_of(told: dict[str, Any]) -> list[float]:
+    """Of the prompt, then of the answer; empty where none were asked for."""
+    both = (*told.get("input_token_logprobs", ()), *told.get("output_token_logprobs", ()))
+    return [each[0] for each in both if each[0] is not None]
+
+
+def is_same(mine: tuple[Any, list[float]], theirs: tuple[Any, list[float]]) -> bool:
+    """The same tokens; and of each the same log probability, but for its last bits: another batch sums otherwise."""
+    if mine[0] != theirs[0] or len(mine[1]) != len(theirs[1]):
+        return False
+    return all(abs(one - other) < NEAR for one, other in zip(mine[1], theirs[1], strict=True))
+
+
 def idle_state(folder: Path) -> dict[str, Any]:
     """Once every page is free, cached or withheld; a leak is what is there at the deadline."""
     deadline = time.monotonic() + 60
@@ -245,31 +259,41 @@ def main() -> None:
         disable_overlap_schedule=not plan.get("overlap", True),
         tp_size=plan.get("ranks", 1),
     )
-    sampling = [{"temperature": 0, "max_new_tokens": 50 - number % 7, "ignore_eos": True} for number in range(24)]
+    asks, logprobs = plan.get("asks", {}), plan.get("logprobs", False)
+    sampling = [
+        {"temperature": 0, "max_new_tokens": 50 - number % 7, "ignore_eos": True, **asks} for number in range(24)
+    ]
     work = prompts(1, 24)
 
     @functools.cache
-    def expected(count: int) -> list[list[int]]:
-        return tokens(count)
+    def expected(count: int) -> list[Any]:
+        return answers(count)
 
-    def tokens(count: int) -> list[list[int]]:
+    def answers(count: int) -> list[Any]:
+        """Tokens, and the log probabilities that were asked for."""
+        start = 0 if logprobs else -1
         try:
-            answers = engine.generate(input_ids=work[:count], sampling_params=sampling[:count])
+            told = engine.generate(
+                input_ids=work[:count],
+                sampling_params=sampling[:count],
+                return_logprob=logprobs,
+                logprob_start_len=start,
+            )
         except HTTPException:  # how SGLang reports an abort
-            return [[]] * count
-        return [answer["output_ids"] for answer in answers]
+            return [([], [])] * count
+        return [(each["output_ids"], logprobs_of(each["meta_info"])) for each in told]
 
     for trial in plan["trials"]:
         expected(trial.get("requests", 24))
     for trial in plan["trials"]:
         began, count = time.monotonic(), trial.get("requests", 24)
         (folder / "plan.json").write_text(json.dumps(trial))
-        got = tokens(count)
+        got = answers(count)
         (folder / "plan.json").write_text(json.dumps({"seed": 0, "events": 0}))
         report = json.loads((folder / "report.json").read_text())
         if "remove" not in trial:
             report |= idle_state(folder)
-        wrong = sum(mine != theirs for mine, theirs in zip(expected(count), got, strict=True))
+        wrong = sum(not is_same(*pair) for pair in zip(expected(count), got, strict=True))
         took = round(time.monotonic() - began, 1)
         print(json.dumps({**trial, **report, "wrong": wrong, "seconds": took}), flush=True)
     engine.shutdown()

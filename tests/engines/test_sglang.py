@@ -69,6 +69,24 @@ def test_tokens_are_identical_after_reclaims_and_change_without_a_protection(eng
     assert trials[-1]["wrong"] > 0
 
 
+@pytest.mark.parametrize(
+    ("plan", "ablation"),
+    [
+        ({"overlap": False, "asks": {"frequency_penalty": 0.7}}, "putting_back"),
+        ({"overlap": False, "asks": {"repetition_penalty": 1.3, "presence_penalty": 0.4}}, "putting_back"),
+        ({"overlap": True, "logprobs": True}, "everything"),
+        ({"overlap": False, "logprobs": True}, "everything"),
+    ],
+    ids=["frequency", "repetition and presence", "logprobs, overlap", "logprobs, no overlap"],
+)
+def test_what_goes_with_an_answers_tokens_is_never_otherwise_after_reclaims(engines, tmp_path, plan, ablation):
+    """Penalties count the answer of who was sent back; log probabilities are those of one's own prompt and answer."""
+    trials = campaign(engines, tmp_path, {**plan, "trials": [*TRIALS, {**TRIALS[0], "remove": ablation}]})
+
+    assert held(trials) >= 3 * 15
+    assert trials[-1]["wrong"] > 0
+
+
 def test_both_tree_cores_forget_chosen_pages_and_nothing_else_and_keep_what_waits(engines):
     """Of a, b and c one page of b's own: 64 slots, less what a, c and the common beginning hold, less the lost one."""
     if not (engines.folder / "stubs").is_dir():

@@ -62,6 +62,11 @@ def retracting_the_dropped(engine: Any) -> None:
     engine.drop = lambda batch, names: None
 
 
+def putting_back(engine: Any) -> None:
+    """Penalties begin anew with a request that was sent back, as SGLang has it."""
+    calls.put_back = lambda batch, overlap: None
+
+
 def telling_the_leak_check(engine: Any) -> None:
     """It goes on comparing with the constant."""
     free_pages, checker = engine.free_pages, engine.scheduler.invariant_checker

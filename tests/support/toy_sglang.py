@@ -9,6 +9,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,12 +37,14 @@ class Req:
     is_done: bool = False
     to_finish: str | None = None
     beam_group: object = None
+    input_embeds: object = None
     extra_key: str | None = None
     cache_salt: str | None = None
     prefix_len: int = 0
     extend_end: int = 0
     inflight_middle_chunks: int = 0
     lock: int | None = None
+    prompt_logprobs: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens)
@@ -74,6 +77,8 @@ class Batch:
     spans: dict[str, tuple[int, int]]  # what this step computes of each
     batch_is_full: bool = False
     return_logprob: bool = False
+    decoding_reqs: None = None
+    sampling_info = SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=False))
 
     @property
     def req_pool_indices(self):
@@ -284,6 +289,8 @@ class Processor:
 class Scheduler:
     """`turn` is one pass of its event loop, with or without overlap."""
 
+    return_logprob = False
+
     def __init__(self, pages=60, page_size=4, overlap=True, rows=8, chunk=12, hooks=None):
         self.page, self.enable_overlap, self.chunk, self.hooks = page_size, overlap, chunk, hooks
         self.token_to_kv_pool_allocator = self.allocator = Allocator(pages, page_size)
@@ -310,6 +317,7 @@ class Scheduler:
             forward_mode=mode,
             req_to_token_pool=self.req_to_token_pool,
             spans={each.rid: (each.prefix_len, each.extend_end) for each in reqs},
+            return_logprob=self.return_logprob,
         )
 
     def add(self, rid, prompt, max_new_tokens):
@@ -435,11 +443,14 @@ class Scheduler:
 
     def process_batch_result(self, batch, result):
         after = self.hooks.before_result(self, batch, result) if self.hooks else None
+        logprobs = iter(result.logprobs)  # of all prompts, one behind the other: who is skipped takes none
         for request, token in zip(batch.reqs, result.tokens, strict=True):
             skips = request.finished() or request.is_retracted
             if batch.forward_mode.is_extend():
                 if skips:
                     continue
+                start, end = batch.spans[request.rid]
+                request.prompt_logprobs += islice(logprobs, (end - start) * batch.return_logprob)
                 if request.inflight_middle_chunks:
                     request.inflight_middle_chunks -= 1
                     continue
@@ -502,7 +513,8 @@ class Scheduler:
             if reclaim is not None and place == len(batch.reqs) // 2:
                 reclaim()
             tokens.append(self.compute(request, slots[place], *batch.spans[request.rid]))
-        return SimpleNamespace(copy_done=None, tokens=tokens)
+        known = [token for each in batch.reqs for token in each.tokens[slice(*batch.spans[each.rid])]]
+        return SimpleNamespace(copy_done=None, tokens=tokens, logprobs=[-token for token in known])
 
     def compute(self, request, slots, start, end):
         known = request.tokens
@@ -574,6 +586,7 @@ class Scheduler:
         request.lock = None
         request.prefix_len = request.inflight_middle_chunks = 0
         request.is_retracted = True
+        request.prompt_logprobs *= request.is_done  # whoever comes back is told anew
 
     def check_idle(self):
         """SGLang's own: what is free and what is cached is all there is."""

@@ -21,6 +21,7 @@ from toy_world import close, hooked
 from valve_hook.ledger import Ledger
 from valve_hook.reconciler import Reconciler
 from valve_hook.sglang.steps import Launched, StepLedger
+from valve_hook.shared import Book
 from valve_hook.vllm import calls
 from valve_hook.vllm.engine import VllmEngine
 from valve_tools.bench.hook import measure
@@ -108,6 +109,27 @@ def test_a_step_in_which_nothing_happened_never_asks_the_table_or_the_ledger(wor
 
     assert hook.reconciler.receipts.failures == 0
     assert hook.progress.useful_tokens == 3 * REQUESTS
+
+
+def test_a_request_that_goes_or_comes_never_costs_a_look_at_the_steps_in_flight_nor_a_row(world, monkeypatch):
+    """Who left, and from which step, is asked when something is lost; the rows are the link's thread's."""
+    _, scheduler, names = world
+    ledger = scheduler._valve.ledger
+    output, _ = step(scheduler, names)
+    ledger.launch(output)
+
+    def asked(*_):
+        assert threading.current_thread() is not threading.main_thread(), "asked by the engine's thread"
+
+    for owner, name in ((Ledger, "_step"), (Ledger, "_catch_up"), (Book, "open_row"), (Book, "close_row")):
+        monkeypatch.setattr(owner, name, asked)
+    ledger.dismiss(names[0])
+    ledger.admit("another", [5])
+    monkeypatch.undo()
+
+    assert [held.request for held in ledger.left[id(output)]] == [names[0]]
+    ledger.believe(output)
+    assert ledger.left == {}
 
 
 def test_the_bench_is_never_broken_where_there_is_no_vllm():

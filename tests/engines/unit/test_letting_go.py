@@ -10,7 +10,8 @@ from faults import Fault
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
-from valve_hook.shared import Book
+from valve_hook.ledger import Ledger
+from valve_hook.shared import Book, Table
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.wire import Mode
 
@@ -207,3 +208,59 @@ def test_an_offer_that_was_half_made_never_keeps_blocks_from_anybody(node, monke
             assert fault.raised
             assert scheduler._valve.engine.withheld == set(np.flatnonzero(reconciler.withheld)) == set(node.offered())
             close(scheduler)
+
+
+@pytest.mark.parametrize("mode", [Mode.COARSE, Mode.NONE])
+def test_a_lowered_mode_is_never_left_untold_where_publishing_fails_too(node, monkeypatch, mode):
+    """The step that would tell it fails, or never comes: valved would go on choosing by the finer mode."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(10), 30)
+    scheduler.launch()
+    assert node.book()["mode"] == Mode.FULL
+    hook = scheduler._valve
+
+    def broken(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(hook.engine, "gauges", broken)
+    if mode is Mode.NONE:
+        monkeypatch.setattr(Table, "read", broken)
+        node.take([scheduler.req_to_blocks["a"][0].block_id])
+    scheduler.add("b", range(50, 60), 30)
+    scheduler.launch()
+
+    assert hook.reconciler.told_mode is mode
+    assert node.book()["mode"] == mode
+    close(scheduler)
+
+
+def test_a_failure_beside_the_steps_is_told_before_the_next_one(node, monkeypatch):
+    """The link's thread fails while the engine is in a step, or stopped in its middle."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(10), 30)
+    scheduler.launch()
+    monkeypatch.setattr(Ledger, "tend", lambda _: 1 // 0)
+
+    wait_for(lambda: node.book()["mode"] == Mode.COARSE, "told")
+    close(scheduler)
+
+
+@pytest.mark.parametrize("is_none", [False, True])
+def test_an_attachment_never_says_a_finer_mode_than_the_hook_has_by_then(node, is_none):
+    """The link that knew the first mode was cut; the next contact, with whichever valved, says what holds now."""
+    scheduler = hooked(node, blocks=60)
+    hook = scheduler._valve
+    scheduler.add("a", range(10), 30)
+    scheduler.launch()
+    node.stop()
+    hook.reconciler.fail("on purpose")
+    if is_none:
+        hook.reconciler.give_up("on purpose")
+    before = hook.link.session
+    node.start()
+    wait_for(lambda: hook.link.session is not before and node.attached, "attached again")
+
+    assert node.attached[0] == Mode.COARSE  # NONE is the book's word: what has no memory is withheld as ever
+    scheduler.launch()
+    assert node.book()["mode"] == (Mode.NONE if is_none else Mode.COARSE)
+    close(scheduler)

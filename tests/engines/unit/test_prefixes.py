@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kv_node import KvNode
+from kv_node import KvNode, wait_for
 from toy_engine import Pool, ToyScheduler
 from toy_world import close, hooked, run
 from valve_hook.sglang.steps import Launched, computed_again, note_computed
@@ -64,7 +64,7 @@ def test_the_book_never_calls_a_kept_beginning_free(node):
     scheduler.abort("a")
     scheduler.launch()
 
-    assert node.rows() == {}
+    wait_for(lambda: node.rows() == {}, "its row is closed")
     assert scheduler._valve.engine.prefixes.computed == {}
     close(scheduler)
 

@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from valve_hook.vllm.resumed import KEPT, Resumed
+from valve_hook.vllm.resumed import KEPT, NotPutBack, Resumed
 
 
 class Generator:
@@ -30,7 +30,7 @@ class Runner:
     def __init__(self):
         self.requests, self.num_prompt_logprobs = {}, {}
         self.input_batch = SimpleNamespace(generators={}, vocab_size=1024)
-        self.resumed = Resumed(self)
+        self.resumed, self.may_lose = Resumed(self), True
 
     def add(self, name, seed=None, prompt_logprobs=None):
         generator = None
@@ -49,7 +49,8 @@ class Runner:
             num_computed_tokens=[computed] * len(names),
             num_output_tokens=[generated] * len(names),
         )
-        self.resumed.before_step(SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=set(finished)))
+        output = SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=set(finished))
+        self.resumed.before_step(output, may_lose=self.may_lose)
 
     def sample(self, name):
         request = self.requests[name]
@@ -133,11 +134,41 @@ def test_chunks_that_were_pooled_begin_again(runner):
     assert cleaned == ["b"]
 
 
-@pytest.mark.parametrize("strange", [SimpleNamespace(), SimpleNamespace(requests=["another kind"])])
-def test_a_runner_of_another_kind_goes_on(strange, caplog):
-    cached = SimpleNamespace(req_ids=["a"], resumed_req_ids={"a"}, num_computed_tokens=[0], num_output_tokens=[0])
+STRANGE = [SimpleNamespace(), SimpleNamespace(requests=["another kind"])]
+
+
+def told(*resumed):
+    cached = SimpleNamespace(
+        req_ids=["a"], resumed_req_ids=set(resumed), num_computed_tokens=[0], num_output_tokens=[0]
+    )
+    return SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=set())
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_runner_of_another_kind_goes_on_where_no_step_is_dropped(strange, caplog):
     resumed = Resumed(strange)
     for _ in range(3):
-        resumed.before_step(SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=set()))
+        resumed.before_step(told("a"), may_lose=False)
 
     assert len(caplog.records) <= 1
+
+
+def test_a_runner_that_cannot_be_followed_never_computes_on_for_who_begins_again():
+    """Once something was missed it is not known what was noted: a later step that raises nothing is no better."""
+    runner = SimpleNamespace(requests=["another kind"])
+    resumed = Resumed(runner)
+    resumed.before_step(told(), may_lose=True)  # nobody begins again: nothing to put back
+    with pytest.raises(NotPutBack):
+        resumed.before_step(told("a"), may_lose=True)
+    runner.requests = None
+    with pytest.raises(NotPutBack):
+        resumed.before_step(told("a"), may_lose=True)
+
+
+def test_a_seeded_request_never_goes_on_where_the_state_it_had_is_not_kept_any_more(runner):
+    runner.add("a", seed=5)
+    for number in range(KEPT + 6):
+        runner.step(*(["a"] if number else []))
+        runner.sample("a")
+    with pytest.raises(NotPutBack):
+        runner.step("a", resumed=["a"], generated=2)
