@@ -105,19 +105,15 @@ def test_a_first_line_that_says_what_the_file_does_is_no_finding(name: str, text
 
 
 def test_no_second_class_of_one_name_comes_into_product_or_tools() -> None:
-    one, other, third = "valved/kv/a.py", "patches/hook/b.py", "tune/valve_tune/c.py"
+    one, other = "valved/kv/a.py", "patches/hook/b.py"
 
-    assert names.judge([(one, "Place"), (other, "Engine"), ("tools/lab/granted/d.py", "Place")], {}) == []
-    assert names.judge([(one, "Place"), ("tools/sim/d.py", "Place")], {}) == [
+    assert names.judge([(one, "Place"), (other, "Engine"), ("tools/lab/granted/d.py", "Place")]) == []
+    assert names.judge([(one, "Place"), ("tools/sim/d.py", "Place")]) == [
         "class Place is in tools/sim/d.py, valved/kv/a.py: give each a name of its own"
     ]
-    assert names.judge([(one, "Place"), (other, "Place")], {}) == [
+    assert names.judge([(one, "Place"), (other, "Place")]) == [
         f"class Place is in {other}, {one}: give each a name of its own"
     ]
-    pair = {"Place": {one, other}}
-    assert names.judge([(one, "Place"), (other, "Place")], pair) == []
-    assert names.judge([(one, "Place"), (other, "Place"), (third, "Place")], pair) != []
-    assert names.judge([(one, "Place")], pair) == ["class Place has one meaning now: take it out of TWICE"]
 
 
 def test_no_page_names_what_its_class_does_not_have() -> None:
