@@ -336,7 +336,7 @@ def check(config: Config) -> None:
             f"memory.handle_mib = {config.memory.handle_mib}: must be a multiple of 2", field="memory.handle_mib"
         )
     if config.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"log_level = {config.log_level!r}: debug, info, warning or error", field="log_level")
+        raise ConfigError(f"log_level = {config.log_level!r}: must be debug, info, warning or error", field="log_level")
 
 
 def group_id(name: str) -> int:

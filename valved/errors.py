@@ -1,4 +1,4 @@
-"""What can go wrong, by what the reader must do. The RPC layer and the command line translate these in one place."""
+"""Valve's errors, by what the reader must do. The RPC layer and the command line translate them in one place."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class InvalidRequest(ValveError):
 
 
 class NotFound(ValveError):
-    """The thing named is not here (any more)."""
+    """What was named is not here, or not any more: name another one."""
 
 
 class NotNow(ValveError):
-    """The request is fine, the state of the node is not: do the next step first."""
+    """The request is fine, but the state of the node does not allow it: do the next step first."""
 
 
 class AlreadyRunning(ValveError):

@@ -49,7 +49,7 @@ def judge(version: str, scheduler: Any) -> Mode:
 
 
 def refuse(version: str, config: Any, pool: Any, model: Any, *, is_hybrid: bool) -> None:
-    """The one judgement of the scheduler and of who makes the pool: memory that comes and goes needs both."""
+    """Scheduler and pool both ask this one function, because memory that comes and goes needs both."""
     refuse_version(version)
     refuse_configuration(config)
     _refuse(
@@ -76,7 +76,7 @@ def refuse_version(version: str) -> None:
 
 
 def refuse_configuration(config: Any) -> None:
-    """What its arguments say, which is known before there is a scheduler."""
+    """What the arguments of SGLang say. They are known before there is a scheduler."""
     _refuse(
         {
             "an engine over several nodes": config.nnodes > 1,
@@ -110,7 +110,7 @@ def _refuse(reasons: dict[str, bool]) -> None:
 
 
 def can_forget(tree: Any) -> bool:
-    """Whether chosen pages can be dropped from this prefix cache; one that shares nothing has none to drop."""
+    """Whether chosen pages can be dropped from this prefix cache. A cache that shares nothing has none to drop."""
     if not tree.supports_prefix_sharing():
         return True
     core = getattr(tree, "tree_core", None)

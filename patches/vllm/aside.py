@@ -1,8 +1,9 @@
-"""Requests that the present memory cannot hold stand aside while a step is scheduled, so that the others go on.
+"""Takes requests that the present memory cannot hold out of the queue while a step is scheduled, so that others go on.
 
 vLLM looks at waiting requests in order and stops at the first that does not fit. With memory that comes and goes one
-long request would stop the whole engine for as long as its memory is away. It keeps its place: between two steps it
-stands where it stood, and goes first as soon as it fits. One that all of the range could not hold ends with an error.
+long request would stop the whole engine for as long as its memory is away. Such a request keeps its place: between two
+steps it is in the queue where it was, and it goes first as soon as it fits. If the whole range could not hold it, it
+ends with an error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Aside:
             self.requests.append(waiting.pop_request())
 
     def after_schedule(self) -> None:
-        """In front, in their order; whoever was preempted in this step comes behind."""
+        """Puts them back in front, in their order. Requests that were preempted in this step come behind them."""
         while self.requests:
             self._scheduler.waiting.prepend_request(self.requests.pop())
 

@@ -1,5 +1,6 @@
 /*
- * say.c - the shim's only words to people: one line on stderr, each text once. No stdio: we are a guest.
+ * say.c - writes all messages of the shim to people: one line on stderr, each text once.
+ * It uses no stdio, because stdio belongs to the program.
  */
 #include "shim.h"
 
@@ -9,7 +10,7 @@
 
 void valve_say(const char *text)
 {
-	static const char *said[SAID_MAX]; /* texts are literals: the pointer is the identity */
+	static const char *said[SAID_MAX]; /* texts are literals, so equal texts have equal pointers */
 	char line[256] = "valve: ";
 	size_t length = strlen(line);
 
@@ -27,5 +28,5 @@ void valve_say(const char *text)
 		line[length++] = *text;
 	line[length++] = '\n';
 	if (syscall(SYS_write, 2, line, length) < 0)
-		return; /* nowhere to say it */
+		return; /* stderr is closed: nobody can read it */
 }

@@ -480,6 +480,15 @@ def test_an_alert_pages_only_for_harm_to_online_work() -> None:
     assert critical == {"ValveOnlineDelayed", "ValveOfflineUngated"}
 
 
+def test_no_alert_leaves_out_what_to_do() -> None:
+    groups = yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"]
+    told = {rule["alert"]: rule["annotations"]["description"] for group in groups for rule in group["rules"]}
+    step = re.compile(r"(^|\. |, )(Run|Read|Restart|Find|Set|Look|Start|Change) |`kubectl [^`]+` says")
+
+    assert told
+    assert [alert for alert, text in told.items() if not step.search(text)] == []
+
+
 def test_no_volume_hides_what_an_image_of_valve_may_hold() -> None:
     """An image laid out under a clone's own path in /tmp was hidden by a volume there: its webhook never started."""
     own = {"/etc/valve", "/etc/cdi", "/scratch", "/run/valve", "/var/lib/valve", "/var/run/cdi"}

@@ -69,9 +69,15 @@ def changes(settings: list[str]) -> dict[str, Any]:
         try:
             value = float(text)
         except ValueError:
-            raise CliError(f"{name}: {text!r} is no number", USAGE) from None
+            raise CliError(
+                f"{name}: {text!r} is no number", USAGE, "give a positive number, as in cooldown.floor_ms=10"
+            ) from None
         if not 0 < value < float("inf"):
-            raise CliError(f"{name}: {text} is not a positive, finite number", USAGE)
+            raise CliError(
+                f"{name}: {text} is not a positive, finite number",
+                USAGE,
+                "give a positive number, as in cooldown.floor_ms=10",
+            )
         found[field] = value if scale == 1 else round(value * scale)
     return found
 

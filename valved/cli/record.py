@@ -64,7 +64,7 @@ def open_file(path: Path) -> TextIO:
     try:
         return path.open("w", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise CliError(f"{path}: {error.strerror}") from None
+        raise CliError(f"{path}: {error.strerror}", FAILED, "name a file that you may write") from None
 
 
 def follow(connection: NodeClient, out: TextIO, seconds: float) -> int:

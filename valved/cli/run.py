@@ -176,6 +176,8 @@ def become(argv: list[str], env: dict[str, str]) -> int:
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
-        raise CliError(f"{argv[0]}: no such command", NOT_FOUND) from None
+        raise CliError(
+            f"{argv[0]}: no such command", NOT_FOUND, "name a program that is in the PATH, or its whole path"
+        ) from None
     except PermissionError:
-        raise CliError(f"{argv[0]}: not executable", NOT_FOUND - 1) from None
+        raise CliError(f"{argv[0]}: not executable", NOT_FOUND - 1, f"chmod +x {argv[0]}") from None

@@ -1,6 +1,6 @@
-"""What offline owners got: the time their channels were allowed to run, summed over GPUs.
+"""Counts what offline owners got: the time in which their channels could run, summed over GPUs.
 
-Each GPU's account counts the time it was open; a job's share is the difference between two readings.
+The account of each GPU counts the time in which the GPU was open. A job's share is the difference of two readings.
 """
 
 from __future__ import annotations

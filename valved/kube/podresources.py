@@ -1,4 +1,4 @@
-"""Which container holds which devices, as the kubelet says it (pod resources API, v1)."""
+"""Asks the kubelet which container holds which devices (pod resources API, v1)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holdings(Protocol):
 
 
 class KubeletHoldings:
-    """Asks the kubelet. A channel for each question: the socket of a kubelet that restarted is another file."""
+    """Asks the kubelet. Each question opens a channel, because a restarted kubelet has another socket file."""
 
     def __init__(self, socket: Path) -> None:
         self._target = f"unix:{socket}"
@@ -52,7 +52,7 @@ class KubeletHoldings:
 
 
 def _read(answer: pb.ListPodResourcesResponse) -> Iterator[HeldDevices]:
-    """One entry per container and resource: the kubelet lists each device of a resource on its own."""
+    """One entry per container and resource. (The kubelet lists each device of a resource on its own.)"""
     for pod in answer.pod_resources:
         for container in pod.containers:
             ids: dict[tuple[str, bool], list[str]] = {}

@@ -1,9 +1,9 @@
-"""An hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, what memory
-was free and what online used.
+"""Keeps an hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, what
+memory was free and what online work used.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline
-work as well. Free memory counts only while online leaves the GPU; what is free while it computes is of no use to
-offline. What online uses counts only while it holds the GPU: a job must leave room for that.
+work as well. Free memory counts only while no online service holds the GPU, because offline work cannot use
+what is free at other times. The memory of online work counts only while it holds the GPU: a job must leave room for it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NodeSeries:
     def book(self, at_s: float, seen_s: Sequence[float], left_s: Sequence[float]) -> None:
         """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left.
 
-        A longer silence was seen by nobody: as one sum it would stand for the minutes that it ended in.
+        Nobody saw a longer silence. Added as one sum, it would count for the minutes in which it ended.
         """
         seen = np.array(seen_s)
         seen = np.where(seen > SHORTEST_S, 0.0, seen)
@@ -95,11 +95,11 @@ class NodeSeries:
         return self._ring(window_s).sum("left", gpu, window_s) / seen_s if seen_s > 0 else 0.0
 
     def seen_s(self, gpu: int, window_s: int) -> float:
-        """How much of the window anybody could tell about."""
+        """How much of the window was seen."""
         return self._ring(window_s).sum("elapsed", gpu, window_s)
 
     def windows(self, gpu: int) -> Mapping[str, float]:
-        """Only those that were seen: seconds are not published as an hour."""
+        """Only windows that were seen for long enough: seconds are not published as an hour."""
         return {
             name: round(self.idle(gpu, window_s), 4)
             for name, window_s in WINDOWS_S.items()
@@ -107,7 +107,7 @@ class NodeSeries:
         }
 
     def histogram(self, gpu: int) -> list[float]:
-        """Of the last hour; of the day where the hour has nothing to say, after a long pause for instance."""
+        """Of the last hour. Where the hour has none, after a long pause for instance, of the day."""
         for ring in (self._hour, self._day):
             counts = ring.tables["free"][:, gpu].sum(axis=0)
             if counts.sum() > 0:
@@ -142,7 +142,7 @@ class NodeSeries:
         return found
 
     def restore(self, saved: Saved, at_s: float) -> bool:
-        """False, and nothing is changed: this is of another node, or of a clock that ran differently."""
+        """Returns False and changes nothing if this is of another node, or of a clock that ran differently."""
         rings = (("hour", self._hour), ("day", self._day))
         for name, ring in rings:
             bucket = saved.get(f"{name}-bucket")

@@ -1,4 +1,4 @@
-"""Memory that nobody needs: lent to offline engines as far as they may have more, given back by online ones."""
+"""Lends memory that nobody needs to offline engines, as far as they may have more. Takes what online ones offer."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Lending:
         self._counters = counters
 
     def can_lend(self, engine: Engine) -> bool:
-        """Zeroing needs the channels of who gets the memory: not while they are off."""
+        """Zeroing needs the channels of the process that gets the memory, so they must be on."""
         is_open = not self._beside.is_on and not any(self._gating.is_stopped(gpu) for gpu in engine.gpus)
         return engine.can_lose and is_open
 
     async def lend(self, engine: Engine, columns: Ints) -> int:
-        """Give bare columns of an offline engine their memory back. How many handles have come.
+        """Give bare columns of an offline engine their memory back. Returns the number of handles that came.
 
         A mapping over the zero page leaves a hole for a moment, so no kernel may run: either the GPUs are stopped until
         the mapping is done (zeroing needs the channels again and follows), or it happens between two steps.
@@ -100,12 +100,12 @@ class Lending:
             self._ways.mark_unsafe([fence for fence in fences if not fence.settled.is_set])
 
     def _give_at_step(self, engine: Engine, columns: Ints) -> list[Order]:
-        """At the next step; at once in an engine that has never made one: no kernel knows its blocks."""
+        """At the next step. At once in an engine that has made no step yet, because no kernel knows its blocks."""
         how = KvHow.AT_STEP if engine.view().steps else KvHow.AT_ONCE
         return self._moves.give(engine.cells(columns, backed=False), how)
 
     async def give_back(self, engine: Engine, columns: Ints) -> int:
-        """Unmap what an online engine offers. Its hook has withheld those blocks: nobody touches them."""
+        """Unmap what an online engine offers. Its hook has withheld those blocks, so nobody touches them."""
         orders: list[Order] = []
         try:
             self._moves.lose(engine, columns)
@@ -133,7 +133,7 @@ class Lending:
 
 @dataclass(slots=True, kw_only=True)
 class Offline:
-    """The same about an offline engine. What brings nothing is tried again ever later."""
+    """The same about an offline engine. A lending that brings nothing is tried again after ever longer pauses."""
 
     lending: bool = False
     rest_ns: int = 0
@@ -173,7 +173,7 @@ class Lender:
         self._offline: dict[ServiceId, Offline] = {}
 
     def serve(self, engine: Engine) -> None:
-        """What nobody needs goes to offline work, a packet of orders at a time, while its GPUs are open."""
+        """Gives offline work what nobody needs, a packet of orders at a time, while its GPUs are open."""
         if self._supply.is_pressed(engine.gpus):
             return
         offline = self._offline.setdefault(engine.service, Offline())
@@ -200,7 +200,7 @@ class Lender:
         self._offline.pop(engine.service, None)
 
     def short_of_ceiling(self, engine: Engine) -> int:
-        """Columns up to the ceiling of an offline engine; negative when it has more."""
+        """Columns up to the ceiling of an offline engine. Negative when it has more."""
         return math.ceil(self._share(engine.service) * engine.columns) - int(engine.backed_columns().sum())
 
     def _share(self, service: ServiceId) -> float:

@@ -1,4 +1,4 @@
-"""KV memory as others see it: a snapshot for status and metrics, the account of a reclaim, what a successor is told."""
+"""Tells others of KV memory: a snapshot for status and metrics, the account of a reclaim, the state for a successor."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class MemoryReport:
     # A successor
 
     def saved(self) -> SavedMemory:
-        """Engines come with their own counters; those that have left are in ours."""
+        """Engines keep their own counters. Ours hold those of engines that have left."""
         spent = self._log.phases.items()
         phases = {name: SavedHistogram(counts=list(one.counts), sum_ns=one.sum_ns) for name, one in spent}
         reservations = {service: online.state for service, online in self._reserve.online.items()}

@@ -1,19 +1,20 @@
 /*
- * grant.c - granted time: a wake with an end. The hook of an engine whose owner consents asks for a pause between two of its
- * steps: it writes until when, and rings. The listener, which alone opens services that have a permission (waking.c), wakes the
- * service as it always does, proof and all, and closes it again at the end by its timer.
+ * grant.c - gives granted time: a wake with an end. If the owner of an engine consents, the engine's hook asks for a
+ * pause between two of its steps. The hook writes the end of the pause, and rings. Only the listener opens services that
+ * have a permission (waking.c). It wakes the service with the same proof as for any wake, and closes it again at the end
+ * by its timer.
  *
- * Nothing new is believed: a grant is given only where every client of the service is proven idle, as for a wake, and where the
- * service is the one holder of each of its GPUs, so that it is the service's own time. The issuer tells the end to the offline
- * clients before it enables them (until.c).
+ * A grant needs the same proof as a wake: every client of the service is idle. The service must also be the one holder of
+ * each of its GPUs, so that it gives its own time. The issuer tells the offline clients the end before it enables them
+ * (until.c).
  */
 #include "internal.h"
 
 #define NEVER    UINT64_MAX
 #define LEAST_NS 1000000u /* shorter than a stop and a wake */
-#define LOOK_NS  100000u  /* between two looks for the proof ... */
+#define LOOK_NS  100000u  /* between two looks for the proof */
 #define PROOF_NS \
-	5000000u /* ... and how long it is looked for: the watcher needs its quiet time and one probe */
+	5000000u /* how long it looks for the proof: the watcher needs its quiet time and one probe */
 
 static void count(struct service *service, enum valve_grant_answer answer)
 {
@@ -191,7 +192,7 @@ uint64_t grant_turn(struct valve_gate *gate, uint32_t index, uint64_t now)
 	return service->wish_ns && service->wish_look_ns < next ? service->wish_look_ns : next;
 }
 
-/* By whoever has just taken the hold: what it ended. */
+/* Called by whoever has just taken the hold. Says what the hold ended. */
 enum valve_cause grant_close(struct service *service, bool by_launch, uint64_t seen_ns)
 {
 	uint64_t since_ns = load_relaxed(&service->granted_since_ns);
@@ -245,7 +246,7 @@ void grant_recall_all(struct valve_gate *gate)
 		recall(gate, &gate->service[i]);
 }
 
-/* The caller's word that the owner consents; most_ns 0: it does not, and a grant that is open ends before this returns. */
+/* The caller says that the owner consents. With most_ns 0 it does not, and an open grant ends before this returns. */
 void valve_service_consent(struct valve_gate *gate, int32_t index, uint64_t most_ns, uint64_t rest_ns)
 {
 	struct service *service = &gate->service[index];

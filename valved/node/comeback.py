@@ -1,11 +1,11 @@
 """Holds every GPU after a start until the online processes of a predecessor are back.
 
-A valved that was killed leaves a state file that may be a moment old, and offline work whose channels are off by its
-hand. Its successor would switch those on as soon as their process is back, beside an online service of which it has not
-heard. So it holds until each online process that lived (state/lived.py) has come back and told of its channels, or has
-ended, and until the guard (node/bystanders.py) has looked who uses a GPU without Valve. For longer than `come_back_s`
-nobody is waited for: services that the state file names keep their GPUs all the same (node/handover.py), and who uses a
-GPU unheard is found by the guard.
+A valved that was killed leaves a state file that may be a moment old, and offline work whose channels it switched off.
+Its successor would switch these channels on as soon as their process is back, beside an online service of which it has
+not heard. So it holds until each online process that lived (state/lived.py) has come back and told of its channels, or
+has ended, and until the guard (node/bystanders.py) has looked who uses a GPU without Valve. It waits for nobody longer
+than `come_back_s`. Services that the state file names keep their GPUs all the same (node/handover.py), and the guard
+finds whoever uses a GPU without Valve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from valved.state.journal import Journal
 from valved.state.registry import COME_BACK_SERVICE, Books, ClientEntry
 
 LOOK_NS = 50_000_000
-TELL_NS = 1_000_000_000  # a client that came back and shows nothing for so long has told of all its channels
+TELL_NS = 1_000_000_000  # a client that came back and shows nothing new for this long has told of all its channels
 
 
 class ComeBack:

@@ -1,4 +1,4 @@
-"""Write the C of the cffi extension: `build.py greedy.h OUT`. Called by meson, imported by nobody."""
+"""Writes the C source of the cffi extension: `build.py greedy.h OUT`. Meson calls it. Nothing imports it."""
 
 from __future__ import annotations
 

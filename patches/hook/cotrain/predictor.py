@@ -1,7 +1,7 @@
-"""What a plan will take: the machine's laws, corrected by what was measured; refitted at every step.
+"""Predicts how long a plan will take: by the laws of the machine, corrected at every step by what was measured.
 
 A correction is a running mean of measured / said, kept for each kind of plan and size of batch. Until a kind has three
-measurements its lane's correction counts; until a lane has any, the laws alone.
+measurements, the correction of its lane is used. Until a lane has any, the laws alone are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .splits import SPLITS, SplitTable
 
 TRUSTED = 3
 WEIGHT = 0.05
-"""Of a new measurement in a running mean that is full."""
+"""The weight of a new measurement in a running mean that is full."""
 SHARES = tuple(round(20 * plan.own) for plan in SPLITS)
 Key = tuple[Lane, int, int, int, int, int]
 

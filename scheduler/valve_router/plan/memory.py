@@ -65,5 +65,5 @@ def fits_memory(need: int, capacity: int, held: Sequence[Resident], waited_s: fl
             break
         names.append(one.name)
         missing -= one.bytes
-    # Of what computes nothing is taken: it ends by itself, and then there is room.
+    # Nothing is taken from a task that computes. It ends by itself, and then there is room.
     return Fit(verdict=FitVerdict.WAIT) if missing > 0 else Fit(verdict=FitVerdict.OFFLOAD, offload=tuple(names))

@@ -1,7 +1,7 @@
 """Predicts how long a task takes on one stage, from measured pairs of size and time.
 
 The law is t = t0 + b C l + q C l^2 for a batch of C sequences of l tokens. LeMix's own law keeps the last term alone
-(`printed_law`): for short chat requests it is wrong by a multiple, as most of their time is reading the weights once.
+(`printed_law`). For short chat requests it is wrong by a multiple, because they mostly read the weights once.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one replica is: its stages, and the cost of both directions on each of them."""
+    """The stages of one replica, and the cost of forward and backward on each stage."""
 
     stages: int
     forward: Law
     backward: Law
-    stop_s: float | None = None  # a forward stops training within this; None: it waits for the whole backward
+    stop_s: float | None = None  # a forward stops training within this time; with None it waits for the whole backward
 
     def __post_init__(self) -> None:
         if self.stages < 1 or (self.stop_s is not None and self.stop_s < 0):
@@ -60,7 +60,7 @@ class Profile:
         return self.stages * self.forward.seconds(task)
 
     def whole_s(self, task: Task) -> float:
-        """The same, of training with its way back."""
+        """The response of an idle replica to a training task, its backward pass included."""
         back_s = self.stages * self.backward.seconds(task) if task.is_training else 0.0
         return self.alone_s(task) + back_s
 

@@ -1,8 +1,8 @@
-"""What people see of a fleet: rows of figures from the objects of the API. Pure.
+"""Makes the rows of figures that people see of a fleet, from the objects of the API. Pure.
 
 What harvesting would save is what the placement model promises a job on one GPU at a time: the share of time it may run
-times its memory factor, with the prior curve of a job nobody measured. Observing nodes are judged by the same rule as
-harvesting ones, so the figure before the switch is the one that holds after it.
+times its memory factor, with the prior curve of a job that nobody measured. Observing nodes are judged by the same rule
+as harvesting ones, so the figure before the switch is the one that holds after it.
 """
 
 from collections import Counter
@@ -60,7 +60,7 @@ def worth_gpus(report: NodeReport, usable: Sequence[int]) -> float:
 
 
 def _usable(status: Object) -> list[int]:
-    """GPUs that may be harvested, or might be if the node did more than observe: nothing else speaks against them."""
+    """GPUs that may be harvested, or could be if the node did more than observe. No other reason is against them."""
     observing = status.get("phase") == "Observing"
     return [
         index
@@ -70,7 +70,7 @@ def _usable(status: Object) -> list[int]:
 
 
 def fleet_row(rows: Iterable[Row]) -> Row:
-    """The sum over the nodes, apart for those that harvest and those that could."""
+    """The sum over the nodes: one for the nodes that harvest, one for those that could."""
     rows = list(rows)
     now = [row for row in rows if row["phase"] == "Harvesting"]
     idle = [row for row in rows if row["phase"] != "Harvesting"]
@@ -150,7 +150,7 @@ def by_namespace(accounts: Iterable[Object]) -> list[Object]:
 
 
 def usage_rows(account: Object, by: str) -> list[Row]:
-    """An account in GPU-hours, since it was opened: as a whole, or apart for its owners or its services."""
+    """An account in GPU-hours, since it was opened: as a whole, or by owner or by service."""
     status = account.get("status") or {}
     opened = account["metadata"].get("creationTimestamp", "")
     whole: Row = {

@@ -109,7 +109,7 @@ def levels_of(text: str) -> tuple[float, ...]:
     try:
         levels = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise SchedulerError(f"--sla is {text!r}, must be numbers separated by commas") from error
+        raise SchedulerError(f"--sla is {text!r}, must be numbers separated by commas, such as 0.2,0.4") from error
     if not all(0.0 < level <= 1.0 for level in levels):
         raise SchedulerError(f"--sla is {text!r}, each must be in (0, 1]")
     return levels

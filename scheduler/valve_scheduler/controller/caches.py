@@ -1,4 +1,4 @@
-"""What every round reads: the objects of the cluster as the watches show them, and the placement state made of them."""
+"""Keeps what every round reads: the objects of the cluster as the watches show them, and the placement state."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ class Caches:
         self._accounts_view = self.views[-1]
 
     def missing(self) -> list[str]:
-        """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
+        """Does not wait for accounts. After a rollback their CRD may be one that this release does not know."""
         return [view.path for view in self.views if not view.synced and view is not self._accounts_view]
 
     @property
@@ -56,7 +56,7 @@ class Caches:
         ]
 
     def node(self, name: str) -> Json:
-        """The GPUHarvestNode; empty for one that never reported."""
+        """The GPUHarvestNode. It is empty for a node that never reported."""
         return self.nodes.items.get(("", name), {})
 
     def nodes_by_name(self) -> dict[str, Json]:

@@ -1,9 +1,9 @@
 /*
- * report.c - keeps the object map up to date and valved's picture of it. In the flow: ioctl hook -> map -> CHANNEL_ADD
- * -> valved arms its disable list.
+ * report.c - keeps the object map up to date, and tells valved of its changes. The order: ioctl hook, map, CHANNEL_ADD,
+ * then valved prepares its disable list.
  *
- * An online process tells and goes on. An offline process waits for the ACK before its channels may run, at most
- * ANSWER_MS each; without a valved it goes on unharvested.
+ * An online process sends the message and goes on. An offline process waits for the ACK before its channels may run,
+ * at most ANSWER_MS each. Without a valved it goes on unharvested.
  */
 #include "report.h"
 #include "ownfd.h"
@@ -54,7 +54,7 @@ static void describe_client(struct rm_object *device, struct report *out)
 	const struct rm_object *client = rm_find(&valve_rm, device->h_client, device->h_client);
 
 	out->kind = REPORT_CLIENT;
-	out->fd = client ? client->fd : -1; /* that it is ours: valved believes no number without its file */
+	out->fd = client ? client->fd : -1; /* shows that it is ours: no number counts without its file */
 	out->body.client = (struct valve_link_rm_client){.device_instance = device->instance,
 	                                                 .h_client = device->h_client,
 	                                                 .h_device = device->handle,
@@ -79,7 +79,7 @@ static void describe_channel(const struct rm_object *channel, struct report *out
 		memcpy(out->body.channel.gpu_uuid, device->uuid, sizeof(device->uuid));
 }
 
-/* Marked as reported when chosen: two threads never send the same, and a change meanwhile makes it due again. */
+/* Marks it as reported when it is chosen, so two threads never send the same. A later change makes it due again. */
 static bool choose(struct rm_object *object, struct report *out)
 {
 	struct rm_object *device;
@@ -126,7 +126,7 @@ static bool next_report(struct report *out)
 	return found;
 }
 
-/* Only what was not sent: an answer that is late, or a refusal, is valved's last word on it. */
+/* Only what was not sent. If an answer is late or refuses, the same is not sent again. */
 static bool was_not_sent(int err)
 {
 	return err == -EAGAIN || err == -ENOTCONN || err == -EPIPE || err == -EBUSY;
@@ -145,7 +145,7 @@ static void take_back(const struct report *report)
 	valve_unlock(&valve_shim.capture_lock);
 }
 
-/* What valved answered, if that was waited for; else it is heard when it comes. */
+/* What valved answered, if the caller waited for it. Otherwise the answer is read when it comes. */
 static void remember_told(const struct report *report, bool is_taken)
 {
 	struct rm_object *object;
@@ -305,7 +305,7 @@ void valve_report_closing(int fd)
 
 /* ---- the ioctl hook's two halves ---- */
 
-/* Until valved lets it. A valved that dies meanwhile is waited for only while online work shares the GPU. */
+/* Waits until valved lets it run. If valved dies meanwhile, it waits only while online work shares the GPU. */
 static void wait_for_gate(const struct rm_call *call)
 {
 	uint64_t dead_since = 0;

@@ -1,4 +1,4 @@
-"""Where kept tensors and resident layers live: torch's own memory, or memory that valved lends and takes back."""
+"""Gives kept tensors and resident layers their memory: torch's own, or memory that valved lends and takes back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class StashLost(Exception):
-    """Memory of the stash was reclaimed meanwhile. The micro-batch must be done again; nothing of it was counted."""
+    """Memory of the stash was reclaimed meanwhile. The micro-batch must be done again. Nothing of it was counted."""
 
 
 class NoRoom(StashLost):
-    """The memory that is lent now has no place for it; `needs` bytes at least would be asked for."""
+    """The memory that is lent now has no room for it. At least `needs` bytes are needed."""
 
     def __init__(self, needs: int) -> None:
         super().__init__("the memory that is lent is too small for it")
@@ -39,13 +39,13 @@ class StashMemory(Protocol):
     def give(self, tensor: torch.Tensor) -> None: ...
 
     def settle(self) -> None:
-        """Nothing that was given back is read any more, or nobody believes what was read."""
+        """Returns when nothing that was given back is read any more, or when what was read is not used."""
         ...
 
     def generation(self) -> int: ...
 
     def border(self) -> None:
-        """Between two tiles: memory may come and go in here, and nowhere else where its owner must help."""
+        """Called between two tiles. Memory whose owner must help comes and goes in here, and nowhere else."""
         ...
 
     def room(self) -> int:
