@@ -105,7 +105,7 @@ def merge_preload(present: str, ours: str) -> str | None:
     if ours in entries:
         return None
     front = [entry for entry in entries if _is_sanitizer(entry)]
-    return ":".join([*front, ours, *(entry for entry in entries if entry not in front)])
+    return ":".join([*front, ours, *(entry for entry in entries if not _is_sanitizer(entry))])
 
 
 def _is_sanitizer(entry: str) -> bool:

@@ -60,7 +60,7 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
 async def read_chunks(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
     """The body in pieces as they arrive: a watch is a body that does not end for minutes."""
     if "chunked" not in head.headers.get("transfer-encoding", "").lower():
-        length = _content_length(head)
+        length = content_length(head)
         if length:
             yield await reader.readexactly(length)
         return
@@ -78,8 +78,8 @@ async def read_chunks(reader: asyncio.StreamReader, head: Head) -> AsyncIterator
 
 async def read_body(reader: asyncio.StreamReader, head: Head, limit: int = BODY_LIMIT) -> bytes:
     parts, total = [], 0
-    if "transfer-encoding" not in head.headers and _content_length(head) > limit:
-        raise TooLarge(f"body of {_content_length(head)} bytes, at most {limit} are taken")
+    if "transfer-encoding" not in head.headers and content_length(head) > limit:
+        raise TooLarge(f"body of {content_length(head)} bytes, at most {limit} are taken")
     async for part in read_chunks(reader, head):
         total += len(part)
         if total > limit:
@@ -103,7 +103,8 @@ def send_at_once(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _content_length(head: Head) -> int:
+def content_length(head: Head) -> int:
+    """As the head says it; 0 of a body in chunks, too."""
     text = head.headers.get("content-length", "0")
     if not text.isdigit():
         raise ProtocolError(f"Content-Length is {text!r}")

@@ -4,6 +4,7 @@ Standard library asyncio, keep-alive, one write per answer.
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,15 @@ from valve_kube import wire
 
 log = logging.getLogger(__name__)
 
-_PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 503: "Unavailable"}
+_PHRASES = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    413: "Content Too Large",
+    500: "Internal Server Error",
+    503: "Unavailable",
+}
+_SPILL_BYTES, _SPILL_S = 64 << 20, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +32,11 @@ class Answer:
     status: int = 200
     body: bytes = b""
     content_type: str = "application/json"
+    ends: bool = False  # with it the connection: the request was not read to its end
 
 
+Exchange = Callable[[wire.Head, asyncio.StreamReader], Awaitable[Answer]]
+"""Reads the body itself, as much of it as it wants."""
 Handler = Callable[[str, str, bytes], Awaitable[Answer]]
 
 
@@ -32,11 +44,20 @@ def json_answer(value: Any, status: int = 200) -> Answer:
     return Answer(status=status, body=msgspec.json.encode(value))
 
 
-def text_answer(text: str, status: int = 200) -> Answer:
-    return Answer(status=status, body=text.encode() + b"\n", content_type="text/plain; charset=utf-8")
+def text_answer(text: str, status: int = 200, *, ends: bool = False) -> Answer:
+    return Answer(status=status, body=text.encode() + b"\n", content_type="text/plain; charset=utf-8", ends=ends)
 
 
 async def serve(handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+    """Listen, and read each body before it is handled."""
+
+    async def exchange(head: wire.Head, reader: asyncio.StreamReader) -> Answer:
+        return await handler(head.start[0], head.start[1].partition("?")[0], await wire.read_body(reader, head))
+
+    return await serve_exchanges(exchange, host, port, tls)
+
+
+async def serve_exchanges(exchange: Exchange, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
     """Listen.
 
     Every connection is served in order, an exception of the handler is a 500 of that request only.
@@ -45,7 +66,7 @@ async def serve(handler: Handler, host: str, port: int, tls: ssl.SSLContext | No
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire.send_at_once(writer)
         try:
-            while await _one(handler, reader, writer):
+            while await _one(exchange, reader, writer):
                 pass
         except (wire.ProtocolError, ConnectionError, asyncio.IncompleteReadError, ssl.SSLError) as error:
             log.info("connection dropped", extra={"error": str(error)})
@@ -55,21 +76,31 @@ async def serve(handler: Handler, host: str, port: int, tls: ssl.SSLContext | No
     return await asyncio.start_server(connected, host, port, ssl=tls, limit=wire.HEAD_LIMIT)
 
 
-async def _one(handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+async def _one(exchange: Exchange, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
     """Serve one request; False when the connection ends."""
     head = await wire.read_head(reader)
     if head is None:
         return False
-    method, target, _ = head.start
-    body = await wire.read_body(reader, head)
     try:
-        answer = await handler(method, target.partition("?")[0], body)
+        answer = await exchange(head, reader)
+    except (wire.ProtocolError, ConnectionError, asyncio.IncompleteReadError):
+        raise
     except Exception:
-        log.exception("request failed", extra={"method": method, "target": target})
+        log.exception("request failed", extra={"method": head.start[0], "target": head.start[1]})
         answer = text_answer("internal error, see the log", 500)
-    headers = {"Content-Type": answer.content_type}
+    headers = {"Content-Type": answer.content_type} | ({"Connection": "close"} if answer.ends else {})
     phrase = _PHRASES.get(answer.status, "Status")
     writer.write(wire.message(f"HTTP/1.1 {answer.status} {phrase}", headers, answer.body))
     await writer.drain()
+    if answer.ends:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_spill(reader), _SPILL_S)
 
-    return head.keeps_alive
+    return head.keeps_alive and not answer.ends
+
+
+async def _spill(reader: asyncio.StreamReader) -> None:
+    """Read what still comes of a refused body: closed over bytes that nobody read, TCP takes the answer back."""
+    left = _SPILL_BYTES
+    while left > 0 and (part := await reader.read(wire.HEAD_LIMIT)):
+        left -= len(part)

@@ -1,6 +1,5 @@
 """Admission: offline pods become schedulable or are refused, online pods are injected or left exactly as they are."""
 
-import asyncio
 import base64
 import copy
 import json
@@ -307,12 +306,36 @@ def test_nothing_to_do_needs_no_operation(value: Any) -> None:
     assert diff(value, copy.deepcopy(value)) == []
 
 
-def answer(path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+@given(
+    before=st.lists(st.dictionaries(st.text("ab", max_size=1), st.integers(0, 3)), max_size=6),
+    kept=st.lists(st.integers(0, 8), max_size=8),
+    own=values,
+)
+def test_a_patch_of_a_list_that_shares_elements_leads_there(before: list[Any], kept: list[int], own: Any) -> None:
+    """In whatever order and however often: what is not among them stands for an element of its own."""
+    after = [before[place] if place < len(before) else own for place in kept]
+
+    assert apply(before, diff(before, after)) == after
+
+
+def test_a_patch_never_names_what_it_leaves_where_it_is() -> None:
+    """One variable before ten thousand others was a patch of all of them."""
+    before = [{"name": str(number)} for number in range(10_000)]
+    first, last, changed = {"name": "first"}, {"name": "last"}, {"name": "changed"}
+
+    assert diff(before, [first, *before[:7], changed, *before[8:], last]) == [
+        {"op": "add", "path": "/0", "value": first},
+        {"op": "replace", "path": "/8/name", "value": "changed"},
+        {"op": "add", "path": "/-", "value": last},
+    ]
+
+
+def answer(path: str, body: Any) -> tuple[int, Any]:
     from datetime import datetime, timezone
 
     client = KubeClient(Access(host="127.0.0.1", port=1, tls=None, authorization=str))
     webhook = Webhook(client, WebhookSettings(), lambda: datetime.now(timezone.utc))
-    found = asyncio.run(webhook.answer(method, path, json.dumps(body).encode()))
+    found = webhook.judge(path, json.dumps(body).encode())
 
     return found.status, found.body
 
@@ -329,7 +352,6 @@ def test_a_review_comes_back_with_its_kind_and_uid() -> None:
 
 def test_unknown_paths_are_404() -> None:
     assert answer("/mutate/other", {})[0] == 404
-    assert answer("/mutate/offline", {}, "GET")[0] == 404
 
 
 IGNORED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

@@ -5,7 +5,6 @@ Offline pods are made what Valve can schedule, and refused when they cannot be (
 shim by an addition that every container survives without; on any doubt they stay exactly as they are (fail open).
 """
 
-import copy
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from valve_kube.injection import (
     ContainerTraits,
     InjectionSettings,
     PodTraits,
+    Skipped,
     check_pod,
     inject,
     merge_preload,
@@ -31,6 +31,8 @@ _VOLUMES = ("valve-shim", "valve-run")
 # A gated process may not end on SIGTERM before it is woken: longer waits only block the node's drain.
 _MAX_GRACE_S = 30
 _LOW_PRIORITY = -11
+# Of one pod, init containers too: far more than any engine has, few enough to look at each.
+_CONTAINERS = 256
 # On pods of workloads that Kueue admits.
 _KUEUE = "kueue.x-k8s.io/"
 
@@ -62,9 +64,9 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
         _refuse_offline(pod)
     except InvalidObject as error:
         raise PodRefused(str(error)) from error
-    changed = copy.deepcopy(pod)
+    changed = _opened(pod)
     spec, metadata = changed["spec"], changed["metadata"]
-    metadata.setdefault("labels", {})[names.ROLE] = names.OFFLINE
+    metadata["labels"] = {**(metadata.get("labels") or {}), names.ROLE: names.OFFLINE}
     spec["schedulerName"] = names.SCHEDULER
     if spec.get("priorityClassName") != names.PRIORITY_CLASS and not _is_low(spec):
         spec["priorityClassName"] = names.PRIORITY_CLASS
@@ -80,9 +82,10 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
         _devices(container, settings)
         if _limit(container, names.RESOURCE):
             _offline_env(container, settings)
-    tolerations = spec.setdefault("tolerations", [])
+    tolerations = spec.get("tolerations") or []
     if not any(t.get("key") in (None, "", names.ONLINE_RESOURCE) for t in tolerations):
-        tolerations.append({"key": names.ONLINE_RESOURCE, "operator": "Exists", "effect": "NoSchedule"})
+        ours = {"key": names.ONLINE_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}
+        spec["tolerations"] = [*tolerations, ours]
 
     return changed
 
@@ -90,8 +93,10 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
 def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
     """The pod with the shim preloaded in its GPU containers; raises Skipped with the reason where it must not be."""
     check_pod(_traits(pod), settings)
-    changed = copy.deepcopy(pod)
-    volumes = changed["spec"].setdefault("volumes", [])
+    if len(_containers(pod)) > _CONTAINERS:
+        raise Skipped("too-many-containers")
+    changed = _opened(pod)
+    volumes = changed["spec"]["volumes"] = list(pod["spec"].get("volumes") or [])
     present = {volume["name"] for volume in volumes}
     for name, (folder, _) in zip(_VOLUMES, settings.mounts, strict=True):
         if name not in present:
@@ -101,23 +106,30 @@ def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
     for container in _containers(changed):
         if asks_for_gpus(container):
             _inject(container, wish, settings)
-    changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
-
-    changed["metadata"]["annotations"] = {
-        **(changed["metadata"].get("annotations") or {}),
-        names.SHIM: settings.version,
-    }
+    metadata = changed["metadata"]
+    metadata["labels"] = {**(metadata.get("labels") or {}), names.ROLE: names.ONLINE}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.SHIM: settings.version}
 
     return marked(changed, "ok")
 
 
 def marked(pod: Pod, injection: str) -> Pod:
     """The pod with its injection mark, which the daemon compares with what it sees."""
-    changed = copy.deepcopy(pod)
-    annotations = changed["metadata"].get("annotations") or {}
-    changed["metadata"]["annotations"] = {**annotations, names.INJECTION: injection}
+    metadata = pod["metadata"]
+    annotations = {**(metadata.get("annotations") or {}), names.INJECTION: injection}
 
-    return changed
+    return {**pod, "metadata": {**metadata, "annotations": annotations}}
+
+
+def _opened(pod: Pod) -> Pod:
+    """The pod with parts of its own where it is changed; what lies deeper is shared with the one that came, and is
+    replaced, never written to: a pod may be of megabytes."""
+    spec = dict(pod["spec"])
+    for kind in ("initContainers", "containers"):
+        if spec.get(kind):
+            spec[kind] = [dict(container) for container in spec[kind]]
+
+    return {**pod, "metadata": dict(pod["metadata"]), "spec": spec}
 
 
 def _is_low(spec: Pod) -> bool:
@@ -129,6 +141,8 @@ def _is_low(spec: Pod) -> bool:
 
 def _refuse_offline(pod: Pod) -> None:
     spec, metadata = pod["spec"], pod["metadata"]
+    if (count := len(_containers(pod))) > _CONTAINERS:
+        raise PodRefused(f"the pod has {count} containers, init containers among them; at most {_CONTAINERS} are taken")
     _refuse_other_gpus(pod)
     told = [
         metadata[kind][names.ROLE] for kind in ("labels", "annotations") if names.ROLE in (metadata.get(kind) or {})
@@ -212,8 +226,10 @@ def _devices(container: Pod, settings: AdmissionSettings) -> None:
         field_path = f"metadata.annotations['{names.GPUS}']"
         reference = {"apiVersion": "v1", "fieldPath": field_path}
         visible = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": reference}}
-    kept = [entry for entry in container.get("env") or [] if entry["name"] != visible["name"]]
-    container["env"] = [visible, *kept]
+    present = container.get("env") or []
+    first = next((place for place, entry in enumerate(present) if entry["name"] == visible["name"]), 0)
+    others = (entry for entry in present[first:] if entry["name"] != visible["name"])
+    container["env"] = [*present[:first], visible, *others]
 
 
 def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
@@ -231,9 +247,9 @@ def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
 
 
 def _claim(container: Pod, count: int) -> None:
-    resources = container.setdefault("resources", {})
-    for kind in ("limits", "requests"):
-        resources.setdefault(kind, {})[names.RESOURCE] = str(count)
+    resources = container.get("resources") or {}
+    more = {kind: {**(resources.get(kind) or {}), names.RESOURCE: str(count)} for kind in ("limits", "requests")}
+    container["resources"] = {**resources, **more}
 
 
 def _containers(pod: Pod) -> list[Pod]:
@@ -254,8 +270,9 @@ def _variable(container: Pod, name: str) -> Pod | None:
 
 
 def _set_variable(container: Pod, name: str, value: str) -> None:
-    variable = _variable(container, name)
-    if variable is None:
-        container.setdefault("env", []).append({"name": name, "value": value})
-    else:
-        variable["value"] = value
+    present = container.get("env") or []
+    if _variable(container, name) is None:
+        container["env"] = [*present, {"name": name, "value": value}]
+        return
+    first = next(place for place, entry in enumerate(present) if entry["name"] == name)
+    container["env"] = [*present[:first], {**present[first], "value": value}, *present[first + 1 :]]

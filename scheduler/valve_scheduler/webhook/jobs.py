@@ -5,7 +5,6 @@ eviction leaves. That policy cannot be set later, and not at all on pods that st
 next pod comes only when the one before has ended, which on a node that died is not seen. A Job may be left as it is.
 """
 
-import copy
 from typing import Any
 
 from valve_kube import names
@@ -26,12 +25,11 @@ def spare_retries(job: Job) -> tuple[Job, str]:
         return job, "" if any(map(_ignores_evictions, policy.get("rules") or [])) else _costs(job, "has no rule that")
     if (template.get("spec") or {}).get("restartPolicy") != "Never":
         return job, _costs(job, "can have none, as restartPolicy is not Never, that")
-    changed = copy.deepcopy(job)
-    changed["spec"]["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": [_EVICTED]}]}
+    policy = {"rules": [{"action": "Ignore", "onPodConditions": [_EVICTED]}]}
     # Required beside it: the next pod is made when the one before has ended.
-    changed["spec"]["podReplacementPolicy"] = "Failed"
+    more = {"podFailurePolicy": policy, "podReplacementPolicy": "Failed"}
 
-    return changed, ""
+    return {**job, "spec": {**spec, **more}}, ""
 
 
 def _ignores_evictions(rule: Job) -> bool:

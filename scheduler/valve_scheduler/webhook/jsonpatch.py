@@ -6,18 +6,39 @@ Operation = dict[str, Any]
 
 
 def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
-    """Objects are compared key by key, lists place by place: nothing to do gives no operation."""
-    if before == after:
+    """Objects are compared key by key, and what lists share stays where it is: nothing to do gives no operation."""
+    if before is after or before == after:
         return []
     if isinstance(before, dict) and isinstance(after, dict):
         removed = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in before if key not in after]
         changed = [op for key in after for op in _member(before, after, key, path)]
         return removed + changed
-    if isinstance(before, list) and isinstance(after, list) and len(before) <= len(after):
-        common = [op for index, old in enumerate(before) for op in diff(old, after[index], f"{path}/{index}")]
-        return common + [{"op": "add", "path": f"{path}/-", "value": value} for value in after[len(before) :]]
+    if isinstance(before, list) and isinstance(after, list):
+        return _lists(before, after, path)
 
     return [{"op": "replace", "path": path, "value": after}]
+
+
+def _lists(before: list[Any], after: list[Any], path: str) -> list[Operation]:
+    """Elements that are the same object in both, in their order, divide the lists into stretches. Of a stretch, places
+    are compared one by one; what is over is removed or added."""
+    at = {id(element): index for index, element in enumerate(before)}
+    found: list[Operation] = []
+    old = new = 0  # where the stretch begins
+    for index, element in [*enumerate(after), (len(after), None)]:
+        shared = at.get(id(element), -1) if index < len(after) else len(before)
+        if shared < old:
+            continue
+        both = min(shared - old, index - new)
+        for place in range(both):
+            found += diff(before[old + place], after[new + place], f"{path}/{new + place}")
+        found += [{"op": "remove", "path": f"{path}/{new + both}"}] * (shared - old - both)
+        for place in range(new + both, index):
+            where = "-" if shared == len(before) else str(place)
+            found.append({"op": "add", "path": f"{path}/{where}", "value": after[place]})
+        old, new = shared + 1, index + 1
+
+    return found
 
 
 def _member(before: dict[str, Any], after: dict[str, Any], key: str, path: str) -> list[Operation]:

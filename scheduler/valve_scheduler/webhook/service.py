@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-import json
+import gc
 import logging
 import ssl
 import tempfile
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+import msgspec
 from valve_kube import names
 from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_kube.injection import Skipped
 
 from valve_scheduler import metrics
 from valve_scheduler.probes import Probes
-from valve_scheduler.server import Answer, json_answer, serve, text_answer
+from valve_scheduler.server import Answer, json_answer, serve_exchanges, text_answer
 from valve_scheduler.webhook.admission import (
     AdmissionSettings,
     Pod,
@@ -27,6 +28,7 @@ from valve_scheduler.webhook.admission import (
     mutate_online,
 )
 from valve_scheduler.webhook.certificates import Material, expires_at, renew
+from valve_scheduler.webhook.intake import COLLECT_AFTER, Intake
 from valve_scheduler.webhook.jobs import spare_retries
 from valve_scheduler.webhook.jsonpatch import diff
 
@@ -82,7 +84,7 @@ def _allowed(role: str, uid: str, before: Pod, after: Pod) -> Json:
     metrics.admissions.labels(role, "changed" if operations else "unchanged").inc()
     answer: Json = {"uid": uid, "allowed": True}
     if operations:
-        patch = base64.b64encode(json.dumps(operations).encode()).decode()
+        patch = base64.b64encode(msgspec.json.encode(operations)).decode()
         answer |= {"patchType": "JSONPatch", "patch": patch}
 
     return answer
@@ -115,6 +117,7 @@ class Webhook:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: tuple[bytes, bytes] = (b"", b"")
+        self.intake = Intake(self.judge)
 
     async def run(self) -> None:
         """Until cancelled. Listens only once there is a certificate to show."""
@@ -123,7 +126,7 @@ class Webhook:
         while not self._served[0]:
             await self.refresh()
             await asyncio.sleep(0 if self._served[0] else 0.5)
-        server = await serve(self.answer, self._settings.host, self._settings.port, self._tls)
+        server = await serve_exchanges(self.intake.exchange, self._settings.host, self._settings.port, self._tls)
         log.info("webhook listens", extra={"port": self._settings.port})
         try:
             while True:
@@ -133,11 +136,12 @@ class Webhook:
             server.close()
             probes.close()
 
-    async def answer(self, method: str, path: str, body: bytes) -> Answer:
+    def judge(self, path: str, body: bytes) -> Answer:
+        """Of a large review in a thread: touches nothing but the settings."""
         reviews = {"/mutate/offline": review_offline, "/mutate/online": review_online, "/mutate/job": review_job}
-        if method != "POST" or path not in reviews:
-            return text_answer(f"no such call: {method} {path}", 404)
-        request = json.loads(body)["request"]
+        if path not in reviews:
+            return text_answer(f"no such call: POST {path}", 404)
+        request = msgspec.json.decode(body)["request"]
         response = reviews[path](request, self._settings.admission)
 
         return json_answer({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response})
@@ -224,4 +228,5 @@ def _trusted(configuration: Json) -> bytes:
 
 
 async def run_webhook(client: KubeClient, settings: WebhookSettings) -> None:
+    gc.set_threshold(COLLECT_AFTER)
     await Webhook(client, settings, lambda: datetime.now(timezone.utc)).run()
