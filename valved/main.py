@@ -27,6 +27,7 @@ log = logging.getLogger("valved")
 EXIT_FAILED, EXIT_CONFIG = 1, 78  # EX_CONFIG of sysexits.h: a restart would not help
 LOOP_NS = 2_000_000_000  # far beyond any pass of the loop; below the patience of an online process that starts
 GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections over thousands of channels cost most
+SWITCH_S = 0.0001  # so long may a thread that computes keep the loop waiting; Python's own is 5 ms
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.sign()
     gc.freeze()  # what the imports made lives for ever
     gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
     from valved.machine.processes import LinuxProcesses
 
     try:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvHow, KvLayoutPart, KvSpan, KvTableMessage
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
+from valved.kv.pool import Place
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, Role
 from valved.model.memory import KvTensor
@@ -133,7 +134,7 @@ def test_a_link_that_comes_back_finds_its_memory(world):
 
     pool = world.kv.books.pool
     assert pool.total == total
-    assert pool.orphans(0) == 0
+    assert pool.count_in(Place.ORPHAN, 0) == 0
     assert pool.mapped(0, (shim.client,)) == 16
 
 

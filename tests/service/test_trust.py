@@ -12,6 +12,7 @@ from valved.abi.link import LinkType, Malformed
 from valved.clients.identity import Peer, trust_domain
 from valved.config import Config, MemoryTable
 from valved.kube.pods import PodBook
+from valved.kv.pool import Place
 from valved.model.ids import ProcessId, Remap, Role
 from valved.state.registry import ServiceEntry
 
@@ -94,7 +95,7 @@ def test_a_process_that_comes_back_in_another_domain_never_has_its_handles_in_th
     shim.retell(client)
     world.run(100)
 
-    assert pool.orphans(0) == pool.total == total
+    assert pool.count_in(Place.ORPHAN, 0) == pool.total == total
     assert world.gating.counters.refusals["kv-held"]
     shim.die()
     world.run(3000)

@@ -166,9 +166,14 @@ class Columns:
         """Of the largest column, on the GPU that has most."""
         return max((int(counts.max()) for counts in self._gpu_handles.values()), default=1)
 
+    @property
+    def changes(self) -> tuple[int, int]:
+        """As long as this stays, so do the answers to all that is asked here."""
+        return self._at.changes, self._changes
+
     def known(self) -> dict[str, Any]:
         """What was asked since the books changed last, and its answer."""
-        now = self._at.changes, self._changes
+        now = self.changes
         if now != self._known_at:
             self._known, self._known_at = {}, now
         return self._known

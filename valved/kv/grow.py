@@ -54,18 +54,21 @@ class Growth:
 
     async def _grow_once(self, engine: Engine, columns: Ints, rung_ns: int) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
-        need = None
+        need = plan = None
         orders: list[Order] = []
         try:
             if self._supply.fitting(engine, columns) < len(columns):
                 handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), rung_ns)
+                await need.begun
+                if not need.ready.is_set and self._books.is_attached(engine):
+                    plan = self._moves.plan_giving(engine, columns, need.coming)
                 await need.ready
             else:
                 await self._turn.while_turning()
             if self._books.is_attached(engine):
                 fitting = columns[: self._supply.fitting(engine, columns)]
-                orders = self._moves.give(engine.cells(fitting, backed=False))
+                orders = self._moves.give_columns(engine, fitting, plan)
             if need is not None:
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from valved.abi.kv_link import KvHow, KvOp
+from valved.abi.kv_link import KvHow
 from valved.gate.wake import GateService
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
@@ -111,7 +111,7 @@ class Lending:
             self._moves.lose(engine, columns)
             await self._turn.while_turning()
             if self._books.is_attached(engine):  # a hook that attached anew meanwhile has been told that it has them
-                orders = self._moves.take(engine, columns, KvOp.UNBACK, KvHow.AT_ONCE)
+                orders = self._moves.unback(engine, columns)
             await all_of([order.settled for order in orders])
         finally:
             self._moves.lost(engine, columns)

@@ -46,6 +46,16 @@ class Send(Protocol):
     ) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What an order will say, but for its number: it stands in no book, and nobody has heard of it."""
+
+    slots: RangeSlots
+    names: Ints  # of what is to be mapped
+    kind: LinkType
+    raw: bytes
+
+
 @dataclass(slots=True, kw_only=True)
 class Order:
     number: int
@@ -85,45 +95,54 @@ class Orders:
 
     # Giving orders
 
-    def back(self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
-        """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it."""
-        orders = []
-        for part in self._parts(KvOp.BACK, slots):
-            fds = self.pool.fds(rows[part])
-            order = self._order(KvOp.BACK, how, slots[part], self.pool.names(rows[part]), ZERO, fds)
-            order.rows = rows[part]
+    def back(
+        self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE, drafts: list[Draft] | None = None
+    ) -> list[Order]:
+        """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it. `drafts`: for
+        just these."""
+        orders: list[Order] = []
+        first = 0
+        for draft in self.draft_back(slots, rows) if drafts is None else drafts:
+            part = rows[first : first + len(draft.slots)]
+            order = self._give(draft, KvOp.BACK, how, self.pool.fds(part))
+            order.rows = part
             orders.append(order)
+            first += len(part)
         return orders
+
+    def draft_back(self, slots: RangeSlots, rows: Ints) -> list[Draft]:
+        names = self.pool.names(rows)
+        return [self._draft(slots[part], names[part], ZERO) for part in self._parts(KvOp.BACK, slots)]
 
     def create(self, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Have the client make handles and map them."""
-        return [
-            self._order(KvOp.BACK, how, slots[part], self.pool.name(part.stop - part.start), CREATE | ZERO)
-            for part in self._parts(KvOp.BACK, slots)
-        ]
+        parts = [(slots[part], part.stop - part.start) for part in self._parts(KvOp.BACK, slots)]
+        drafts = (self._draft(part, self.pool.name(count), CREATE | ZERO) for part, count in parts)
+        return [self._give(draft, KvOp.BACK, how) for draft in drafts]
 
     def take_away(
-        self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE, most: int | None = None
+        self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE, drafts: list[Draft] | None = None
     ) -> list[Order]:
-        """QUARANTINE or UNBACK slots that are backed. None where that needs more than `most` packets."""
+        """QUARANTINE or UNBACK slots that are backed. `drafts`: for just these."""
         orders: list[Order] = []
-        parts = self._parts(op, slots)
-        if most is not None and len(parts) > most:
-            return orders
-        for part in parts:
-            order = self._order(op, how, slots[part], NOTHING, 0)
+        for draft in self.draft_away(slots) if drafts is None else drafts:
+            order = self._give(draft, op, how)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
             orders.append(order)
         return orders
 
+    def draft_away(self, slots: RangeSlots) -> list[Draft]:
+        return [self._draft(slots[part], NOTHING, 0) for part in self._parts(KvOp.QUARANTINE, slots)]
+
     def fence(self, book: KvRangeBook) -> Order:
         """An order without slots: its answer says that the mapping work of all before it is done."""
-        return self._order(KvOp.BACK, KvHow.AT_ONCE, RangeSlots.of_range(book, NOTHING), NOTHING, 0)
+        draft = self._draft(RangeSlots.of_range(book, NOTHING), NOTHING, 0)
+        return self._give(draft, KvOp.BACK, KvHow.AT_ONCE)
 
     def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
-        return self._order(KvOp.TRY, how, RangeSlots.of_range(scratch, NOTHING), NOTHING, 0)
+        return self._give(self._draft(RangeSlots.of_range(scratch, NOTHING), NOTHING, 0), KvOp.TRY, how)
 
     def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
         """What fits into a packet: handles by their descriptors, what goes away by its runs."""
@@ -136,19 +155,24 @@ class Orders:
             edges = slots.runs()[0][::MAX_RUNS].tolist()
         return [slice(first, last) for first, last in pairwise([*edges, len(slots)])]
 
-    def _order(
-        self, op: KvOp, how: KvHow, slots: RangeSlots, names: Ints, flags: int, fds: tuple[int, ...] = ()
-    ) -> Order:
+    def _draft(self, slots: RangeSlots, names: Ints, flags: int) -> Draft:
+        are_runs = len(slots) > 0 and self._takes_runs(slots.book.key.client)
+        kind = LinkType.KV_RUNS if are_runs else LinkType.KV_ORDER
+        raw = _as_runs(slots, names, flags) if are_runs else _as_entries(slots, names, flags)
+        return Draft(slots=slots, names=names, kind=kind, raw=raw)
+
+    def _give(self, draft: Draft, op: KvOp, how: KvHow, fds: tuple[int, ...] = ()) -> Order:
+        slots, number = draft.slots, self._next
         if op is KvOp.BACK:
             slots.put(CLAIMED)
-        order = Order(number=self._next, op=op, how=how, slots=slots, names=names)
-        order.sent_ns = self._clock.now_ns()
+        order = Order(number=number, op=op, how=how, slots=slots, names=draft.names, sent_ns=self._clock.now_ns())
         self._next += 1
-        self._under_way[order.number] = order
-        are_runs = len(slots) > 0 and self._takes_runs(order.client)
-        kind = LinkType.KV_RUNS if are_runs else LinkType.KV_ORDER
-        body = _as_runs(order, flags) if are_runs else _as_entries(order, flags)
-        order.is_sent = self._send(order.client, kind, body, 0, fds, order.arrived.set)
+        self._under_way[number] = order
+        if draft.kind is LinkType.KV_RUNS:
+            body: Body = KvRuns(order=number, op=op, how=how, raw=draft.raw)
+        else:
+            body = KvEntries(order=number, range=slots.book.key.number, op=op, how=how, raw=draft.raw)
+        order.is_sent = self._send(order.client, draft.kind, body, 0, fds, order.arrived.set)
         return order
 
     # Hearing of them
@@ -269,19 +293,17 @@ class Orders:
                 assert (book.uid, slot) in claimed, f"slot {slot} of {book.key} is claimed by no order"
 
 
-def _as_entries(order: Order, flags: int) -> KvEntries:
-    entries = np.empty((len(order.slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
-    entries[:, 0] = order.names if len(order.names) else 0
-    entries[:, 1] = order.slots.slots + (flags << 32)
-    number = order.slots.book.key.number
-    return KvEntries(order=order.number, range=number, op=order.op, how=order.how, raw=entries.tobytes())
+def _as_entries(slots: RangeSlots, names: Ints, flags: int) -> bytes:
+    entries = np.empty((len(slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
+    entries[:, 0] = names if len(names) else 0
+    entries[:, 1] = slots.slots + (flags << 32)
+    return entries.tobytes()
 
 
-def _as_runs(order: Order, flags: int) -> KvRuns:
-    slots = order.slots
-    first, counts = slots.runs(order.names if len(order.names) else None)
+def _as_runs(slots: RangeSlots, names: Ints, flags: int) -> bytes:
+    first, counts = slots.runs(names if len(names) else None)
     runs = np.empty((len(first), 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
-    runs[:, 0] = order.names[first] if len(order.names) else 0
+    runs[:, 0] = names[first] if len(names) else 0
     runs[:, 1] = slots.each(book.key.number for book in slots.books)[first] + (slots.slots[first] << 32)
     runs[:, 2] = counts + (flags << 32)
-    return KvRuns(order=order.number, op=order.op, how=order.how, raw=runs.tobytes())
+    return runs.tobytes()

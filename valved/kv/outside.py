@@ -12,7 +12,7 @@ ordinary mapping work between two steps of the engine.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import numpy as np
@@ -21,8 +21,8 @@ from valved.abi.kv_link import KvHow, KvOp, KvScratch
 from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import start
-from valved.kv.orders import Order, Orders
-from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
+from valved.kv.orders import Draft, Order, Orders
+from valved.kv.slots import NO_HANDLE, NOTHING, Ints, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
@@ -37,6 +37,17 @@ from valved.state.stats import MemoryCounters
 UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps room for twice as many
 UNTRIED = TrialResult(outcome=TrialOutcome.UNTRIED, reason="not tried yet")
 RETRY_NS = 5_000_000_000
+Runs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Slots of one process on one GPU, and the packets for them."""
+
+    slots: RangeSlots
+    drafts: list[Draft]
+    rows: Ints = field(default_factory=lambda: NOTHING)  # that will be mapped there
+    runs: list[Runs] = field(default_factory=list)  # of each draft, where valved makes the memory sparse itself
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -155,24 +166,33 @@ class Outside:
 
     # At work
 
-    def take(self, slots: RangeSlots) -> list[Order]:
-        """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
+    def plan(self, slots: RangeSlots) -> Packed:
+        """What `take` will need."""
+        drafts = self._orders.draft_away(slots)
+        is_ours = self.best(slots.book.key.client, slots.book.gpu) is Remap.SPARSE
+        return Packed(slots=slots, drafts=drafts, runs=[runs_of(draft.slots) for draft in drafts] if is_ours else [])
+
+    def take(self, part: Packed) -> list[Order]:
+        """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost. None
+        where that needs more packets than its client has room for."""
+        slots = part.slots
         client = slots.book.key.client
         way = self._ways[client, slots.book.gpu]
-        room = UNHEARD - self._orders.unheard(client)
-        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, room)
+        if len(part.drafts) > UNHEARD - self._orders.unheard(client):
+            return []
+        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, part.drafts)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            orders[-1].arrived.then(lambda: self._make(way, orders))
+            runs = part.runs or [runs_of(order.slots) for order in orders]
+            orders[-1].arrived.then(lambda: self._make(way, orders, runs))
         return orders
 
-    def _make(self, way: Way, orders: list[Order]) -> None:
+    def _make(self, way: Way, orders: list[Order], runs: list[Runs]) -> None:
         """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from
         arriving until its reclaim was over: it may run, and is asked to do it itself. Half of the time is the driver's:
         what is begun later could still be under way when the GPU opens.
         """
         in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9 / 2
         if way.is_open and in_time and self._turn.is_stopped(way.gpu):
-            runs = [runs_of(order.slots) for order in orders]
             ends = list(accumulate(map(len, runs)))
             way.door.make_sparse(list(chain(*runs)), lambda result: self._made(way, orders, ends, result))
         else:
@@ -220,7 +240,7 @@ class Outside:
         self._ways.clear()
 
 
-def runs_of(slots: RangeSlots) -> list[tuple[int, int]]:
+def runs_of(slots: RangeSlots) -> Runs:
     """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
     ordered = slots[np.lexsort((slots.slots, slots.of))]
     size = slots.book.handle_bytes

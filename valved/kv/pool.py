@@ -64,10 +64,8 @@ class Pool:
 
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
-        book = self.ranges.pop(key)
-        self.lift(
-            RangeSlots.of_range(book, np.flatnonzero(book.at >= 0))
-        )  # an order that is under way finds nothing more
+        book = self.ranges.pop(key)  # an order that is under way finds nothing more
+        self.lift(RangeSlots.of_range(book, np.flatnonzero(book.at >= 0)))
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
         return [book for key, book in self.ranges.items() if key.client == client]
@@ -77,6 +75,13 @@ class Pool:
     def take(self, gpu: GpuIndex, domain: str, most: int) -> Ints:
         """Up to `most` free handles of a trust domain; they are moving until `land`, `free` or `drop`."""
         return self._take_from((gpu, self._number(domain)), most)
+
+    def next_rows(self, gpu: GpuIndex, domain: str, most: int, coming: Ints) -> Ints:
+        """What `take` would give once these are free, too, in this order."""
+        number = self._domains.get(domain, -1)
+        mine = coming[(self._gpu[coming] == gpu) & (self._domain[coming] == number)]
+        rows = np.array([*self._free.get((gpu, number), ()), *mine.tolist()], dtype=np.int64)
+        return rows[max(0, len(rows) - most) :]
 
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
         free = self._free[place]
@@ -149,8 +154,7 @@ class Pool:
 
     def trim(self, gpu: GpuIndex, most: int, *, but: str | None = None, is_awaited: bool = False) -> int:
         """Give up to `most` free handles back to the driver, none of the domain `but`. How many went."""
-        spared = self._number(but) if but is not None else -1
-        left = most
+        spared, left = self._number(but) if but is not None else -1, most
         for place in [place for place in self._free if place[0] == gpu and place[1] != spared]:
             rows = self._take_from(place, left)
             self.drop(rows, is_awaited=is_awaited)
@@ -240,11 +244,8 @@ class Pool:
         books = (book for key, book in self.ranges.items() if key.client in wanted and book.gpu == gpu)
         return sum(int((book.at >= 0).sum()) for book in books)
 
-    def orphans(self, gpu: GpuIndex) -> int:
-        return int(((self._place == Place.ORPHAN) & (self._gpu == gpu)).sum())
-
-    def moving(self, gpu: GpuIndex) -> int:
-        return int(((self._place == Place.MOVING) & (self._gpu == gpu)).sum())
+    def count_in(self, place: Place, gpu: GpuIndex) -> int:
+        return int(((self._place == place) & (self._gpu == gpu)).sum())
 
     def check_integrity(self) -> None:
         """Every handle is in one place, and both halves of each cross reference agree."""

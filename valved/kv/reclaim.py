@@ -22,13 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from valved.abi.kv_link import KvHow, KvOp
+import numpy as np
+
+from valved.abi.kv_link import KvHow
 from valved.kv.account import Reclaim, ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of, start, until
-from valved.kv.moves import Moves
+from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.kv.supply import Need, Supply
@@ -164,10 +166,11 @@ class Reclaimer:
 
     async def _take_gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))
-        is_stopped = await self._turn.stop(concerned, lambda: self._select(reclaim, engines))
+        is_stopped = await self._turn.stop(concerned, lambda: self._plan(reclaim, engines))
         reclaim.stopped_ns = self._clock.now_ns()
         if is_stopped:
             orders = self._tell_and_take(reclaim, KvHow.AT_ONCE)
+            self._begun(reclaim, orders)
             deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
             if not await until(all_of([order.settled for order in orders]), self._clock, deadline_ns):
                 late = [order for order in orders if not order.settled.is_set]
@@ -208,17 +211,33 @@ class Reclaimer:
         reclaim.victims = choose(engines, reclaim.missing, self._costs)
         reclaim.selected_ns = self._clock.now_ns()
 
+    def _plan(self, reclaim: Reclaim, engines: list[Engine]) -> None:
+        """While the driver is busy: all that `_tell_and_take` would work out otherwise."""
+        self._select(reclaim, engines)
+        for victims in reclaim.victims:
+            victims.plan = self._moves.plan_taking(victims.engine, victims.columns)
+
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[Order]:
         reclaim.victims = [victims for victims in reclaim.victims if self._books.is_attached(victims.engine)]
-        for victims in reclaim.victims:  # what was pinned since it was chosen stays
-            victims.columns = victims.columns[victims.engine.takeable()[victims.columns]]
-            self._moves.lose(victims.engine, victims.columns)
-        reclaim.told_ns = self._clock.now_ns()
-        orders: list[Order] = []
+        plans: list[MovePlan] = []
         for victims in reclaim.victims:
-            victims.orders = self._moves.take(victims.engine, victims.columns, KvOp.QUARANTINE, how)
-            orders += victims.orders
-        return orders
+            engine, plan = victims.engine, victims.plan
+            if plan is None or not plan.is_for(victims.columns):  # what was pinned since it was chosen stays
+                victims.columns = victims.columns[engine.takeable()[victims.columns]]
+                plan = self._moves.plan_taking(engine, victims.columns)
+            self._moves.lose(engine, victims.columns, plan.blocks)
+            plans.append(plan)
+        reclaim.told_ns = self._clock.now_ns()
+        for victims, plan in zip(reclaim.victims, plans, strict=True):
+            victims.orders = self._moves.take(plan, how)
+        return [order for victims in reclaim.victims for order in victims.orders]
+
+    def _begun(self, reclaim: Reclaim, orders: list[Order]) -> None:
+        """Who waits prepares while the memory is taken."""
+        rows = [order.slots.standing() for order in orders if not order.settled.is_set]
+        for need in reclaim.needs if rows else ():
+            need.coming = np.concatenate(rows)
+            need.begun.set()
 
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
         reclaim.taken_ns = self._clock.now_ns()
@@ -252,3 +271,4 @@ class Reclaimer:
 def set_ready(needs: list[Need]) -> None:
     for need in needs:
         need.ready.set()
+        need.begun.set()

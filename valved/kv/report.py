@@ -9,6 +9,7 @@ from valved.kv.account import ReclaimLog
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.outside import Outside
+from valved.kv.pool import Place
 from valved.kv.reserve import Reserve
 from valved.kv.ways import Ways
 from valved.model.events import Event
@@ -77,8 +78,8 @@ class MemoryReport:
             index=gpu,
             handles=pool.count(gpu),
             free=pool.free_handles(gpu),
-            moving=pool.moving(gpu),
-            orphaned=pool.orphans(gpu),
+            moving=pool.count_in(Place.MOVING, gpu),
+            orphaned=pool.count_in(Place.ORPHAN, gpu),
             online=self._books.mapped(gpu, Role.ONLINE),
             offline=self._books.mapped(gpu, Role.OFFLINE),
         )

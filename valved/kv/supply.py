@@ -15,7 +15,7 @@ from valved.config import MIB, MemoryTable
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause
-from valved.kv.slots import Ints
+from valved.kv.slots import NOTHING, Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Role, ServiceId
@@ -35,6 +35,8 @@ class Need:
     rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where nobody rang
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
+    coming: Ints = field(default_factory=lambda: NOTHING)  # handles that are being taken for it
+    begun: Pause = field(default_factory=Pause)  # now is the time to prepare for them
     ready: Pause = field(default_factory=Pause)  # all that could be taken is free
     served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
     given: Pause = field(default_factory=Pause)  # and has arrived, or will not

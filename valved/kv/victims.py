@@ -14,6 +14,7 @@ import numpy as np
 
 from valved.kv.columns import Queue, per_column, queue_of
 from valved.kv.engines import Engine
+from valved.kv.moves import MovePlan
 from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.model.ids import GpuIndex
@@ -28,6 +29,7 @@ class Victims:
     picks: tuple[ColumnPick, ...]
     cost: EvictionCost
     freed: int
+    plan: MovePlan | None = None
     orders: list[Order] = field(default_factory=list)
 
     @property

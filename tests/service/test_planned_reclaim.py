@@ -1,0 +1,173 @@
+"""What a reclaim will say is put together while the driver is busy: nobody hears of it early, no book knows of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from memory_walk import beside
+from memory_world import ORDERS, KvWorld, entries_of
+from msgspec.structs import replace
+
+from valved.abi.kv_link import KvNeed, KvOp, KvSpan
+from valved.abi.link import LinkType
+from valved.config import MIB, Config, MemoryTable
+from valved.kv import orders
+from valved.kv.moves import MovePlan
+from valved.model.events import EventKind
+from valved.model.ids import GpuIndex, Remap, Role
+
+MEMORY = MemoryTable(handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, pool_mib=40)
+GPU = GpuIndex(0)
+
+
+def node(folder, remap=Remap.SPARSE):
+    return KvWorld(folder, config=Config(memory=replace(MEMORY, remap=remap)), handles=20)
+
+
+@pytest.fixture(params=[Remap.SPARSE, Remap.HELPER], ids=lambda remap: remap.value)
+def world(request, tmp_path):
+    world = node(tmp_path, request.param)
+    yield world
+    world.check()
+
+
+def rings(online, wanted=40):
+    online.book["used_blocks"], online.book["wanted_blocks"] = 4, wanted
+    online.say(LinkType.KV_NEED, KvNeed(wanted_blocks=wanted))
+
+
+def told(hook):
+    return [body for kind, body, _, _ in hook.shim.connection.sent if kind in ORDERS]
+
+
+def books_of(world):
+    pool, given = world.kv.books.pool, world.kv.books.orders
+    engines = world.kv.books.engines.values()
+    return (
+        pool._place.tolist(),
+        {place: list(rows) for place, rows in pool._free.items()},
+        pool._next_name,
+        given._next,
+        list(given._under_way),
+        [(engine.changes, engine.table.epoch, engine.going.tolist()) for engine in engines],
+        [book.at.tolist() for book in pool.ranges.values()],
+    )
+
+
+def test_planning_never_changes_the_books(world):
+    beside(world)
+    [offline] = world.kv.books.engines_with(Role.OFFLINE)
+    [online] = world.kv.books.engines_with(Role.ONLINE)
+    columns = np.flatnonzero(offline.takeable())[:4]
+    before = books_of(world)
+
+    taking = world.kv.moves.plan_taking(offline, columns)
+    coming = np.concatenate([part.slots.standing() for part in taking.parts])
+    giving = world.kv.moves.plan_giving(online, online.bare_columns()[:4], coming)
+
+    assert sum(len(draft.raw) for plan in (taking, giving) for part in plan.parts for draft in part.drafts)
+    assert books_of(world) == before
+
+
+def test_who_waits_for_memory_never_waits_for_a_packet_to_be_put_together(world, monkeypatch):
+    offline, online = beside(world)
+    made = []
+    as_runs = orders._as_runs
+    monkeypatch.setattr(orders, "_as_runs", lambda *arguments: made.append("made") or as_runs(*arguments))
+    for hook in offline, online:
+        on_send = hook.shim.connection.on_send
+        hook.shim.connection.on_send = lambda kind, body, *rest, on_send=on_send: (
+            made.append(getattr(body, "op", None)),
+            on_send(kind, body, *rest),
+        )
+
+    rings(online)
+    assert made == ["made"]
+    world.run(100)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+    assert made[:4] == ["made", KvOp.QUARANTINE, "made", KvOp.BACK]
+
+
+def test_nobody_ever_hears_of_a_plan_before_the_driver_has_stopped_the_gpu(world):
+    offline, online = beside(world)
+    world.gate.deaf.add(GPU)
+    before = told(offline), told(online), offline.table["epoch"][0]
+
+    rings(online)
+    world.run(500)
+    assert (told(offline), told(online), offline.table["epoch"][0]) == before
+
+    world.gate.deaf.clear()
+
+
+def test_a_plan_for_a_stop_that_fails_is_never_carried_out(world):
+    offline, online = beside(world)
+    world.gate.deaf.add(GPU)
+    backed, told_before = offline.backed().tolist(), told(offline)
+
+    rings(online)
+    world.run(1500)
+
+    assert world.events(EventKind.RECLAIMED)[-1].reason == "the GPU could not be stopped"
+    assert offline.backed().tolist() == backed
+    assert told(offline) == told_before
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
+    assert not engine.going.any()
+    world.gate.deaf.clear()
+    world.run(3000)
+
+
+def test_what_is_pinned_after_it_was_planned_is_never_taken(world):
+    offline, online = beside(world)
+    rings(online)
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
+    first = int(engine.queue.columns[0])
+    offline.shim.say(LinkType.KV_PIN, KvSpan(range=0, offset=first * 2 * MIB, bytes=2 * MIB))
+    world.run(200)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+    assert first * 4 in offline.backed().tolist()
+
+
+def test_handles_that_come_otherwise_than_expected_never_spoil_what_is_given(world, monkeypatch):
+    """Somebody else's memory is freed while the victims' is being taken."""
+    _, online = beside(world)
+    pool = world.kv.books.pool
+    expected = []
+    next_rows = pool.next_rows
+
+    def guessed(*arguments):
+        rows = next_rows(*arguments)
+        expected.append(rows)
+        for free in pool._free.values():
+            free.reverse()
+        return rows[::-1].copy()
+
+    monkeypatch.setattr(pool, "next_rows", guessed)
+    rings(online)
+    world.run(200)
+
+    assert expected
+    assert len(online.backed()) >= 40
+
+
+@pytest.mark.parametrize("remap", [Remap.SPARSE, Remap.HELPER])
+def test_a_plan_never_says_anything_else_than_what_would_be_worked_out_afterwards(tmp_path, monkeypatch, remap):
+    def said(folder):
+        folder.mkdir()
+        world = node(folder, remap)
+        offline, online = beside(world)
+        for wanted in (24, 40, 56):
+            rings(online, wanted)
+            world.run(300)
+        world.check()
+        return [
+            [(body.order, body.op, body.how, [entry[1:] for entry in entries_of(body)]) for body in told(hook)]
+            for hook in (offline, online)
+        ]
+
+    planned = said(tmp_path / "planned")
+    monkeypatch.setattr(MovePlan, "is_for", lambda plan, columns: False)
+
+    assert planned == said(tmp_path / "afterwards")
