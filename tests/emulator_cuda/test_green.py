@@ -1,4 +1,4 @@
-"""Green contexts: counts of processors as an H100 splits them, streams of their own, and who holds the primary context."""
+"""Green contexts: processors as an H100 splits them, streams of their own, and who holds the primary context."""
 
 from __future__ import annotations
 
