@@ -25,6 +25,7 @@ HOOK = {
     "policy": "patches/hook/policy",
     "cotrain": "patches/hook/cotrain",
     "vllm": "patches/vllm",
+    "cotrain/card": "patches/hook/cotrain/card",
     "sglang": "patches/sglang",
     "tensorrt_llm": "patches/tensorrt_llm",
 }

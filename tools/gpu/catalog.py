@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.experiment import Experiment, ExperimentBatch
-from valve_tools.gpu.steps import bracket, calls, contact, edges, memory, pause, product, rivals
+from valve_tools.gpu.steps import bracket, calls, contact, edges, green, memory, pause, product, rivals
 
 BATCHES: tuple[ExperimentBatch, ...] = (
     contact.BATCH,
@@ -17,6 +17,7 @@ BATCHES: tuple[ExperimentBatch, ...] = (
     rivals.BATCH,
     product.BATCH,
     bracket.BATCH,
+    green.BATCH,
     edges.LAST,
 )
 BATCH_LIMIT_S = 540  # a call to a lent machine may end after ten minutes; building and starting take some of it

@@ -127,6 +127,7 @@ struct stream {
 	struct timeline *line;
 	unsigned flags, id;
 	int priority;
+	void *green; /* the green context that made it */
 	struct channel *compute, *copy, *last;
 	struct dependencies waits; /* joined to the next work */
 	struct capture *capture;
@@ -217,6 +218,7 @@ void channels_destroy(struct context *ctx);
 /* stream.c */
 CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_make(struct context *ctx, unsigned flags, int priority);
+int priority_clamp(int priority);
 void stream_free_locked(struct stream *stream);
 void context_work_locked(struct context *ctx, struct dependencies *out); /* all that was submitted */
 CUresult context_wait(struct context *ctx);

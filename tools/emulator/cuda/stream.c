@@ -126,6 +126,11 @@ CUresult context_wait(struct context *ctx)
 	return result;
 }
 
+int priority_clamp(int priority)
+{
+	return priority < -5 ? -5 : priority > 0 ? 0 : priority;
+}
+
 CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 {
 	struct context *ctx;
@@ -135,9 +140,8 @@ CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 		return result;
 	if (!out || flags > NON_BLOCKING)
 		return CUDA_ERROR_INVALID_VALUE;
-	priority = priority < -5 ? -5 : priority > 0 ? 0 : priority;
 	pthread_mutex_lock(&emu.lock);
-	*out = (CUstream)stream_make(ctx, flags, priority);
+	*out = (CUstream)stream_make(ctx, flags, priority_clamp(priority));
 	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
@@ -204,10 +208,3 @@ STREAM_GETTER(cuStreamGetPriority, int, stream->priority)
 STREAM_GETTER(cuStreamGetCtx, CUcontext, stream->ctx)
 STREAM_GETTER(cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
 STREAM_GETTER(cuStreamGetId, unsigned long long, ((unsigned long long)stream->ctx->id << 32) + stream->id)
-
-CUAPI(cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
-{
-	if (green)
-		*green = NULL;
-	return cuStreamGetCtx(handle, out);
-}

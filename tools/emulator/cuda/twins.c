@@ -20,6 +20,7 @@ TWIN(cuStreamGetFlags, _ptsz, (CUstream s, unsigned *out), (S, out))
 TWIN(cuStreamGetPriority, _ptsz, (CUstream s, int *out), (S, out))
 TWIN(cuStreamGetCtx, _ptsz, (CUstream s, CUcontext *out), (S, out))
 TWIN(cuStreamGetCtx_v2, _ptsz, (CUstream s, CUcontext *out, void **green), (S, out, green))
+TWIN(cuStreamGetGreenCtx, _ptsz, (CUstream s, void **out), (S, out))
 TWIN(cuStreamGetDevice, _ptsz, (CUstream s, CUdevice *out), (S, out))
 TWIN(cuStreamGetId, _ptsz, (CUstream s, unsigned long long *out), (S, out))
 TWIN(cuStreamAddCallback, _ptsz, (CUstream s, CUstreamCallback f, void *user, unsigned flags),

@@ -15,8 +15,11 @@ from valve_hook.cotrain.interface import ALONE, Lane, Plan, Planner, State
 
 from valve_tune.engine.planners import LANES
 from valve_tune.engine.tenant import Tenant
+from valve_tune.engine.watched import TileProgress
 
 log = logging.getLogger("valve")
+ANY = 1 << 30
+"""Tiles: as many as fit beside a step. Two are in flight, so the step's end bounds them."""
 
 
 class StepView:
@@ -77,11 +80,12 @@ class TrainingLane:
         tenant: Tenant,
         planner: Planner,
         *,
+        lanes: frozenset[Lane] = LANES,
         clock: Callable[[], float] = time.monotonic,
         hear: Callable[[State, Plan, float], None] = lambda state, plan, ms: None,
     ) -> None:
         self.tenant, self.planner, self.view = tenant, planner, StepView()
-        self._clock, self._hear = clock, hear
+        self._lanes, self._clock, self._hear = lanes, clock, hear
         self._plan = ALONE
         self._began = 0.0
         self._is_open = False
@@ -110,11 +114,11 @@ class TrainingLane:
         state.direction, state.left, state.tokens = progress.direction, progress.left, progress.tokens
         state.is_ready = progress.tokens > 0 and turns.wants()
         plan = self.planner.plan(state) if state.is_ready else ALONE
-        if plan.lane not in LANES:
+        if plan.lane not in self._lanes:
             raise ValueError(f"there is no lane {plan.lane.value} here")
         if plan.pause_ms > 0:
             turns.pause(plan.pause_ms / 1e3)
-        turns.step(progress.tiles(plan.layers, plan.tokens) if plan.lane is Lane.STREAM else 0)
+        turns.step(*_beside(plan, progress))
         self._plan, self._began = plan, self._clock()
 
     def _after(self) -> None:
@@ -128,3 +132,10 @@ class TrainingLane:
             self.planner.stepped(state, self._plan, ms)
             self._hear(state, self._plan, ms)
         self.view.delivered(now * 1e3, self.planner)
+
+
+def _beside(plan: Plan, progress: TileProgress) -> tuple[int, float]:
+    """(tiles beside the step, the share of a card they run on)"""
+    if plan.lane is Lane.PARTITION:
+        return ANY, plan.other
+    return (progress.tiles(plan.layers, plan.tokens) if plan.lane is Lane.STREAM else 0), 1.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
-def why_not(config: Any) -> str:
-    """Of the engine's configuration."""
+def why_not(config: Any, *, untried: bool = False) -> str:
+    """Of the engine's configuration. `untried`: its owner asks for what no card has run yet."""
+    device = config.device_config.device_type
     parallel, scheduling = config.parallel_config, config.scheduler_config
     compiled = getattr(config.compilation_config.mode, "name", config.compilation_config.mode)
     reasons = {
-        "a card: the lane in the engine was run on the CPU alone": config.device_config.device_type != "cpu",
+        'a card: the lane there was never run on one; "untried": true asks for it all the same': device == "cuda"
+        and not untried,
+        f"{device}: there are lanes for the CPU and for CUDA cards": device not in ("cpu", "cuda"),
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
@@ -29,8 +32,8 @@ def why_not_job(values: dict[str, Any]) -> str:
     """Of a job: what of `valve tune run` has no meaning inside an engine."""
     reasons = {
         "share_weights": "vLLM packs its weights in a form of its own; the job has a copy",
-        "stash_mib": "there is no card, and so no pool to borrow from",
-        "resident_layers": "there is no card to keep layers on",
+        "stash_mib": "the lane borrows from no pool",
+        "resident_layers": "the lane keeps every layer",
     }
     return next((f"{name}: {reason}" for name, reason in reasons.items() if values.get(name)), "")
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ class Tenant:
         stuck_s: float,
         cores: set[int] | None = None,
         open_model: Callable[[JobSpec], TileModel] | None = None,
+        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`inside` is around all that the job's thread does."""
         self.job, self.turns, self.progress = job, turns, TileProgress()
-        self._stuck_s, self._cores, self._open = stuck_s, cores, open_model
+        self._stuck_s, self._cores, self._open, self._inside = stuck_s, cores, open_model, inside
         self.parked = ""
         """Why no tile begins any more."""
         self._control: FolderControl | None = None
@@ -99,13 +102,15 @@ class Tenant:
         try:
             if self._cores:
                 os.sched_setaffinity(threading.get_native_id(), self._cores)  # the engine's thread is bound to one
-            self._work()
+            with self._inside():
+                self._work()
         except BaseException as error:
             log.exception("valve: the job in this engine failed; the engine goes on")
             self._say_failed(error)
         finally:
             self._over.set()
             self.turns.stop()
+            self.turns.close()
 
     def _say_failed(self, error: BaseException) -> None:
         try:

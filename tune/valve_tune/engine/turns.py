@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from valve_tune.tiles.grid import Phase
@@ -51,7 +51,8 @@ class TileTurns:
         """The next tile does not fit into what is left of the pause."""
         self._had = False
         """This pause had a tile."""
-        self._tickets = 0
+        self._tickets, self._share = 0, 1.0
+        """Of the card, for tiles beside this step."""
         self._waiting = False
         """The trainer wants a tile now: it is not paused by its user, nor at its optimizer."""
         self._ended = 0.0
@@ -86,10 +87,10 @@ class TileTurns:
     def _wants(self) -> bool:
         return self._waiting or self._began > 0
 
-    def step(self, tickets: int = 0) -> None:
-        """A step begins, and so many tiles may run beside it."""
+    def step(self, tickets: int = 0, share: float = 1.0) -> None:
+        """A step begins, and so many tiles may run beside it, on that share of a card."""
         with self._changed:
-            self._stepping, self._tickets = True, tickets
+            self._stepping, self._tickets, self._share = True, tickets, share
             self._changed.notify_all()
 
     def stepped(self) -> None:
@@ -112,15 +113,31 @@ class TileTurns:
 
     # ---- the trainer's thread ----
 
-    def begin(self, phase: Phase, ask: Callable[[], None]) -> None:
-        """Wait for the turn. `ask` is called while it does not come, and raises to end the job."""
+    def run(self, phase: Phase, ask: Callable[[], None], work: Callable[[], None]) -> None:
+        """One tile, in its turn."""
+        self.begin(phase, ask)
+        try:
+            work()
+        finally:
+            self.end(phase)
+
+    def settle(self) -> None:
+        """Before and after what is no tile: nothing of a tile is on its way any more."""
+
+    def close(self) -> None:
+        """The job is over."""
+
+    def begin(self, phase: Phase, ask: Callable[[], None], ahead: int = 0) -> float:
+        """Wait for the turn; the share of the card it is for. `ask` is called while it does not come, and raises to end
+        the job. `ahead` tiles are on their way, and end first.
+        """
         while True:
             with self._changed:
                 self._waiting = True
                 self._changed.notify_all()
-                if not self._stopped and self._may(phase):
+                if not self._stopped and self._may(phase, 1 + ahead):
                     self._began, self._waiting = self._clock(), False
-                    return
+                    return self._share if self._stepping else 1.0
                 if self._until and not self._spent:
                     self._spent = True
                     if not self._had:
@@ -130,10 +147,10 @@ class TileTurns:
                 self._waiting = False
             ask()
 
-    def _may(self, phase: Phase) -> bool:
+    def _may(self, phase: Phase, tiles: int) -> bool:
         now, count = self._clock(), self.count
         if self._until:
-            if now + self.tile_s(phase) > self._until:
+            if now + tiles * self.tile_s(phase) > self._until:
                 return False
             self._had = True
             count.in_pauses += 1
@@ -160,12 +177,13 @@ class TileTurns:
             with self._changed:
                 self._began = began + self._clock() - asked
 
-    def end(self, phase: Phase) -> None:
+    def end(self, phase: Phase, measured: Iterable[tuple[Phase, float]] | None = None) -> None:
+        """What tiles took is `measured` (phase, seconds) where they end later than their calls do."""
         with self._changed:
             self._ended = self._clock()
-            took = self._ended - self._began
-            before = self._took_s.get(phase, took)
-            self._took_s[phase] = before + WEIGHT * (took - before)
+            for of, took in [(phase, self._ended - self._began)] if measured is None else measured:
+                before = self._took_s.get(of, took)
+                self._took_s[of] = before + WEIGHT * (took - before)
             self._began = 0.0
             self.count.tiles += 1
             self._changed.notify_all()

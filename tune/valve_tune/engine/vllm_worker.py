@@ -1,113 +1,11 @@
-"""vLLM's CPU worker with a job beside it: `--worker-cls valve_tune.engine.vllm_worker.TrainingWorker`, and which job by
-`--additional-config '{"valve_tune": {"job": "job.json", "tpot_ms": 100}}'`.
-
-Without a job, or where one is refused, it is vLLM's own worker.
-"""
+"""vLLM's CPU worker with a job beside it: `--worker-cls valve_tune.engine.vllm_worker.TrainingWorker`."""
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from valve_tune.engine.lane import TrainingLane
-from valve_tune.engine.refusals import why_not
-
-log = logging.getLogger("valve")
+from valve_tune.engine.vllm_beside import TrainsBeside
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneWish:
-    """What `additional_config` says under `valve_tune`."""
-
-    job: dict[str, Any] | str
-    """The fields of `valve tune run`, or a JSON file of them."""
-    planner: str = "ours"
-    tpot_ms: float = 100.0
-    gap_ms: float = 200.0
-    ttft_ms: float = float("inf")
-    quiet_ms: float = 20.0
-    """So long without a step is idleness."""
-    stuck_s: float = 60.0
-    """A tile that takes longer parks the job."""
-
-
-class TrainingWorker(CPUWorker):  # type: ignore[misc]
-    valve_lane: TrainingLane | None = None
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._valve_cores = os.sched_getaffinity(0)  # before vLLM binds its threads
-        super().__init__(*arguments, **named)
-
-    def compile_or_warm_up_model(self) -> Any:
-        done = super().compile_or_warm_up_model()
-        try:
-            self.valve_lane = lane_of(self.vllm_config, self._valve_cores)
-        except Exception:
-            log.exception("valve: this engine trains nobody; it serves on")
-        return done
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        lane = self.valve_lane
-        if lane is None:
-            return super().execute_model(scheduler_output)
-        lane.before(scheduler_output)
-        try:
-            output = super().execute_model(scheduler_output)
-        except BaseException:
-            lane.tenant.park("a step of the engine failed")
-            raise
-        if output is not None:
-            lane.after()
-        return output
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        output = super().sample_tokens(grammar_output)
-        if self.valve_lane is not None:
-            self.valve_lane.after()
-        return output
-
-    def shutdown(self) -> None:
-        if self.valve_lane is not None and not self.valve_lane.tenant.close():
-            log.error("valve: the trainer's thread hangs; its job goes on from its last checkpoint")
-        super().shutdown()
-
-
-def lane_of(config: Any, cores: set[int]) -> TrainingLane | None:
-    """None where no job was named."""
-    values = (config.additional_config or {}).get("valve_tune")
-    if not values:
-        return None
-    if why := why_not(config):
-        raise ValueError(f"training inside the engine is refused: {why}")
-    return started(LaneWish(**values), cores)
-
-
-def started(wish: LaneWish, cores: set[int]) -> TrainingLane:
-    from transformers import AutoConfig
-    from valve_hook.cotrain.interface import Goal
-
-    from valve_tune.engine.fitted import FittedPredictor
-    from valve_tune.engine.planners import laws_of, machine, planner_of
-    from valve_tune.engine.tenant import Tenant
-    from valve_tune.engine.turns import TileTurns
-    from valve_tune.model.family import shape_of
-    from valve_tune.serve.folder import JobFolder
-
-    job = wish.job
-    if isinstance(job, str):
-        import json
-
-        job = json.loads(Path(job).read_text())
-    shape = shape_of(AutoConfig.from_pretrained(job["model"], local_files_only=True))
-    predictor = FittedPredictor(laws_of(shape, 32, *machine()))
-    goal = Goal(step_ms=wish.tpot_ms, ttft_ms=wish.ttft_ms, gap_ms=wish.gap_ms)
-    planner = planner_of(wish.planner, goal, predictor)
-    tenant = Tenant(job, turns=TileTurns(quiet_s=wish.quiet_ms / 1e3), stuck_s=wish.stuck_s, cores=cores)
-    tenant.start()
-    log.warning("valve: trains %s beside its requests, planner %s", JobFolder(job["out"]).path, wish.planner)
-    return TrainingLane(tenant, planner)
+class TrainingWorker(TrainsBeside, CPUWorker):  # type: ignore[misc]
+    """Of the CPU."""

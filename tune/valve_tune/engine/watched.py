@@ -50,20 +50,18 @@ class WatchedPass:
         self._work.border()
 
     def run(self, tile: Tile, ask: Callable[[], None] = nothing) -> None:
-        self._turns.begin(tile.phase, ask)
-        try:
-            self._work.run(tile, partial(self._turns.inside, ask))
-        finally:
-            self._turns.end(tile.phase)
+        self._turns.run(tile.phase, ask, lambda: self._work.run(tile, partial(self._turns.inside, ask)))
         self._progress.done(tile, self._grid)
 
     def forward_loss(self) -> float:
+        self._turns.settle()
         return self._work.forward_loss()
 
     def close(self) -> None:
         self._work.close()
 
     def gradients(self) -> tuple[float, Gradients]:
+        self._turns.settle()
         return self._work.gradients()
 
 
@@ -78,5 +76,6 @@ class WatchedModel:
 
     def start(self, batch: MicroBatch, *, scale: float, draw: Draw, grid: Grid) -> WatchedPass:
         self._progress.started(grid, len(batch.input_ids))
+        self._turns.settle()
         work = self._model.start(batch, scale=scale, draw=draw, grid=grid)
         return WatchedPass(work, self._turns, self._progress, grid)
