@@ -52,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
         "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
     )
     serve.add_argument(
+        "--training-age-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="a micro-batch that was queued for so long waits for no request any more",
+    )
+    serve.add_argument(
         "--newest", action="append", default=[], metavar="NAME", help="clients may ask for the newest NAME-vN as NAME"
     )
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
@@ -65,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
     pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
     pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
-    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path())
+    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path(), training_age_s=60.0)
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -96,6 +103,9 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
     command.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
+    command.add_argument(
+        "--kv-tokens", type=int, default=0, metavar="N", help="that one replica's KV memory holds; 0: not known"
+    )
     command.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
     command.add_argument(
         "--least-replicas", type=int, default=1, help="the advice on how many are awake is never below"
@@ -131,6 +141,8 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
         newest=tuple(arguments.newest),
         open_per_replica=arguments.open_per_replica,
         training_folder=str(arguments.training) if arguments.training != Path() else "",
+        training_age_s=arguments.training_age_s,
+        kv_tokens=arguments.kv_tokens,
         tpot_target_s=arguments.tpot_ms / 1e3,
         score=score,
         active=ActiveSettings(floor=arguments.least_replicas),
