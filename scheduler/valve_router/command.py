@@ -90,6 +90,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="Take fleet finetuning jobs and keep them in this folder. Default: take none.",
     )
     serve.add_argument(
+        "--training-age-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="A micro-batch that was queued for so many seconds waits for no request any more. Default: %(default)g.",
+    )
+    serve.add_argument(
         "--newest",
         action="append",
         default=[],
@@ -133,7 +140,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="Serve without TLS. Use it only where a network policy lets only gateways in.",
     )
-    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path())
+    pick.set_defaults(run=_pick, token_file=None, path=[], newest=[], training=Path(), training_age_s=60.0)
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
@@ -187,6 +194,14 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
         "limit. Default: %(default)g.",
     )
     command.add_argument(
+        "--kv-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The number of tokens that the KV memory of one replica holds. 0 stands for not known. Default: "
+        "%(default)s.",
+    )
+    command.add_argument(
         "--open-per-replica",
         type=int,
         default=256,
@@ -233,6 +248,8 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
         newest=tuple(arguments.newest),
         open_per_replica=arguments.open_per_replica,
         training_folder=str(arguments.training) if arguments.training != Path() else "",
+        training_age_s=arguments.training_age_s,
+        kv_tokens=arguments.kv_tokens,
         tpot_target_s=arguments.tpot_ms / 1e3,
         score=score,
         active=ActiveSettings(floor=arguments.least_replicas),

@@ -8,14 +8,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 
 import numpy as np
 
 from valve_router.adapters import HeldAdapters, PublishedAdapters
 from valve_router.listing import Listing
+from valve_router.plan.memory import Resident, Verdict, fits_memory
 from valve_router.plan.profile import Measured, fit
 from valve_router.plan.score import choose
-from valve_router.plan.task import Task
+from valve_router.plan.task import Task, TaskKind
 from valve_router.plan.timeline import Placed, Timeline
 from valve_router.prefix import SeenPrompts, chunks
 from valve_router.settings import RouterSettings
@@ -41,6 +43,7 @@ class Replica:
     left_s: float = 0.0
     why_not: str = ""
     under_way: int = 0
+    prompt_tokens: int = 0  # of what is under way
     served: int = 0
     failed: int = 0
     measured: int = 0  # requests that were alone
@@ -138,17 +141,31 @@ class Replicas:
         target_s = self._settings.tpot_target_s
         quick = [one for one in free if not target_s or one.gap_s <= target_s or not one.under_way]
         names = chunks(prompt)
+        among = self._roomy(quick or free, 1 + len(prompt) // CHARACTERS_PER_TOKEN)
         try:
-            sent = self._choose(quick or free, prompt, names)
+            sent = self._choose(among, prompt, names)
         except Exception:  # a wrong prediction never costs a request: the fewest under way
             log.exception("no replica could be chosen by prediction")
-            replica = min(quick or free, key=lambda one: one.under_way)
+            replica = min(among, key=lambda one: one.under_way)
             sent = Sent(replica, replica.timeline.place(Task(arrival_s=self._now_s(), tokens=1)), was_alone=False)
         self.recent.append((sent.placed.task.arrival_s, sent.placed.task.tokens))
-        sent.replica.under_way += 1
+        self._begin(sent)
         sent.replica.prefixes.add(names)
         sent.replica.timeline.add(sent.placed)
         return sent
+
+    def _roomy(self, among: list[Replica], tokens: int) -> list[Replica]:
+        """Those whose KV memory would hold the prompt now; all where it is not known, or none would: it waits there."""
+        most = self._settings.kv_tokens
+        if not most:
+            return among
+        held = [Resident(name="", bytes=one.prompt_tokens, kind=TaskKind.INFERENCE, since_s=0.0) for one in among]
+        fits = [fits_memory(tokens, most, [one], 0.0, inf).verdict is Verdict.FITS for one in held]
+        return [one for one, is_fitting in zip(among, fits, strict=True) if is_fitting] or among
+
+    def _begin(self, sent: Sent) -> None:
+        sent.replica.under_way += 1
+        sent.replica.prompt_tokens += sent.placed.task.tokens
 
     def _choose(self, among: list[Replica], prompt: str, names: list[bytes]) -> Sent:
         task = Task(arrival_s=self._now_s(), tokens=1 + len(prompt) // CHARACTERS_PER_TOKEN)
@@ -177,7 +194,7 @@ class Replicas:
         """Somebody else sent the request on to `replica`, as the chosen one did not take it."""
         self.ended(sent, is_served=False, has_failed=True)
         now = Sent(replica, replica.timeline.place(sent.placed.task), was_alone=False)
-        replica.under_way += 1
+        self._begin(now)
         replica.timeline.add(now.placed)
         return now
 
@@ -207,6 +224,7 @@ class Replicas:
             return
         sent.is_open = False
         sent.replica.under_way -= 1
+        sent.replica.prompt_tokens -= sent.placed.task.tokens
         sent.replica.served += is_served
         sent.replica.failed += has_failed
         if not sent.replica.under_way:  # nothing of what was planned is left to wait for

@@ -54,9 +54,11 @@ class RouterSettings:
     paths: tuple[str, ...] = PASSED
     newest: tuple[str, ...] = ()  # names that stand for the newest of their versions
     open_per_replica: int = 256  # requests under way in one replica; more wait nowhere: they are refused
+    kv_tokens: int = 0  # that the KV memory of one replica holds; 0: not known
     tpot_target_s: float = 0.0  # a replica whose tokens come slower than this gets no more while others can; 0: none
     training_folder: str = ""  # fleet jobs are kept there; empty: none are taken
     training_silent_s: float = 60.0  # a trainer that asked nothing for so long is given up, and its work queued again
+    training_age_s: float = 60.0  # a micro-batch that was queued for so long is deferred no more
     training_bytes: int = 1 << 30  # of one pushed checkpoint
     body_bytes: int = 32 << 20
     held_bytes: int = 256 << 20  # of all bodies at one time
@@ -89,6 +91,8 @@ class RouterSettings:
             raise ValueError("--path: begins with /")
         if self.open_per_replica < 1:
             raise ValueError("--open-per-replica: at least 1")
+        if self.kv_tokens < 0 or self.training_age_s < 0:
+            raise ValueError("--kv-tokens, --training-age-s: from 0")
 
 
 def is_loopback(host: str) -> bool:

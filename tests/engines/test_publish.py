@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
+from ports import free_ports, serving
+from valve_router.settings import RouterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 HERE = Path(__file__).resolve().parent
@@ -78,35 +81,40 @@ def sglang(engines, port):
     return env, [*argv, "--port", port]
 
 
-@pytest.fixture(scope="module", params=[vllm, sglang], ids=lambda each: each.__name__)
-def service(request, engines, tune):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    env, argv = request.param(engines, port)
-    argv += ["--served-model-name", "tiny", "--dtype", "float32", "--enable-lora", "--max-lora-rank", "16"]
-    log = tune.folder / f"{request.param.__name__}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(each) for each in (engines.python, *argv, "--host", "127.0.0.1")],
-            env=env,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
+class Service:
+    """An engine under one port; started again it has none of the adapters that it had."""
+
+    def __init__(self, engines, tune, engine):
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._env, argv = engine(engines, self.port)
+        argv += ["--served-model-name", "tiny", "--dtype", "float32", "--enable-lora", "--max-lora-rank", "16"]
+        self._argv = [str(each) for each in (engines.python, *argv, "--host", "127.0.0.1")]
+        self._log = tune.folder / f"{engine.__name__}-{self.port}.log"
+        self.start()
+
+    def start(self):
+        with self._log.open("ab") as out:
+            self.process = subprocess.Popen(self._argv, env=self._env, stdout=out, stderr=out, start_new_session=True)
         while True:
-            assert process.poll() is None, log.read_text()[-3000:]
+            assert self.process.poll() is None, self._log.read_text()[-3000:]
             try:
-                answers(url, "tiny")
-                break
+                return answers(self.url, "tiny")
             except OSError:
                 time.sleep(0.5)
-        yield url
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module", params=[vllm, sglang], ids=lambda each: each.__name__)
+def service(request, engines, tune):
+    started = Service(engines, tune, request.param)
+    try:
+        yield started.url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        started.kill()
 
 
 def loaded(url):
@@ -152,3 +160,109 @@ def test_an_adapter_the_engine_cannot_load_never_costs_the_version_that_answers(
         source.write_bytes(whole)
     assert loaded(service) == known
     assert answers(service, name) == before
+
+
+CLIENTS = 4
+NEGATED = """
+import sys
+from safetensors.torch import load_file, save_file
+found = load_file(sys.argv[1])
+save_file({name: -one if "lora_B" in name else one for name, one in found.items()}, sys.argv[1])
+"""
+
+
+class Asking:
+    """Clients of the router, who ask once more where it says that they may."""
+
+    def __init__(self, client, url, models):
+        self.client, self.url, self.models = client, url, models
+        self.answered, self.begun_and_lost, self.told_to_wait = [], 0, 0
+        self.is_over = False
+
+    async def until_answered(self, model, prompt):
+        body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        while True:
+            async with self.client.post(f"{self.url}/v1/completions", json=body) as answer:
+                said = await answer.json()
+                if answer.status == 200:
+                    self.answered.append(
+                        (model, said["model"], PROMPTS.index(prompt), said["choices"][0]["text"].split())
+                    )
+                    return
+                assert answer.status in (502, 503), (model, answer.status, said)
+                assert answer.headers["Retry-After"]
+                self.told_to_wait += answer.status == 503
+                self.begun_and_lost += answer.status == 502
+            await asyncio.sleep(0.2)
+
+    async def run(self, draw):
+        while not self.is_over:
+            await self.until_answered(draw.choice(self.models), draw.choice(PROMPTS))
+
+
+@pytest.fixture
+def restarting(engines, tune):
+    started = Service(engines, tune, vllm)
+    yield started
+    started.kill()
+
+
+def test_an_engine_killed_and_restarted_behind_the_router_never_answers_as_a_version_that_it_was_not(
+    engines, tune, adapter, restarting
+):
+    source = adapter / "adapter_model.safetensors"
+    whole = source.read_bytes()
+    first = published(tune, adapter, restarting.url)
+    try:
+        done = subprocess.run([str(engines.python), "-c", NEGATED, str(source)], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        publish = ("publish", adapter, "--to", restarting.url, "--no-probe")
+        right = {"tiny": answers(restarting.url, "tiny"), first: answers(restarting.url, first)}
+
+        async def run():
+            (own,) = free_ports(1)
+            settings = RouterSettings(replicas=(restarting.url,), port=own, health_s=0.2, newest=("mine",))
+            url = f"http://127.0.0.1:{own}"
+            async with aiohttp.ClientSession() as client, serving(settings):
+                asking = Asking(client, url, ["mine", first, "tiny"])
+                await asking.until_answered("mine", PROMPTS[0])
+                tasks = [asyncio.create_task(asking.run(random.Random(each))) for each in range(CLIENTS)]
+
+                async def until(condition):
+                    while not condition():
+                        ended = [task for task in tasks if task.done()]
+                        assert not ended, ended[0].result()
+                        await asyncio.sleep(0.1)
+
+                said = await asyncio.to_thread(tune, *publish)  # the second version, while they ask
+                (second,) = re.findall(r"answers as (mine-v\d+);", said)
+                right[second] = await asyncio.to_thread(answers, restarting.url, second)
+                asking.models.append(second)
+                await until(lambda: ("mine", second) in [each[:2] for each in asking.answered])
+                before = len(asking.answered)
+                await until(lambda: len(asking.answered) >= before + 20)
+                await asyncio.to_thread(restarting.kill)
+                before = len(asking.answered)
+                await until(lambda: asking.told_to_wait)
+                await asyncio.to_thread(restarting.start)
+                await until(
+                    lambda: {("mine", second), (first, first)} <= {each[:2] for each in asking.answered[before:]}
+                )
+                await until(lambda: len(asking.answered) >= before + 40)
+                asking.is_over = True
+                await asyncio.gather(*tasks)
+            return asking, second
+
+        asking, second = asyncio.run(run())
+    finally:
+        source.write_bytes(whole)
+    after = loaded(restarting.url)
+    print(
+        f"\n{len(asking.answered)} answers, {asking.told_to_wait} told to wait, {asking.begun_and_lost} begun and lost"
+    )
+    assert after == {"tiny", first, second}
+    assert len({json.dumps(each) for each in right.values()}) == 3
+    for asked, said, prompt, text in asking.answered:
+        assert said in ({first, second} if asked == "mine" else {asked})
+        assert text == right[said][prompt]
+    assert asking.begun_and_lost <= CLIENTS

@@ -304,14 +304,15 @@ def test_what_a_job_has_kept_is_never_more_than_its_trainers_pushed(tmp_path):
     assert kept == [(1, 2), (2, 4), (3, 6)]
 
 
-def seated(count=2):
-    settings = RouterSettings(replicas=tuple(f"http://r{number}:1" for number in range(count)))
+def seated(count=2, **more):
+    settings = RouterSettings(replicas=tuple(f"http://r{number}:1" for number in range(count)), **more)
     replicas = Replicas(settings, lambda: 0.0)
     return replicas, Desk(settings, replicas)
 
 
-def test_training_waits_for_requests_and_never_longer_than_the_age_limit():
-    replicas, desk = seated(1)
+@pytest.mark.parametrize("age_s", [60.0, 5.0])
+def test_training_waits_for_requests_and_never_longer_than_the_age_limit(age_s):
+    replicas, desk = seated(1, training_age_s=age_s)
     timeline = replicas.all[0].timeline
     assert desk.may_train("0", 100, 0.0, 0.0) is not None
     late = Task(arrival_s=1.0, tokens=100)
@@ -323,7 +324,8 @@ def test_training_waits_for_requests_and_never_longer_than_the_age_limit():
 
     assert desk.may_train("0", long.tokens, 1.0, late.arrival_s) is None
     assert desk.deferred == 1
-    assert desk.may_train("0", long.tokens, 1.0, 62.0) is not None
+    assert desk.may_train("0", long.tokens, 1.0, age_s) is None
+    assert desk.may_train("0", long.tokens, 1.0, age_s + 2.0) is not None
 
 
 def test_a_replica_that_owes_more_than_another_waits_and_a_trainer_of_no_replica_never_does():

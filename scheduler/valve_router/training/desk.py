@@ -32,7 +32,7 @@ class Desk:
     def __init__(self, settings: RouterSettings, replicas: Replicas, defer: DeferSettings | None = None) -> None:
         self._settings = settings
         self._replicas = replicas
-        self._defer = defer or DeferSettings()
+        self._defer = defer or DeferSettings(age_limit_s=settings.training_age_s)
         self._seats: dict[str, _Seat] = {}
         self.deferred = 0  # questions that were answered with "wait"
 
