@@ -65,8 +65,7 @@ class FakeEngine:
 
             def do_GET(self) -> None:
                 own = {"id": engine.base, "owned_by": engine.kind, "root": f"/models/{engine.base}"}
-                loaded = [{"id": name, "parent": engine.base, "root": path} for name, path in engine.adapters.items()]
-                self.say({"data": [own, *loaded]})
+                self.say({"data": [own, *engine.listed()]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -110,6 +109,9 @@ class FakeEngine:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def listed(self) -> list[dict[str, str]]:
+        return [{"id": name, "parent": self.base, "root": path} for name, path in self.adapters.items()]
 
     def knows(self, model: str) -> bool:
         adapter = model.partition(":")[2] if self.kind == "sglang" else model
