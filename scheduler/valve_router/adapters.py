@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from valve_router.listing import Adapter, Base, Listing
+from valve_router.listing import Base, ListedAdapter, Listing
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class HeldAdapters:
     """Of one replica."""
 
     listing: Listing | None = None  # what it said last
-    lost: dict[str, Adapter] = field(default_factory=dict)  # to be loaded again
+    lost: dict[str, ListedAdapter] = field(default_factory=dict)  # to be loaded again
     losses: int = 0  # rises whenever it may have lost some
     was_away: bool = False  # since that listing
 
@@ -33,14 +33,14 @@ class HeldAdapters:
         there = [*(self.listing.adapters.values() if self.listing is not None else ()), *self.lost.values()]
         return {one.name for one in there} | {one.asked for one in there}
 
-    def listed(self, listing: Listing, expected: Iterable[Adapter]) -> None:
+    def listed(self, listing: Listing, expected: Iterable[ListedAdapter]) -> None:
         """`expected`: what the others of this base have for clients; one that was away may have missed it."""
         before = self.listing.adapters if self.listing is not None else {}
         there = [one.version for one in listing.adapters.values()]
         self.losses += bool(before.keys() - listing.adapters.keys())
         has_stayed = any(one.version in there for one in before.values() if one.version[1])
         if self.was_away and not has_stayed:  # where one is left, it was only out of sight, and the rest was unloaded
-            missed = before | {one.name: one for one in expected}
+            missed = dict(before) | {one.name: one for one in expected}
             newer = {name for name, number in there if number}  # somebody was quicker
             self.lost |= {name: one for name, one in missed.items() if one.version[0] not in newer}
         self.lost = {
@@ -58,7 +58,7 @@ class PublishedAdapters:
         """`aliases`: names that stand for the newest of their versions."""
         self.aliases = aliases
         self.names: frozenset[str] = frozenset()  # clients get these only from who has them
-        self._newest: dict[tuple[str, Base], Adapter] = {}
+        self._newest: dict[tuple[str, Base], ListedAdapter] = {}
         self._told: set[str] = set()  # of the aliases: a version was there, and never is there none again
 
     def listed(self, held: HeldAdapters, listing: Listing, everybody: Collection[HeldAdapters]) -> None:
@@ -67,7 +67,7 @@ class PublishedAdapters:
 
     def look(self, everybody: Collection[HeldAdapters]) -> None:
         """What they have now, all together."""
-        now: dict[tuple[str, Base], Adapter] = {}
+        now: dict[tuple[str, Base], ListedAdapter] = {}
         for alias, one in ((a, o) for held in everybody if held.listing for a, o in held.listing.newest.items()):
             key = (alias, one.base)
             now[key] = max(now.get(key, one), one, key=lambda each: each.version[1])

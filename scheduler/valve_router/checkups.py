@@ -11,7 +11,7 @@ import time
 import aiohttp
 
 from valve_router.adapters import HeldAdapters
-from valve_router.listing import Adapter, listing_of
+from valve_router.listing import ListedAdapter, listing_of
 from valve_router.prompt import NO_REQUEST
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import RouterSettings
@@ -27,7 +27,7 @@ AGAIN_S = (1.0, 60.0)  # after a load that failed: the first pause, and the long
 BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 
 
-class Looks:
+class ModelLooks:
     """At /v1/models of replicas."""
 
     def __init__(self, client: aiohttp.ClientSession, settings: RouterSettings, replicas: Replicas) -> None:
@@ -93,7 +93,7 @@ class Checkups:
 
     def __init__(self, client: aiohttp.ClientSession, settings: RouterSettings, replicas: Replicas) -> None:
         self._client, self._settings, self._replicas = client, settings, replicas
-        self.looks = Looks(client, settings, replicas)
+        self.looks = ModelLooks(client, settings, replicas)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
         self._giving: dict[str, asyncio.Task[None]] = {}
 
@@ -162,7 +162,7 @@ class Checkups:
         finally:
             self._giving.pop(replica.name, None)
 
-    async def _load(self, held: HeldAdapters, url: str, adapter: Adapter) -> str:
+    async def _load(self, held: HeldAdapters, url: str, adapter: ListedAdapter) -> str:
         """Why not, if it did not."""
         is_sglang = held.listing is not None and held.listing.is_sglang
         path = "/load_lora_adapter" if is_sglang else "/v1/load_lora_adapter"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from valve_router.checkups import Looks
+from valve_router.checkups import ModelLooks
 from valve_router.replicas import Replicas, Sent
 
 DOUBTED = frozenset({400, 404})  # vLLM answers 404 to a model that it has not, SGLang 400
@@ -12,7 +12,7 @@ class Lacking(Exception):
     """The replica has not what is asked for, whatever it said before. It has not begun."""
 
 
-async def has_changed(status: int, model: str, sent: Sent, replicas: Replicas, looks: Looks) -> bool:
+async def has_changed(status: int, model: str, sent: Sent, replicas: Replicas, looks: ModelLooks) -> bool:
     """Whether the replica has by now what it had not, or a newer version: then it may be asked once more. False: the
     answer is the client's own."""
     held = sent.replica.adapters

@@ -17,10 +17,10 @@ from envoy.config.core.v3.base_pb2 import HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
-from valve_router.checkups import Looks
+from valve_router.checkups import ModelLooks
 from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
 from valve_router.doubts import DOUBTED, Lacking, has_changed
-from valve_router.prompt import READ_BYTES, Asked
+from valve_router.prompt import READ_BYTES, AskedBody
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 
 CHOSEN = "x-gateway-destination-endpoint"
@@ -61,7 +61,7 @@ class Exchange:
         self._pieces: list[Any] = []  # of the request's body, held
         self._but: list[Replica] = []
         self._sent: Sent | None = None
-        self._asked = Asked(b"")
+        self._asked = AskedBody(b"")
         self._is_lacking = False  # its replica has not what is asked for
         self._status = 0  # of the answer; 0: none yet
         self._has_begun = self._streams_events = self._is_answered = False
@@ -146,7 +146,7 @@ class Exchange:
 
     def _pick(self, body: bytes) -> Any | None:
         """None, or how the request is refused."""
-        self._asked = Asked(body)
+        self._asked = AskedBody(body)
         try:
             self._sent = self._replicas.send(self._asked.prompt, self._but, self._model)
         except Full:
@@ -167,7 +167,7 @@ class Exchange:
         held = self._sent.replica.adapters
         self._sent.version, self._sent.losses, self._sent.is_second = held.asks(self._model), held.losses, True
 
-    async def look(self, message: Any, looks: Looks) -> None:
+    async def look(self, message: Any, looks: ModelLooks) -> None:
         """Before `on` hears of an answer that may say that an engine has lost an adapter: whether it has."""
         if self._sent is None or message.WhichOneof("request") != "response_headers":
             return

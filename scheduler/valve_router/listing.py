@@ -40,7 +40,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class ListedAdapter:
     name: str
     asked: str  # what the engine is asked for: SGLang answers as the base to an adapter's bare name
     path: str  # empty: the engine does not say
@@ -56,8 +56,8 @@ class Adapter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     base: Base
-    adapters: Mapping[str, Adapter]
-    newest: Mapping[str, Adapter]  # by the name that stands for it
+    adapters: Mapping[str, ListedAdapter]
+    newest: Mapping[str, ListedAdapter]  # by the name that stands for it
     asked: Mapping[str, str]  # by each name that clients may use: what the engine is asked for
     is_sglang: bool
 
@@ -70,11 +70,11 @@ def listing_of(told: bytes, names: Collection[str]) -> Listing:
     is_sglang = bool(bases) and bases[0].owned_by == "sglang"
     before = f"{base.name}:" if is_sglang else ""
     adapters = {
-        one.id: Adapter(name=one.id, asked=before + one.id, path=_text(one.root), base=base)
+        one.id: ListedAdapter(name=one.id, asked=before + one.id, path=_text(one.root), base=base)
         for one in models
         if one.parent
     }
-    newest: dict[str, Adapter] = {}
+    newest: dict[str, ListedAdapter] = {}
     for one in sorted(adapters.values(), key=lambda each: each.version[1]):
         if one.version[0] in names:
             newest[one.version[0]] = one

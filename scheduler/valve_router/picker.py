@@ -20,7 +20,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valve_kube.access import Access
 
-from valve_router.checkups import Looks
+from valve_router.checkups import ModelLooks
 from valve_router.counts import Counts
 from valve_router.exchange import Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
@@ -67,7 +67,7 @@ class GatewayDoor:
 
 
 class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
-    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, looks: Looks) -> None:
+    def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, looks: ModelLooks) -> None:
         self._replicas, self._counts, self._looks = replicas, counts, looks
         self._held = HeldBodies(settings.held_bytes)
         self._settings = settings

@@ -24,7 +24,7 @@ class AskedPrompt(AskedModel):
     input: Any = None
 
 
-class Asked:
+class AskedBody:
     """A request's body. One of up to READ_BYTES is decoded once, a longer one only if somebody wants its model."""
 
     def __init__(self, body: bytes) -> None:

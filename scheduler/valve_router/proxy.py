@@ -17,11 +17,11 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from valve_router.answers import is_allowed, refusal
-from valve_router.checkups import Looks
+from valve_router.checkups import ModelLooks
 from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
 from valve_router.doubts import DOUBTED, Lacking, has_changed
 from valve_router.listing import renamed
-from valve_router.prompt import READ_BYTES, Asked
+from valve_router.prompt import READ_BYTES, AskedBody
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 from valve_router.settings import RouterSettings
 
@@ -57,7 +57,7 @@ class ReplicaFailed(Exception):
 
 class Proxy:
     def __init__(
-        self, settings: RouterSettings, replicas: Replicas, client: aiohttp.ClientSession, looks: Looks
+        self, settings: RouterSettings, replicas: Replicas, client: aiohttp.ClientSession, looks: ModelLooks
     ) -> None:
         self._settings = settings
         self._replicas = replicas
@@ -96,13 +96,13 @@ class Proxy:
             return refusal(429, "every replica is full", "overloaded", retry_after_s=1)
         self._held += length
         try:
-            return await self._try(request, Asked(await request.read()))
+            return await self._try(request, AskedBody(await request.read()))
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"a body has at most {self._settings.body_bytes} bytes", "too_large")
         finally:
             self._held -= length
 
-    async def _try(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _try(self, request: web.Request, asked: AskedBody) -> web.StreamResponse:
         tried: list[Replica] = []
         readers = 0
         while True:
@@ -134,11 +134,11 @@ class Proxy:
             finally:
                 self._replicas.ended(sent, is_served=is_served, has_failed=has_failed)
 
-    def _model(self, asked: Asked) -> str:
+    def _model(self, asked: AskedBody) -> str:
         """Nobody reads a long body for it where nothing is published."""
         return asked.model if self._replicas.published.names else ""
 
-    async def _pass(self, request: web.Request, asked: Asked, sent: Sent) -> web.StreamResponse:
+    async def _pass(self, request: web.Request, asked: AskedBody, sent: Sent) -> web.StreamResponse:
         while True:
             there = await self._send(request, asked, sent)
             try:
@@ -152,7 +152,7 @@ class Proxy:
             finally:
                 there.close() if not there.content.at_eof() else there.release()
 
-    async def _send(self, request: web.Request, asked: Asked, sent: Sent) -> aiohttp.ClientResponse:
+    async def _send(self, request: web.Request, asked: AskedBody, sent: Sent) -> aiohttp.ClientResponse:
         held, model = sent.replica.adapters, self._model(asked)
         sent.version, sent.losses = held.asks(model), held.losses
         is_renamed = sent.version is not None and sent.version != model

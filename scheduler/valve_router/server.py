@@ -20,7 +20,7 @@ from valve_kube.client import KubeClient
 
 from valve_router.advice import Advice
 from valve_router.answers import is_allowed, refusal
-from valve_router.checkups import Checkups, Looks
+from valve_router.checkups import Checkups, ModelLooks
 from valve_router.counts import Counts
 from valve_router.endpoints import Endpoints
 from valve_router.proxy import Proxy
@@ -77,7 +77,7 @@ async def assembled(settings: RouterSettings, access: Access | None = None) -> A
 @contextlib.asynccontextmanager
 async def known(
     settings: RouterSettings, access: Access | None = None
-) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice, Looks]]:
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice, ModelLooks]]:
     """The client that asks, the replicas, how many should be awake, and who looks at their models."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)

@@ -13,7 +13,7 @@ import pytest
 from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.command import main
-from valve_router.prompt import Asked
+from valve_router.prompt import AskedBody
 from valve_router.settings import RouterSettings
 from yarl import URL
 
@@ -438,7 +438,7 @@ def test_figures_are_there_for_prometheus():
     ],
 )
 def test_no_body_ever_breaks_the_router(body):
-    assert len(Asked(body).prompt) < 100_000
+    assert len(AskedBody(body).prompt) < 100_000
 
 
 def test_what_is_read_of_a_prompt_is_its_text():
@@ -446,9 +446,9 @@ def test_what_is_read_of_a_prompt_is_its_text():
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": "x"}]},
     ]
-    assert Asked(json.dumps({"messages": messages}).encode()).prompt == "system\nbe brief\nuser\nhello"
-    assert Asked(b'{"prompt": ["a", "b"]}').prompt == "a\nb"
-    assert len(Asked(json.dumps({"prompt": [1] * 1000}).encode()).prompt) >= 1000
+    assert AskedBody(json.dumps({"messages": messages}).encode()).prompt == "system\nbe brief\nuser\nhello"
+    assert AskedBody(b'{"prompt": ["a", "b"]}').prompt == "a\nb"
+    assert len(AskedBody(json.dumps({"prompt": [1] * 1000}).encode()).prompt) >= 1000
 
 
 def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys):

@@ -314,5 +314,5 @@ def test_a_replica_that_says_nonsense_of_its_models_keeps_those_it_had(answer):
     replicas = checkups.Replicas(settings, lambda: 0.0)
     (replica,) = replicas.all
     replicas.listed(replica, listing_of(b'{"data": [{"id": "m"}, {"id": "a", "parent": "m"}]}', ()))
-    assert asyncio.run(checkups.Looks(Client(), settings, replicas).look(replica)) is False
+    assert asyncio.run(checkups.ModelLooks(Client(), settings, replicas).look(replica)) is False
     assert replica.adapters.asks("a") == "a"

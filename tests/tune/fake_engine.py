@@ -27,16 +27,10 @@ def point_away(request: BaseHTTPRequestHandler, away: Away) -> bool:
 
 
 class FakeEngine:
+    port, base = 0, "base"  # another server may come under the same port, for another base
+
     def __init__(
-        self,
-        kind: str = "vllm",
-        *,
-        load_s: float = 0.0,
-        updating: bool = True,
-        key: str = "",
-        away: Away | None = None,
-        port: int = 0,
-        base: str = "base",
+        self, kind: str = "vllm", *, load_s: float = 0.0, updating: bool = True, key: str = "", away: Away | None = None
     ) -> None:
         """`away`: a path -> how and to which server it is redirected."""
         self.kind, self.load_s, self.updating = kind, load_s, updating
@@ -70,9 +64,8 @@ class FakeEngine:
                 return True
 
             def do_GET(self) -> None:
-                own = {"id": base, "owned_by": engine.kind, "root": f"/models/{base}"}
-                loaded = [{"id": name, "parent": base, "root": path} for name, path in engine.adapters.items()]
-                self.say({"data": [own, *loaded]})
+                own = {"id": engine.base, "owned_by": engine.kind, "root": f"/models/{engine.base}"}
+                self.say({"data": [own, *engine.listed()]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -112,10 +105,13 @@ class FakeEngine:
                     self.wfile.write(b'data: {"choices": []}\n\n')
                 self.wfile.write(b"data: [DONE]\n\n")
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Answers)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def listed(self) -> list[dict[str, str]]:
+        return [{"id": name, "parent": self.base, "root": path} for name, path in self.adapters.items()]
 
     def knows(self, model: str) -> bool:
         adapter = model.partition(":")[2] if self.kind == "sglang" else model

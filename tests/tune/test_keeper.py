@@ -36,7 +36,7 @@ class Scene:
         self.until(lambda: any("tried again" in each for each in self.said[before:]), "it is seen to be away")
 
     def start(self, **more):
-        self.engine = FakeEngine(port=self.port, **more)
+        self.engine = type("Restarted", (FakeEngine,), {"port": self.port, **more})()
 
     def until(self, condition, what):
         for _ in range(2000):
