@@ -31,6 +31,10 @@ rate; the trace of the paper cannot be had. A policy that misses a target gets 0
 has no knob, and has seen the requests once before they are counted. All are told the published table, FlexLLM
 without depth, as it is published. `{flexllm.OURS}` has what FlexLLM has: rows in the batch, and layers on a
 second stream. Tokens a second and card.
+
+Not judged here: F13 (a third less memory in all than peft) needs peft's whole memory on cards. F14 is arithmetic on
+shapes: `tests/tune/test_pruning.py` holds our formula to it for the 70B (71 to 74 % pruned, 85 % and more in all). F16,
+the case study, gives no unit and rests on a trace that cannot be had.
 """
 
 

@@ -37,7 +37,13 @@ cause:
   isolated. L3 over a server that trains alone is met by the planner without the clamp.
 - L8 is easy here: the features of the predictor are those of the laws that make the times.
 
-Not run: suspension (L6) and many adapters (L9); the simulator has no law for them.
+Not judged here, and why:
+
+- L1 is the range of L2 and L3 over all rivals and loads; it is judged there.
+- L6, suspension inside autograd, is no matter of the simulator: `python -m valve_tune.bench` measures it on a CPU. What
+  it costs under tensor parallelism needs cards.
+- L9, eight adapters: no law says what a decode batch over many adapters takes, and none is published.
+- no machine is an A40: no claim here rests on one.
 """
 
 

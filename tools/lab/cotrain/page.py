@@ -30,6 +30,9 @@ Two cards; prompts are made elsewhere; target {harli.TARGET.step_ms:g} ms a step
 everything on one card and trains on the other; the others serve half of the requests on each card. Tokens a
 second and card. Micro-batch 2 x 1,024. The Ada is a roofline; the A100 is the layer table of the 80 GB card,
 rows that memory bounds stretched to 1.56 TB/s, Qwen by parameters.
+
+Not judged here: H5 (uncontrolled sharing slows decode by up to 40 %) is what the law `linear` is made of, so no run can
+confirm it; and of H9, that less than 100 MB are lost to fragments: nothing here allocates.
 """
 SETTING_SHARED = f"""\
 One engine with prompts and decode (8B; {shared.SETTING.micro_tokens:,} tokens a micro-batch). P99 TPOT within 2
