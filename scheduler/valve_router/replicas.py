@@ -14,7 +14,7 @@ import numpy as np
 
 from valve_router.adapters import HeldAdapters, PublishedAdapters
 from valve_router.listing import Listing
-from valve_router.plan.memory import Resident, Verdict, fits_memory
+from valve_router.plan.memory import FitVerdict, Resident, fits_memory
 from valve_router.plan.profile import Measured, fit
 from valve_router.plan.score import choose
 from valve_router.plan.task import Task, TaskKind
@@ -160,7 +160,7 @@ class Replicas:
         if not most:
             return among
         held = [Resident(name="", bytes=one.prompt_tokens, kind=TaskKind.INFERENCE, since_s=0.0) for one in among]
-        fits = [fits_memory(tokens, most, [one], 0.0, inf).verdict is Verdict.FITS for one in held]
+        fits = [fits_memory(tokens, most, [one], 0.0, inf).verdict is FitVerdict.FITS for one in held]
         return [one for one, is_fitting in zip(among, fits, strict=True) if is_fitting] or among
 
     def _begin(self, sent: Sent) -> None:
