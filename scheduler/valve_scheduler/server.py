@@ -40,8 +40,8 @@ Exchange = Callable[[wire.Head, asyncio.StreamReader], Awaitable[Answer]]
 Handler = Callable[[str, str, bytes], Awaitable[Answer]]
 
 
-def json_answer(value: Any, status: int = 200) -> Answer:
-    return Answer(status=status, body=msgspec.json.encode(value))
+def json_answer(value: Any, status: int = 200, *, ends: bool = False) -> Answer:
+    return Answer(status=status, body=msgspec.json.encode(value), ends=ends)
 
 
 def text_answer(text: str, status: int = 200, *, ends: bool = False) -> Answer:

@@ -271,3 +271,13 @@ def test_a_restart_serves_the_same_certificate_so_nothing_has_to_be_published_an
     wait_for("the webhook back", lambda: webhook.api.post(f"{PODS}?dryRun=All", minimal_offline("p1")))
 
     assert webhook.api.get(CONFIGURATION)["webhooks"][0]["clientConfig"]["caBundle"] == before
+
+
+def test_a_pod_whose_review_is_too_large_is_refused_with_the_reason(webhook: ControlPlane) -> None:
+    """What the API server takes as a megabyte of `<` it writes for a webhook as six."""
+    given = offline_pod("huge")
+    given["spec"]["containers"][0]["env"] = [{"name": "A", "value": "<" * (1 << 20)}]
+
+    with pytest.raises(ApiRefused, match="at most 3145728 are taken"):
+        webhook.api.post(f"{PODS}?dryRun=All", given)
+    webhook.api.post(f"{PODS}?dryRun=All", offline_pod("after"))

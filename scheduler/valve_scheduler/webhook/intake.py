@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from valve_kube import wire
 
-from valve_scheduler.server import Answer, text_answer
+from valve_scheduler.server import Answer, json_answer, text_answer
 
 # The API server takes requests of 3 MiB; a review is larger only where its texts have to be escaped.
 REVIEW_BYTES = 3 << 20
@@ -37,10 +37,10 @@ class Intake:
         try:
             return await asyncio.wait_for(self._answer(head, reader), REVIEW_S)
         except wire.TooLarge as error:
-            return text_answer(f"valve: {error}", 413, ends=True)
+            return _refusal(413, str(error))
         except asyncio.TimeoutError:
             large = f"at most {LARGE_AT_ONCE} reviews of more than {LARGE_BYTES >> 10} KiB are looked at together"
-            return text_answer(f"valve: not answered within {REVIEW_S:g} s; {large}. Try again", 503, ends=True)
+            return _refusal(503, f"not answered within {REVIEW_S:g} s; {large}. Try again")
 
     async def _answer(self, head: wire.Head, reader: asyncio.StreamReader) -> Answer:
         method, target, _ = head.start
@@ -53,3 +53,9 @@ class Intake:
         async with self._places:
             body = await wire.read_body(reader, head, REVIEW_BYTES)
             return await asyncio.get_running_loop().run_in_executor(self._worker, self._judge, path, body)
+
+
+def _refusal(status: int, why: str) -> Answer:
+    """A Status: of a text the API server passes nothing on to whoever made the pod."""
+    value = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": f"valve: {why}", "code": status}
+    return json_answer(value, status, ends=True)
