@@ -29,7 +29,7 @@ def runtime(name: str) -> str:
 def build(folder: Path, sanitizer: str) -> Path:
     library, program = folder / "libcuda.so.1", folder / "exercise"
     own = ["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic"]
-    sources = [os.fspath(path) for path in sorted(ROOM.glob("*.c"))]
+    sources = [os.fspath(path) for path in sorted(ROOM.rglob("*.c"))]
     compiler = ["cc", *FLAGS, f"-fsanitize={sanitizer}"]
     subprocess.run([*compiler, *own, *sources, "-o", library, "-lpthread", "-ldl"], check=True)
     main = os.fspath(Path(__file__).with_name("exercise.c"))
