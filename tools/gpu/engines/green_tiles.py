@@ -178,8 +178,8 @@ def measure(image: bytes, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--image", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--image", type=Path, required=True, help="The PTX of the kernels, as a file.")
+    parser.add_argument("--steps", type=int, default=300, help="Decode steps of each share. Default: %(default)s.")
     options = parser.parse_args()
     try:
         print(json.dumps(measure(options.image.read_bytes() + b"\0", options.steps)))
