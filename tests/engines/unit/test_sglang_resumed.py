@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sglang_world import Reclaimer, finish, lose, run, undisturbed
+from sglang_world import Reclaimer, finish, lose, restart, run, undisturbed
 from toy_sglang import Batch
 from toy_tensor import Tensor, tensor
 from toy_world import prompts
 from valve_hook import Refused
+from valve_hook.sglang import calls
 from valve_hook.sglang.check import refuse_configuration
 from valve_hook.sglang.resumed import counted, put_back
 from valve_hook.wire import Mode
@@ -102,6 +103,27 @@ def test_an_engine_that_gives_up_nothing_is_never_stopped_for_it(world, monkeypa
     monkeypatch.setattr(Batch, "sampling_info", SimpleNamespace(penalizer_orchestrator=broken))
 
     assert run(scheduler, [("a", list(range(10)), 4)]) == undisturbed([("a", list(range(10)), 4)])
+
+
+@pytest.mark.parametrize("why", ["a wait that fails", "a new session"])
+def test_who_is_sent_back_for_a_dropped_output_never_begins_without_its_penalties(world, monkeypatch, why):
+    """Nothing of his was lost: the output alone is not believed. Both come up during a step of an online engine."""
+    scheduler, node = world()
+    hook, put = scheduler._valve, []
+    hook.link.is_offline = False
+    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(each.rid for each in batch.reqs))
+    scheduler.add("a", range(10), 20)
+    for _ in range(5):
+        scheduler.turn()
+    assert not put
+    with monkeypatch.context() as during:
+        during.setattr(
+            hook.engine, "wait", lambda _: 1 // 0 if why == "a wait that fails" else restart(node, scheduler)
+        )
+        scheduler.turn()
+
+    assert finish(scheduler, "a") == undisturbed([("a", list(range(10)), 20)])
+    assert put == ["a"]
 
 
 def a_loss_before_the_output_of_two_prompts(world):
