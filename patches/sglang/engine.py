@@ -161,8 +161,9 @@ class SglangEngine:
             ),
             None,
         )
-        for step in flying[: place if place is None else place + 1]:
-            step.is_in = True
+        if place is not None:  # else none of them has come in: each is matched when it does
+            for step in flying[: place + 1]:
+                step.is_in = True
         if place != 0:
             raise RuntimeError("output of a step that was not the next one launched")
         return flying[0]
