@@ -54,8 +54,10 @@ def request(prompt, answer):
     return SimpleNamespace(origin_input_ids=prompt, output_ids=answer)
 
 
-def prompt_step(reqs, decoding=()):
-    batch = SimpleNamespace(reqs=reqs, decoding_reqs=list(decoding) or None, seq_lens=tensor([0]))
+def prompt_step(reqs, decoding=(), left=0):
+    """Of each prompt `left` tokens are computed in steps to come."""
+    lengths = tensor([len(each.origin_input_ids) + len(each.output_ids) - left for each in reqs])
+    batch = SimpleNamespace(reqs=reqs, decoding_reqs=list(decoding) or None, seq_lens=lengths, seq_lens_cpu=lengths)
     whole = Orchestrator(VOCABULARY, batch, [Counts, Unused])
     whole.penalizers[Counts].prepare()
     batch.sampling_info = SimpleNamespace(penalizer_orchestrator=whole)
@@ -76,6 +78,13 @@ def test_penalties_of_a_request_that_was_sent_back_never_forget_its_answer(overl
         undisturbed[step[-1]] += 1
     assert rows[1].tolist() == undisturbed.tolist()
     assert (rows[0].sum(), rows[2].tolist()) == (0, [0] * 9 + [1] + [0] * 30)
+
+
+def test_nothing_is_ever_told_again_for_a_part_of_a_prompt_that_draws_no_token():
+    batch, rows = prompt_step([request([3, 4], [7, 8, 7])], left=1)
+    put_back(batch, overlap=False)
+
+    assert rows.sum() == 0
 
 
 def test_with_overlap_a_count_is_one_token_behind_as_in_sglang_itself():
