@@ -95,6 +95,8 @@ class Ledger:
         with self._lock:
             self.book = book
             self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
+            for held in self._turned:  # who left, too: a step in flight may keep it
+                held.row = -1
             self._turned.clear()
             for held in (*self.held.values(), *self.kept.values()):
                 held.row = -1

@@ -89,8 +89,8 @@ class SglangHook:
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:
-        """An engine that gave up nothing has sent nobody back."""
-        if batch.forward_mode.is_extend() and (self.link.is_offline or self.reconciler.receipts.hit_requests):
+        """SGLang itself sends back whom an offline engine leaves without memory; from others only the hook does."""
+        if batch.forward_mode.is_extend() and (self.link.is_offline or self.engine.has_sent_back):
             self._surely(lambda: put_back(batch, overlap=self.engine.overlap))
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:

@@ -48,6 +48,7 @@ class SglangEngine:
         self.drops_all = False
         self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
+        self.has_sent_back = False  # anybody, ever
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
@@ -86,7 +87,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         scheduler = self.scheduler
-        self.drops_all = True
+        self.drops_all = self.has_sent_back = True
         try:
             with self._unlimited_queue():
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -160,8 +161,9 @@ class SglangEngine:
             ),
             None,
         )
-        for step in flying[: place if place is None else place + 1]:
-            step.is_in = True
+        if place is not None:  # else none of them has come in: each is matched when it does
+            for step in flying[: place + 1]:
+                step.is_in = True
         if place != 0:
             raise RuntimeError("output of a step that was not the next one launched")
         return flying[0]
@@ -229,6 +231,7 @@ class SglangEngine:
         requests = list(requests)
         if not requests:
             return
+        self.has_sent_back = True
         try:
             self._take_back(requests)
         finally:  # whoever has no pages any more stands nowhere else

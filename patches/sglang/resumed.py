@@ -35,9 +35,14 @@ def put_back(batch: Any, *, overlap: bool) -> None:
 
 
 def begun_again(batch: Any) -> Iterator[tuple[int, Any]]:
-    """Place and request. Who takes its next token in a step of prompts, as SGLang may mix them, has its counts."""
+    """Place and request. Who takes its next token in a step of prompts, as SGLang may mix them, has its counts; who
+    computes a part of its prompt that is not the last draws nothing in this step.
+    """
     running = {id(each) for each in batch.decoding_reqs or ()}
-    return ((at, each) for at, each in enumerate(batch.reqs) if each.output_ids and id(each) not in running)
+    for at, each in enumerate(batch.reqs):
+        answered = len(each.output_ids)
+        if answered and id(each) not in running and batch.seq_lens_cpu[at] >= len(each.origin_input_ids) + answered:
+            yield at, each
 
 
 def counted(request: Any, *, overlap: bool) -> list[int]:

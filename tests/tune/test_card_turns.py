@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hook
@@ -29,6 +30,7 @@ from valve_tune.engine.card import CardTurns  # noqa: E402
 from valve_tune.engine.lane import StepView, TrainingLane  # noqa: E402
 from valve_tune.engine.tenant import Tenant  # noqa: E402
 from valve_tune.engine.turns import TileTurns  # noqa: E402
+from valve_tune.engine.watched import TileProgress, WatchedModel  # noqa: E402
 from valve_tune.serve.folder import JobFolder  # noqa: E402
 from valve_tune.serve.runner import rows_of  # noqa: E402
 from valve_tune.tiles.grid import Phase  # noqa: E402
@@ -92,7 +94,7 @@ def test_a_job_on_a_card_gives_the_bytes_of_the_trainer_on_its_own_and_leaves_no
     until(lambda: not any(scene.fake.alive.values()))
     assert set(scene.sms) == {64}  # of 130 processors, half
     assert scene.turns.count.beside == scene.turns.count.tiles == len(scene.sms) > 20
-    assert scene.settled == 6  # before and after each of three micro-batches
+    assert scene.settled == 12  # of three micro-batches: before and after the start, before the gradients and the end
     assert scene.turns.tile_s(Phase.FORWARD) == pytest.approx(0.003)  # what the card says a tile took
     spec, rows = rows_of(scene.values | {"out": str(folder / "alone")})
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -135,6 +137,20 @@ def test_a_card_that_fails_ends_the_job_by_the_calls_name(folder: Path) -> None:
     until(lambda: len(scene.sms) >= 5 or scene.step())
     scene.fake.at, scene.fake.code, scene.fake.fails = scene.fake.said.count("cuEventQuery") + 3, 719, "cuEventQuery"
     assert "cuEventQuery: CUDA_ERROR_UNKNOWN (719)" in scene.end()
+
+
+def test_a_pass_never_runs_tiles_on_what_is_still_being_made_nor_frees_what_they_still_use() -> None:
+    said: list[str] = []
+    turns = TileTurns(quiet_s=NEVER_S)
+    turns.settle = lambda: said.append("settle")  # type: ignore[method-assign]
+    work = SimpleNamespace(close=lambda: said.append("close"))
+    model: Any = SimpleNamespace(start=lambda *_, **__: said.append("start") or work)
+    batch: Any = SimpleNamespace(input_ids=[[1]])
+    grid: Any = SimpleNamespace(tokens=1, layers=1, forward=SimpleNamespace(layers=1, span=1))
+    draw: Any = None
+    WatchedModel(model, turns, TileProgress()).start(batch, scale=1.0, draw=draw, grid=grid).close()
+
+    assert said == ["settle", "start", "settle", "settle", "close"]
 
 
 def test_tiles_that_are_on_their_way_count_against_a_pause() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from valve_hook.holders import MOST_NOTED, Held, HolderIndex
+from valve_hook.ledger import Facts, Ledger
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -44,3 +46,39 @@ def test_what_nobody_counts_never_grows_without_bound():
 
     assert len(index._noted) <= MOST_NOTED + 1
     assert index.of(np.array([1], dtype=np.uint32)) == []
+
+
+class Book:
+    """The rows, as valved reads them."""
+
+    rows = 4
+
+    def __init__(self):
+        self.told = {}
+
+    def open_row(self, row, name, blocks):
+        self.told[row] = list(blocks)
+
+    def extend_row(self, row, start, blocks):
+        self.told[row][start:] = blocks
+
+    def close_row(self, row):
+        del self.told[row]
+
+
+def test_who_left_before_a_new_session_never_writes_into_a_row_of_its_book():
+    """Its row was one of the old book; a loss still asks for the block that it took for its last step."""
+    ledger = Ledger(block_tokens=1, read=lambda _: Facts(requests={"a": 1}, first_tokens=[(["a"], [0])], copies=()))
+    ledger.open_book(Book())
+    blocks = [SimpleNamespace(block_id=3)]
+    ledger.follow("a", blocks)
+    ledger.turn_rows()
+    ledger.launch(object())
+    blocks.append(SimpleNamespace(block_id=4))
+    ledger.dismiss("a")
+    ledger.admit("b", [20, 21, 22])
+    new = Book()
+    ledger.open_book(new)
+    ledger.judge(np.array([3], dtype=np.uint32), 64)
+
+    assert list(new.told.values()) == [[20, 21, 22]]

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sglang_world import Reclaimer, finish, lose, run, undisturbed
+from sglang_world import Reclaimer, finish, lose, restart, run, undisturbed
 from toy_sglang import Batch
 from toy_tensor import Tensor, tensor
 from toy_world import prompts
 from valve_hook import Refused
+from valve_hook.sglang import calls
 from valve_hook.sglang.check import refuse_configuration
 from valve_hook.sglang.resumed import counted, put_back
 from valve_hook.wire import Mode
@@ -53,8 +54,10 @@ def request(prompt, answer):
     return SimpleNamespace(origin_input_ids=prompt, output_ids=answer)
 
 
-def prompt_step(reqs, decoding=()):
-    batch = SimpleNamespace(reqs=reqs, decoding_reqs=list(decoding) or None, seq_lens=tensor([0]))
+def prompt_step(reqs, decoding=(), left=0):
+    """Of each prompt `left` tokens are computed in steps to come."""
+    lengths = tensor([len(each.origin_input_ids) + len(each.output_ids) - left for each in reqs])
+    batch = SimpleNamespace(reqs=reqs, decoding_reqs=list(decoding) or None, seq_lens=lengths, seq_lens_cpu=lengths)
     whole = Orchestrator(VOCABULARY, batch, [Counts, Unused])
     whole.penalizers[Counts].prepare()
     batch.sampling_info = SimpleNamespace(penalizer_orchestrator=whole)
@@ -75,6 +78,13 @@ def test_penalties_of_a_request_that_was_sent_back_never_forget_its_answer(overl
         undisturbed[step[-1]] += 1
     assert rows[1].tolist() == undisturbed.tolist()
     assert (rows[0].sum(), rows[2].tolist()) == (0, [0] * 9 + [1] + [0] * 30)
+
+
+def test_nothing_is_ever_told_again_for_a_part_of_a_prompt_that_draws_no_token():
+    batch, rows = prompt_step([request([3, 4], [7, 8, 7])], left=1)
+    put_back(batch, overlap=False)
+
+    assert rows.sum() == 0
 
 
 def test_with_overlap_a_count_is_one_token_behind_as_in_sglang_itself():
@@ -102,6 +112,27 @@ def test_an_engine_that_gives_up_nothing_is_never_stopped_for_it(world, monkeypa
     monkeypatch.setattr(Batch, "sampling_info", SimpleNamespace(penalizer_orchestrator=broken))
 
     assert run(scheduler, [("a", list(range(10)), 4)]) == undisturbed([("a", list(range(10)), 4)])
+
+
+@pytest.mark.parametrize("why", ["a wait that fails", "a new session"])
+def test_who_is_sent_back_for_a_dropped_output_never_begins_without_its_penalties(world, monkeypatch, why):
+    """Nothing of his was lost: the output alone is not believed. Both come up during a step of an online engine."""
+    scheduler, node = world()
+    hook, put = scheduler._valve, []
+    hook.link.is_offline = False
+    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(each.rid for each in batch.reqs))
+    scheduler.add("a", range(10), 20)
+    for _ in range(5):
+        scheduler.turn()
+    assert not put
+    with monkeypatch.context() as during:
+        during.setattr(
+            hook.engine, "wait", lambda _: 1 // 0 if why == "a wait that fails" else restart(node, scheduler)
+        )
+        scheduler.turn()
+
+    assert finish(scheduler, "a") == undisturbed([("a", list(range(10)), 20)])
+    assert put == ["a"]
 
 
 def a_loss_before_the_output_of_two_prompts(world):
@@ -173,17 +204,23 @@ def test_an_engine_that_gives_hidden_states_of_answers_is_never_taken(asked):
         refuse_configuration(SimpleNamespace(**config, **asked))
 
 
-def test_output_of_a_step_that_the_hook_does_not_know_is_never_taken_for_that_of_the_next(world, monkeypatch):
-    """With overlap the same requests are in the step behind it, which was noted, when its output comes in."""
+@pytest.mark.parametrize("requests", [1, 2])
+def test_output_of_a_step_that_the_hook_does_not_know_is_never_taken_for_that_of_the_next(world, monkeypatch, requests):
+    """With overlap the same requests are in the step behind it, which was noted, when its output comes in. Of that step
+    and of the next the output is dropped, and of no other: an unknown step never makes those behind it unknown.
+    """
     scheduler, _ = world()
-    scheduler.add("a", range(10), 8)
-    engine = scheduler._valve.engine
-    launch = engine.launch
-    monkeypatch.setattr(engine, "launch", lambda batch: 1 // 0)
-    scheduler.turn()
-    monkeypatch.setattr(engine, "launch", launch)
-    scheduler.turn()
-    scheduler.turn()
+    work = [(name, range(start, start + 10), 60) for name, start in (("a", 0), ("b", 100))[:requests]]
+    for one in work:
+        scheduler.add(*one)
+    for _ in range(4):
+        scheduler.turn()
+    hook = scheduler._valve
+    monkeypatch.setattr(hook.engine, "abandon", lambda: pytest.fail("a request was ended"))
+    with monkeypatch.context() as unnoted:
+        unnoted.setattr(hook.engine, "launch", lambda batch: 1 // 0)
+        scheduler.turn()
 
-    assert scheduler._valve.reconciler.receipts.dropped_tokens > 0
-    assert finish(scheduler, "a") == undisturbed([("a", list(range(10)), 8)])
+    assert finish(scheduler, [name for name, _, _ in work]) == undisturbed(work)
+    assert hook.reconciler.receipts.dropped_tokens == 2 * requests
+    assert hook.reconciler.receipts.failures <= 3

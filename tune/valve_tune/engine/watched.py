@@ -58,6 +58,7 @@ class WatchedPass:
         return self._work.forward_loss()
 
     def close(self) -> None:
+        self._turns.settle()  # tiles on their way use what this frees
         self._work.close()
 
     def gradients(self) -> tuple[float, Gradients]:
@@ -78,4 +79,5 @@ class WatchedModel:
         self._progress.started(grid, len(batch.input_ids))
         self._turns.settle()
         work = self._model.start(batch, scale=scale, draw=draw, grid=grid)
+        self._turns.settle()  # tiles run on other streams than what this made
         return WatchedPass(work, self._turns, self._progress, grid)
