@@ -158,7 +158,10 @@ def test_a_restart_within_a_long_pause_is_never_missed(scene, monkeypatch):
     scene.engine.updating = False
     scene.keeper.hand(scene.version(2))
     scene.until(lambda: any("VLLM_ALLOW" in each for each in scene.said), "it refuses")
-    scene.keeper._pause_s = scene.keeper._next_s = 1e9  # it has refused for long
+    asked = scene.engine.requests
+    loads, looks = asked.count("/v1/load_lora_adapter"), asked.count("/v1/models")
+    scene.until(lambda: asked.count("/v1/models") >= looks + 100, "it is looked at all the same")
+    assert asked.count("/v1/load_lora_adapter") < loads + 20
     scene.stop()
     scene.start()
     scene.until(lambda: set(scene.engine.adapters) == {"chat-v1", "chat-v2"}, "it gets all again")
