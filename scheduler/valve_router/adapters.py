@@ -33,8 +33,13 @@ class HeldAdapters:
         there = [*(self.listing.adapters.values() if self.listing is not None else ()), *self.lost.values()]
         return {one.name for one in there} | {one.asked for one in there}
 
-    def listed(self, listing: Listing, expected: Iterable[ListedAdapter]) -> None:
-        """`expected`: what the others of this base have for clients; one that was away may have missed it."""
+    def shown(self, base: Base) -> dict[str, ListedAdapter]:
+        """What it lists of this base; nothing while it is out of sight."""
+        is_there = self.listing is not None and not self.was_away and self.listing.base == base
+        return dict(self.listing.adapters) if self.listing is not None and is_there else {}
+
+    def listed(self, listing: Listing, expected: Iterable[ListedAdapter], others: Collection[HeldAdapters]) -> None:
+        """`expected`: what this base has for clients; one that was away may have missed it."""
         before = self.listing.adapters if self.listing is not None else {}
         there = [one.version for one in listing.adapters.values()]
         self.losses += bool(before.keys() - listing.adapters.keys())
@@ -49,6 +54,21 @@ class HeldAdapters:
             if one.base == listing.base and one.path and name not in listing.adapters
         }
         self.listing, self.was_away = listing, False
+        shown = {name: one for other in others for name, one in other.shown(listing.base).items()}
+        kept = shown.keys() | {name for other in others for name in other.lost}  # what others lost, they get again
+        versioned = {one.version[0] for one in shown.values() if one.version[1]}
+        self.lost = {name: one for name, one in self.lost.items() if name in kept or one.version[0] not in versioned}
+
+    def retired(self, tried: Iterable[str], others: Iterable[HeldAdapters]) -> None:
+        """Of what it was given in vain: a version that nobody lists is no loss where a newer one is there."""
+        if self.listing is None:
+            return
+        there = [one.version for one in self.listing.adapters.values()]
+        shown = {name for other in others for name in other.shown(self.listing.base)}
+        for name in self.lost.keys() & set(tried) - shown:
+            of, number = self.lost[name].version
+            if any(each == of and newer > number > 0 for each, newer in there):
+                del self.lost[name]
 
 
 class PublishedAdapters:
@@ -62,7 +82,16 @@ class PublishedAdapters:
         self._told: set[str] = set()  # of the aliases: a version was there, and never is there none again
 
     def listed(self, held: HeldAdapters, listing: Listing, everybody: Collection[HeldAdapters]) -> None:
-        held.listed(listing, [one for (_, base), one in self._newest.items() if base == listing.base])
+        others = [one for one in everybody if one is not held]
+        newest = {alias: one for (alias, base), one in self._newest.items() if base == listing.base}
+        shown = [one for other in others for one in other.shown(listing.base).values()]
+        newest |= {one.version[0]: one for one in sorted(shown, key=lambda each: each.version[1])}
+        newest = {alias: one for alias, one in newest.items() if alias in self.aliases}
+        held.listed(listing, newest.values(), others)
+        self.look(everybody)
+
+    def given(self, held: HeldAdapters, tried: Iterable[str], everybody: Collection[HeldAdapters]) -> None:
+        held.retired(tried, [one for one in everybody if one is not held])
         self.look(everybody)
 
     def look(self, everybody: Collection[HeldAdapters]) -> None:

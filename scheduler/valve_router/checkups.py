@@ -152,10 +152,12 @@ class Checkups:
                     pause_s = AGAIN_S[0]
                     await asyncio.sleep(self._settings.health_s)
                     continue
-                for one in sorted(replica.adapters.lost.values(), key=lambda each: each.version, reverse=True):
+                tried = sorted(replica.adapters.lost.values(), key=lambda each: each.version, reverse=True)
+                for one in tried:
                     why_not = await self._load(replica.adapters, replica.url, one)
                     log.warning("replica %s: %s %s", replica.url, one.name, why_not or "was lost, and is loaded again")
-                await self.looks.again(replica)
+                if await self.looks.again(replica):
+                    self._replicas.given(replica, [one.name for one in tried])
                 if replica.adapters.lost:
                     await asyncio.sleep(pause_s)
                     pause_s = min(AGAIN_S[1], 2 * pause_s)

@@ -61,7 +61,7 @@ class Exchange:
         self._pieces: list[Any] = []  # of the request's body, held
         self._but: list[Replica] = []
         self._sent: Sent | None = None
-        self._asked = AskedBody(b"")
+        self._asked_model = ""  # of the body no more is kept: an answer may take minutes
         self._is_lacking = False  # its replica has not what is asked for
         self._status = 0  # of the answer; 0: none yet
         self._has_begun = self._streams_events = self._is_answered = False
@@ -146,9 +146,11 @@ class Exchange:
 
     def _pick(self, body: bytes) -> Any | None:
         """None, or how the request is refused."""
-        self._asked = AskedBody(body)
+        asked = AskedBody(body)
+        if self._replicas.published.names or len(body) <= READ_BYTES:
+            self._asked_model = asked.model
         try:
-            self._sent = self._replicas.send(self._asked.prompt, self._but, self._model)
+            self._sent = self._replicas.send(asked.prompt, self._but, self._model)
         except Full:
             return self._refuse(429, "every replica is full")
         except NobodyAlive as error:
@@ -159,7 +161,7 @@ class Exchange:
     @property
     def _model(self) -> str:
         """Nobody reads a long body for it where nothing is published."""
-        return self._asked.model if self._replicas.published.names else ""
+        return self._asked_model if self._replicas.published.names else ""
 
     def _expect(self) -> None:
         """That its replica has what is asked for; the picker can send nothing again."""
@@ -175,7 +177,7 @@ class Exchange:
         if status in DOUBTED:
             self._follow(message)
             try:
-                await has_changed(status, self._asked.model, self._sent, self._replicas, looks)
+                await has_changed(status, self._asked_model, self._sent, self._replicas, looks)
             except Lacking:
                 self._is_lacking = True
 
@@ -215,7 +217,7 @@ class Exchange:
         self._follow(message)
         if self._is_lacking:
             self._replicas.ended(self._sent, is_served=False, has_failed=False)
-            return [self._refuse(503, f"the replica has no {self._asked.model} now")]
+            return [self._refuse(503, f"the replica has no {self._asked_model} now")]
         answer = self._answer("response_headers")
         mutation = answer.response_headers.response.header_mutation
         mutation.set_headers.append(header(REPLICA_HEADER, self._sent.replica.name))

@@ -238,6 +238,10 @@ class Replicas:
         """What it says that it has."""
         self.published.listed(replica.adapters, listing, self._held())
 
+    def given(self, replica: Replica, tried: Collection[str]) -> None:
+        """It was asked to load these, and has said since what it has."""
+        self.published.given(replica.adapters, tried, self._held())
+
     def _held(self) -> list[HeldAdapters]:
         return [one.adapters for one in (*self._left, *self.all)]
 

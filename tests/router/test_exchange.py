@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,24 @@ def test_bodies_are_never_held_beyond_the_limit():
     for one in (waiting, other):
         one.end()
     assert scene.held.bytes == scene.under_way == 0
+
+
+def test_a_body_is_never_kept_after_the_choice():
+    """An answer may take minutes, and HeldBodies counts no body by then."""
+    scene = Scene()
+    exchange = scene.exchange()
+    exchange.on(ProcessingRequest(request_headers={}))
+    tracemalloc.start()
+    try:
+        for body, is_last in ((b'{"prompt": "' + b"a" * 500_000, False), (b'"}', True)):
+            exchange.on(ProcessingRequest(request_body={"body": body, "end_of_stream": is_last}))
+        assert exchange.is_chosen
+        del body
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 250_000
+    finally:
+        tracemalloc.stop()
+        exchange.end()
 
 
 def message_of(kind, body, is_last, status, mode, served):

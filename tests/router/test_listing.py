@@ -118,3 +118,39 @@ def test_a_name_is_published_while_somebody_has_it_or_lost_it_and_an_alias_for_g
     seen.held[0].lost.clear()
     seen.says(0)
     assert seen.published.names == {"chat", "other", "base:other"}
+
+
+def test_what_was_retired_elsewhere_meanwhile_is_never_loaded_again():
+    seen = Seen(2)
+    for index in range(2):
+        seen.says(index, "chat-v1", "chat-v2")
+    seen.held[1].away()
+    seen.says(0, "chat-v2", "chat-v3")
+    assert seen.says(1) == {"chat-v2", "chat-v3"}
+    assert "chat-v1" not in seen.published.names
+    seen.says(0, "chat-v3", "chat-v4")  # and while it waits for what it lost
+    assert seen.says(1) == {"chat-v3"}
+
+
+def test_what_every_replica_lost_is_never_taken_for_retired():
+    seen = Seen(2)
+    for index in range(2):
+        seen.says(index, "chat-v1", "chat-v2")
+    for one in seen.held:
+        one.away()
+    assert seen.says(0) == seen.says(1) == {"chat-v1", "chat-v2"}
+    seen.says(0, "chat-v2")
+    assert seen.says(1) == {"chat-v1", "chat-v2"}
+
+
+def test_a_lost_version_that_cannot_be_loaded_is_never_published_for_ever():
+    seen = Seen()
+    seen.says(0, "chat-v1", "chat-v2")
+    seen.held[0].away()
+    seen.says(0)
+    seen.published.given(seen.held[0], ["chat-v1", "chat-v2"], seen.held)
+    assert set(seen.held[0].lost) == {"chat-v1", "chat-v2"}  # neither is there: both are tried again
+    assert seen.says(0, "chat-v2") == {"chat-v1"}
+    seen.published.given(seen.held[0], ["chat-v1"], seen.held)
+    assert not seen.held[0].lost
+    assert "chat-v1" not in seen.published.names

@@ -56,9 +56,9 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def pooled(count=2):
+async def pooled(count=2, health_s=0.05):
     engines = Engines(free_ports(count), 0.0, "--strict")
-    settings = RouterSettings(replicas=engines.urls, health_s=0.05)
+    settings = RouterSettings(replicas=engines.urls, health_s=health_s)
     try:
         async with aiohttp.ClientSession() as client:
             await engines.until_well(client)
@@ -66,6 +66,19 @@ async def pooled(count=2):
             yield Pool(engines, replicas, Picker(settings, replicas, Counts(), looks))
     finally:
         engines.end()
+
+
+async def nothing():
+    pass
+
+
+async def until(condition, what, meanwhile=nothing):
+    for _ in range(2000):
+        if condition():
+            return
+        await meanwhile()
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"never: {what}")
 
 
 def test_an_adapter_is_never_picked_for_from_who_has_it_not_and_its_second_neither():
@@ -81,15 +94,16 @@ def test_an_adapter_is_never_picked_for_from_who_has_it_not_and_its_second_neith
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_lost_adapter_is_never_the_clients_fault_and_its_own_mistake_is(is_lost):
+def test_a_lost_adapter_is_never_the_clients_fault_and_one_that_was_unloaded_is(is_lost):
     async def run():
-        async with pooled(1) as pool:
+        async with pooled(1, health_s=3600.0) as pool:
             await pool.post(0, "/v1/load_lora_adapter", "chat-v1")
             await pool.picker._looks.everybody()
-            if is_lost:
-                await pool.post(0, "/v1/unload_lora_adapter", "chat-v1")
-            for status in ("404", "400"):
-                assert (await pool.pick("chat-v1", status))[1] == (503 if is_lost and status == "404" else 0)
+            assert (await pool.pick("chat-v1", "400"))[1] == 0
+            await pool.post(0, "/v1/unload_lora_adapter", "chat-v1")
+            if is_lost:  # the engine had restarted
+                pool.replicas.all[0].adapters.away()
+            assert (await pool.pick("chat-v1", "404"))[1] == (503 if is_lost else 0)
             assert not sum(one.under_way for one in pool.replicas.all)
 
     asyncio.run(run())
@@ -102,13 +116,17 @@ def test_a_picker_gives_a_lost_adapter_again():
             await pool.picker._looks.everybody()
             (replica,) = pool.replicas.all
             pool.engines.end()
-            while replica.is_alive:
-                await asyncio.sleep(0.02)
+            await until(lambda: not replica.is_alive, "the engine is seen to be away")
             pool.engines.processes = [pool.engines.start(pool.engines.ports[0])]
             refused = set()
-            while not replica.is_alive or replica.adapters.lost:
+
+            def is_back():
+                return replica.is_alive and not replica.adapters.lost
+
+            async def seen():
                 refused.add((await pool.pick("chat-v1"))[1])
-                await asyncio.sleep(0.02)
+
+            await until(is_back, "the adapter is given again", seen)
             assert refused <= {503, 0}
             assert (await pool.pick("chat-v1")) == (endpoint_of(replica), 0)
 

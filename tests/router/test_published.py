@@ -72,6 +72,14 @@ class Published:
 
         await self.until(has_looked, f"engine {index} is looked at")
 
+    async def until_first_looks(self):
+        """The router looks at each engine as it starts."""
+
+        async def were_looked_at():
+            return all([(await self.played(index))["looks"] for index in range(len(self.engines.ports))])
+
+        await self.until(were_looked_at, "every engine is looked at")
+
     async def until_state(self, index, state):
         async def is_so():
             async with self.client.get(f"{self.url}/route/status") as answer:
@@ -167,6 +175,7 @@ def test_an_engine_that_restarts_without_its_adapters_never_answers_that_there_i
 def test_a_loss_that_nobody_has_seen_yet_costs_no_request_while_another_replica_has_it():
     async def run():
         async with routed("--strict", newest=("chat",), health_s=3600.0) as there:
+            await there.until_first_looks()
             for index in range(2):
                 await there.load(index, "chat-v1")
             await there.until_asked("chat", "chat-v1")
@@ -174,6 +183,22 @@ def test_a_loss_that_nobody_has_seen_yet_costs_no_request_while_another_replica_
                 await there.unload(index, "chat-v1")
                 assert await there.ask("chat") == ((200, "chat-v1") if index == 0 else (503, None))
             assert there.headers["Retry-After"] == "1"
+
+    asyncio.run(run())
+
+
+def test_a_version_that_somebody_unloaded_everywhere_is_never_said_to_come_back():
+    async def run():
+        async with routed("--strict", newest=("chat",), health_s=3600.0) as there:
+            await there.until_first_looks()
+            for index in range(2):
+                await there.load(index, "chat-v1")
+                await there.load(index, "chat-v2")
+            await there.until_asked("chat", "chat-v2")  # now they are published
+            for index in range(2):
+                await there.unload(index, "chat-v1")
+            assert (await there.ask("chat-v1"))[0] == 404
+            assert await there.ask("chat") == (200, "chat-v2")
 
     asyncio.run(run())
 

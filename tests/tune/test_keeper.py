@@ -7,6 +7,7 @@ import time
 import pytest
 from fake_engine import FakeEngine
 from valve_tune.serve import keeper
+from valve_tune.serve.engines import RunningEngine
 from valve_tune.serve.keeper import EngineKeeper
 
 
@@ -29,6 +30,10 @@ class Scene:
         path = self.folder / f"chat-v{number}"
         path.mkdir(exist_ok=True)
         return path
+
+    def give(self, number):
+        self.keeper.hand(self.version(number))
+        self.until(lambda: f"chat-v{number}" in self.engine.adapters and not self.keeper._waiting, "it is loaded")
 
     def stop(self):
         self.engine.close()
@@ -57,7 +62,7 @@ class Scene:
 
 def test_an_engine_that_restarts_never_stays_without_its_versions(scene):
     for number in (1, 2, 3):
-        scene.keeper.hand(scene.version(number))
+        scene.give(number)
     assert sorted(scene.engine.adapters) == ["chat-v2", "chat-v3"]
     scene.stop()
     scene.start()
@@ -67,7 +72,7 @@ def test_an_engine_that_restarts_never_stays_without_its_versions(scene):
 
 
 def test_a_version_never_misses_an_engine_that_was_away_when_it_came(scene):
-    scene.keeper.hand(scene.version(1))
+    scene.give(1)
     scene.stop()
     scene.keeper.hand(scene.version(2))
     scene.keeper.hand(scene.version(3))
@@ -85,14 +90,14 @@ def test_an_engine_that_refuses_is_asked_again_and_its_refusal_said_once(scene):
 
 
 def test_what_somebody_unloads_is_never_forced_on_the_engine(scene):
-    scene.keeper.hand(scene.version(1))
+    scene.give(1)
     scene.engine.adapters.clear()
     scene.until_looked()
     assert scene.engine.adapters == {}
 
 
 def test_an_engine_of_another_base_never_gets_the_adapter(scene):
-    scene.keeper.hand(scene.version(1))
+    scene.give(1)
     scene.stop()
     scene.start(base="other")
     scene.until(lambda: any("another base" in each for each in scene.said), "it is seen")
@@ -102,11 +107,61 @@ def test_an_engine_of_another_base_never_gets_the_adapter(scene):
 def test_a_version_of_that_name_from_elsewhere_is_never_taken_for_ours(scene):
     scene.engine.adapters["chat-v1"] = "/elsewhere/chat-v1"
     scene.keeper.hand(scene.version(1))
-    assert "from /elsewhere/chat-v1" in scene.said[-1]
+    scene.until(lambda: any("from /elsewhere/chat-v1" in each for each in scene.said), "it is refused")
 
 
 def test_a_command_that_is_started_again_finds_its_version_there(scene):
     scene.engine.adapters["chat-v1"] = str(scene.version(1))
-    scene.keeper.hand(scene.version(1))
+    scene.give(1)
     assert scene.said == [f"{scene.engine.url} answers as chat-v1"]
     assert "/v1/load_lora_adapter" not in scene.engine.requests
+
+
+@pytest.mark.parametrize("nonsense", ["no JSON", "[1]", "null"])
+def test_an_engine_that_says_nonsense_never_ends_its_keeper(scene, monkeypatch, nonsense):
+    scene.give(1)
+    ask = RunningEngine._ask
+
+    def answer(engine, path, *more, **most):
+        said = ask(engine, path, *more, **most)
+        return nonsense if path == "/v1/completions" else said
+
+    monkeypatch.setattr(RunningEngine, "_ask", answer)
+    scene.keeper.hand(scene.version(2))
+    scene.until(lambda: any("no JSON object" in each for each in scene.said), "it is said")
+    monkeypatch.undo()
+    scene.give(3)
+
+
+def test_what_nobody_expected_never_ends_a_keeper(scene, monkeypatch):
+    scene.give(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper, "hand_over", lambda *_, **__: 1 // 0)
+        scene.keeper.hand(scene.version(2))
+        scene.until(lambda: any("ZeroDivisionError" in each for each in scene.said), "it is said")
+    scene.give(3)
+
+
+def test_a_trainer_never_waits_for_an_engine_that_hangs(scene):
+    scene.give(1)
+    with scene.engine.decoding:  # every load waits for it
+        scene.keeper.hand(scene.version(2))
+        scene.until(lambda: scene.engine.requests.count("/v1/load_lora_adapter") == 2, "the load hangs")
+        scene.keeper.hand(scene.version(3))
+        assert "chat-v2" not in scene.engine.adapters  # it hangs still
+    scene.until(lambda: "chat-v3" in scene.engine.adapters, "the newest is loaded")
+
+
+def test_a_restart_within_a_long_pause_is_never_missed(scene, monkeypatch):
+    monkeypatch.setattr(keeper, "LONGEST_S", 3600.0)
+    scene.give(1)
+    scene.engine.updating = False
+    scene.keeper.hand(scene.version(2))
+    scene.until(lambda: any("VLLM_ALLOW" in each for each in scene.said), "it refuses")
+    asked = scene.engine.requests
+    loads, looks = asked.count("/v1/load_lora_adapter"), asked.count("/v1/models")
+    scene.until(lambda: asked.count("/v1/models") >= looks + 100, "it is looked at all the same")
+    assert asked.count("/v1/load_lora_adapter") < loads + 20
+    scene.stop()
+    scene.start()
+    scene.until(lambda: set(scene.engine.adapters) == {"chat-v1", "chat-v2"}, "it gets all again")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ANSWER_S = 300.0  # a large adapter from slow storage takes its time
+LIST_S = 5.0  # an engine that is well says at once what it has
 PROMPT = [1, 2, 3]  # token ids: no tokenizer need know a word
 REDIRECTS = (301, 302, 303, 307, 308)
 RUNTIME = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, SGLang with --enable-lora"
@@ -46,18 +47,18 @@ class RunningEngine:
 
     def _models(self) -> list[dict[str, Any]]:
         try:
-            found = list(json.loads(self._ask("/v1/models"))["data"])
+            found = list(json.loads(self._ask("/v1/models", wait_s=LIST_S))["data"])
             if all(isinstance(entry["id"], str) for entry in found):
                 return found
         except (ValueError, KeyError, TypeError):
             pass
         raise EngineError(f"{self.url}/v1/models: no list of models")
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _open(self, path: str, body: dict[str, Any] | None = None, wait_s: float = ANSWER_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         try:
-            return self._opener.open(request, timeout=ANSWER_S)
+            return self._opener.open(request, timeout=wait_s)
         except urllib.error.HTTPError as error:
             if error.code in REDIRECTS:
                 raise EngineError(f"{self.url}{path}: points to {error.headers['Location']}; name that one") from None
@@ -67,8 +68,8 @@ class RunningEngine:
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.url}{path}: {error or type(error).__name__}") from None
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> str:
-        with self._open(path, body) as answer:
+    def _ask(self, path: str, body: dict[str, Any] | None = None, wait_s: float = ANSWER_S) -> str:
+        with self._open(path, body, wait_s) as answer:
             try:
                 return str(answer.read().decode(errors="replace"))
             except (OSError, http.client.HTTPException) as error:
@@ -76,8 +77,14 @@ class RunningEngine:
 
     def load(self, name: str, path: str) -> None:
         said = self._ask(f"{self._prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        if self.kind == "sglang" and json.loads(said).get("success") is False:
+        if self.kind == "sglang" and self._field(said, "success") is False:
             raise EngineError(f"{self.url}: {said}")
+
+    def _field(self, said: str, name: str) -> Any:
+        try:
+            return json.loads(said).get(name)
+        except (ValueError, AttributeError, TypeError):
+            raise EngineError(f"{self.url}: answers what is no JSON object: {said[:200]}") from None
 
     def unload(self, name: str) -> None:
         self._ask(f"{self._prefix}/unload_lora_adapter", {"lora_name": name})
@@ -96,7 +103,7 @@ class RunningEngine:
     def answer(self, model: str) -> str:
         """One token from this model; the name that the answer gives."""
         body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-        return str(json.loads(self._ask("/v1/completions", body)).get("model"))
+        return str(self._field(self._ask("/v1/completions", body), "model"))
 
     def stream(self, tokens: int) -> Iterator[float]:
         """When each piece of one answer of the base came."""

@@ -7,6 +7,7 @@ by somebody, and stays away.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from valve_tune.serve.publish import hand_over
 
 LOOK_S = 1.0
 LONGEST_S = 60.0  # between two tries at an engine that refuses; each pause is twice the last
+CLOSE_S = 60.0  # for the last version, where a job ends
 KEPT = 2  # versions that stay loaded
 
 
@@ -28,46 +30,57 @@ class EngineKeeper:
         self._given: list[Path] = []  # it had these, oldest first
         self._base = ("", "")  # that took them
         self._was_away, self._trouble = False, ""
-        self._turn = threading.Lock()
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="engine-keeper", daemon=True).start()
+        self._pause_s = self._next_s = 0.0  # what was refused is tried again then
+        self._changing = threading.Lock()  # of what waits; never held while the engine is asked
+        self._has_more, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-keeper", daemon=True)
+        self._thread.start()
 
     def hand(self, version: Path) -> None:
-        """Now, or as soon as the engine takes it. A newer version takes the place of one that waits."""
-        with self._turn:
+        """As soon as the engine takes it; nobody waits for that. A newer version takes the place of one that waits."""
+        with self._changing:
             self._waiting = version
-        self.look()
+        self._has_more.set()
 
     def close(self) -> None:
-        """One last try for what waits."""
+        """One last try for what waits, and not without end."""
         self._is_over.set()
-        if self._waiting is not None:
-            self.look()
+        self._has_more.set()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        pause_s = self._look_s
-        while not self._is_over.wait(pause_s):
-            is_well = self.look()
-            pause_s = self._look_s if is_well else min(LONGEST_S, 2 * pause_s)
+        is_over = False
+        while not is_over:
+            has_more = self._has_more.wait(self._look_s)
+            self._has_more.clear()
+            is_over = self._is_over.is_set()
+            if is_over and self._waiting is None:
+                return
+            try:
+                self._look(is_due=has_more)
+            except EngineError as error:
+                self._tell(str(error))
+            except Exception as error:  # whatever an engine says, the others of its versions are kept
+                self._tell(f"{self._url}: {type(error).__name__}: {error}")
 
-    def look(self) -> bool:
-        """False: the engine is there, and refuses. One that is away is asked at the same pace as one that is well."""
-        with self._turn:
-            if self._waiting is None and not self._given:
-                return True
-            try:
-                engine = RunningEngine(self._url, self._token)
-            except EngineError as error:
-                self._was_away = True
-                self._tell(str(error))
-                return True
-            try:
-                self._give(engine)
-            except EngineError as error:
-                self._tell(str(error))
-                return False
-            self._trouble = ""
-            return True
+    def _look(self, *, is_due: bool) -> None:
+        """Whether it is away is asked at one pace. Only what it refuses is tried less and less often."""
+        if self._waiting is None and not self._given:
+            return
+        try:
+            engine = RunningEngine(self._url, self._token)
+        except EngineError as error:
+            self._was_away, self._next_s = True, 0.0
+            self._tell(str(error))
+            return
+        if not is_due and time.monotonic() < self._next_s:
+            return
+        self._pause_s = min(LONGEST_S, 2 * self._pause_s or self._look_s)
+        try:
+            self._give(engine)
+            self._trouble, self._pause_s = "", 0.0
+        finally:
+            self._next_s = time.monotonic() + self._pause_s
 
     def _give(self, engine: RunningEngine) -> None:
         loaded = engine.loaded()
@@ -89,7 +102,10 @@ class EngineKeeper:
         elif engine.path_of(version.name) not in ("", str(version)):  # else this command was started again
             raise EngineError(f"{self._url}: its {version.name} is another one, from {engine.path_of(version.name)}")
         self._given = [*(one for one in self._given if one != version), version][-KEPT:]
-        self._base, self._waiting = (engine.base, engine.root), None
+        self._base = (engine.base, engine.root)
+        with self._changing:
+            if self._waiting == version:
+                self._waiting = None
         self._say(f"{self._url} answers as {engine.model_of(version.name)}")
 
     def _tell(self, trouble: str) -> None:
