@@ -169,12 +169,19 @@ def test_a_share_is_of_the_step_alone_and_a_pause_gives_the_whole_card() -> None
     assert turns.begin(Phase.FORWARD, lambda: None) == 0.25
     turns.end(Phase.FORWARD)
     turns.stepped()
-    pause = threading.Thread(target=turns.pause, args=(ENOUGH_S,))
-    pause.start()
+    has_had = threading.Event()
+
+    def pauses() -> None:
+        while not has_had.is_set():  # one that nobody wants a tile in is over soon
+            turns.pause(ENOUGH_S)
+
+    engine_thread = threading.Thread(target=pauses, daemon=True)
+    engine_thread.start()
     assert turns.begin(Phase.FORWARD, lambda: None) == 1.0
+    has_had.set()
     turns.end(Phase.FORWARD)
     turns.stop()
-    pause.join(ENOUGH_S)
+    engine_thread.join(ENOUGH_S)
 
 
 # ---- who may ----
