@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from gates import HASTY, FakeDriver, Launcher, Rig, Workload, gate_rig, wait_until
 
+from valved.abi.link import Feature
 from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ServiceId
 
@@ -72,8 +73,10 @@ def test_no_stop_ever_waits_for_the_mail_behind_the_one_that_is_carried_out(
     stuck_in_a_question(rig, workload)
     assert rig.gate.channels.enable_foreign(gone.channels) == 0
     rig.driver.rules.hang_enable = 1
+    before = rig.driver.counts.enables
     rig.driver.rules.hang_query = 0
-    wait_until(lambda: rig.driver.counts.hanging == 1 and gone.on() == 0, "an enable is under way")
+    counts = rig.driver.counts
+    wait_until(lambda: counts.enables > before and counts.hanging == 1 and gone.on() == 0, "an enable is under way")
     launch(online)
     rig.driver.rules.passes = 1  # that one, and no other
 
@@ -81,6 +84,34 @@ def test_no_stop_ever_waits_for_the_mail_behind_the_one_that_is_carried_out(
 
     rig.driver.rules.hang_enable = 0
     wait_until(lambda: gone.on() == 8, "all run")
+
+
+def test_no_client_ever_keeps_an_order_of_a_plan_that_a_newer_one_overtook(rig: Rig) -> None:
+    """Both lay there while the driver hung: one with the client's only channel, and one without it."""
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    rig.driver.rules.deny_foreign = 0x1B
+    client, other = (rig.offline(features=int(Feature.HOLD)) for _ in range(2))
+    with client.obeying(), other.obeying():
+        other.add(1)
+        first = client.allocate()  # by it the gate learns that orders are its only way
+        rig.gate.channels.add_channel(client.client, first)
+        rig.gate.channels.remove_channel(client.client, first.h_client, first.h_channel)
+        client.free(first)
+        rig.settle()
+        stuck_in_a_question(rig, other)
+        channel = client.allocate()
+        rig.gate.channels.add_channel(client.client, channel)
+        rig.gate.channels.remove_channel(client.client, channel.h_client, channel.h_channel)
+        client.free(channel)
+        rig.driver.rules.hang_query = 0
+        rig.settle()
+        rig.gate.wake(SERVICE)
+        rig.wait_gated(0, False)
+        rig.settle()
+
+        wait_until(lambda: client.control["order"] == 0, "it may run")
+        wait_until(lambda: client.control["gate_epoch"] % 2 == 0, "its launches do not wait")
 
 
 def of_steps(rig: Rig, steps: int) -> list[Workload]:
