@@ -271,8 +271,6 @@ def _variable(container: Pod, name: str) -> Pod | None:
 
 def _set_variable(container: Pod, name: str, value: str) -> None:
     present = container.get("env") or []
-    if _variable(container, name) is None:
-        container["env"] = [*present, {"name": name, "value": value}]
-        return
-    first = next(place for place, entry in enumerate(present) if entry["name"] == name)
-    container["env"] = [*present[:first], {**present[first], "value": value}, *present[first + 1 :]]
+    first = next((place for place, entry in enumerate(present) if entry["name"] == name), len(present))
+    before = present[first] if first < len(present) else {"name": name}
+    container["env"] = [*present[:first], {**before, "value": value}, *present[first + 1 :]]
