@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +94,7 @@ class NodeMoment:
 
 
 def _channel(row: dict[str, Any]) -> RunlistChannel:
-    return RunlistChannel(
-        gpu=row["gpu"],
-        h_client=row["hClient"],
-        h_channel=row["hChannel"],
-        cid=row["cid"],
-        tsg=row["tsg"],
-        engine=row["engine"],
-        scheduled=row["scheduled"],
-        disabled=row["disabled"],
-        reset=row["reset"],
-        granted=bool(row["granted"]),
-        pending=row["pending"],
-        active=row["active"],
-        launches=row["launches"],
-        busy_ns=row["busy_ns"],
-        pid=row["pid"],
-        uvm=row["uvm"],
-        slice_us=row["slice_us"],
-    )
+    return RunlistChannel(**{field.name: row[field.name] for field in fields(RunlistChannel)})
 
 
 class Emulator:

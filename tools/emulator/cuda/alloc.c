@@ -119,9 +119,7 @@ static CUresult alloc_small(struct context *ctx, struct range *piece)
 	pthread_mutex_unlock(&memory.lock);
 	if (found)
 		return CUDA_SUCCESS;
-	CUresult result = take_area(ctx, LARGE_PAGE, &slab);
-	if (result)
-		return result;
+	TRY(take_area(ctx, LARGE_PAGE, &slab));
 	pthread_mutex_lock(&memory.lock);
 	slab->blocks = calloc(1, LARGE_PAGE / BLOCK / 8);
 	if (!slab->blocks)
@@ -212,15 +210,12 @@ CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 	METERED(ALLOC);
 	struct context *ctx;
 	struct range *range;
-	CUresult result = context_current(&ctx);
 
-	if (!result)
-		result = capture_forbids_unsafe();
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
+	TRY(capture_forbids_unsafe());
 	if (!out || !bytes)
 		return CUDA_ERROR_INVALID_VALUE;
-	result = device_alloc(ctx, bytes, NULL, &range);
+	CUresult result = device_alloc(ctx, bytes, NULL, &range);
 	if (!result)
 		*out = range->base;
 	return result;
@@ -261,10 +256,8 @@ CUAPI(cuMemFree_v2, CUdeviceptr address)
 CUAPI(cuMemGetInfo_v2, size_t *available, size_t *total)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	const struct emu_gpu *gpu = ctx->dev->board;
 	uint64_t used = __atomic_load_n(&gpu->used_bytes, __ATOMIC_RELAXED);
 	if (available)

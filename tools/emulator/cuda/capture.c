@@ -256,10 +256,8 @@ void capture_leave_locked(struct stream *stream)
 static CUresult begin(CUstream handle, int mode, struct graph *graph)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (mode < MODE_GLOBAL || mode > MODE_RELAXED)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (stream == stream->ctx->legacy)
@@ -347,14 +345,12 @@ CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
 {
 	struct stream *stream;
 	struct graph *graph = NULL;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&emu.lock);
-	result = end_locked(stream, &graph);
+	CUresult result = end_locked(stream, &graph);
 	pthread_mutex_unlock(&emu.lock);
 	*out = (CUgraph)graph;
 	return result;

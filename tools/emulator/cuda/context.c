@@ -25,10 +25,7 @@ static struct context *context_peek(void)
 
 CUresult context_current(struct context **out)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	*out = context_peek();
 	if (!*out)
 		return CUDA_ERROR_INVALID_CONTEXT;
@@ -91,13 +88,11 @@ static pthread_mutex_t primary_lock = PTHREAD_MUTEX_INITIALIZER;
 
 CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 {
-	CUresult result = driver_check();
-	struct device *dev = device_at(handle);
+	struct device *dev;
+	CUresult result = device_of(handle, &dev);
 
 	if (result)
 		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&primary_lock);
@@ -117,13 +112,11 @@ CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 
 static CUresult primary_drop(CUdevice handle, bool reset)
 {
-	CUresult result = driver_check();
-	struct device *dev = device_at(handle);
+	struct device *dev;
+	CUresult result = device_of(handle, &dev);
 
 	if (result)
 		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
 	pthread_mutex_lock(&primary_lock);
 	if (!dev->primary && !reset)
 		result = CUDA_ERROR_INVALID_CONTEXT;
@@ -159,13 +152,9 @@ CUAPI(cuDevicePrimaryCtxReset, CUdevice handle)
 
 CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 {
-	CUresult result = driver_check();
-	struct device *dev = device_at(handle);
+	struct device *dev;
 
-	if (result)
-		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	TRY(device_of(handle, &dev));
 	/* Without the lock: who destroys a context whose channels are off holds it for long. */
 	if (flags)
 		*flags = __atomic_load_n(&dev->primary_flags, __ATOMIC_RELAXED);
@@ -176,13 +165,9 @@ CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 
 CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 {
-	CUresult result = driver_check();
-	struct device *dev = device_at(handle);
+	struct device *dev;
 
-	if (result)
-		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	TRY(device_of(handle, &dev));
 	__atomic_store_n(&dev->primary_flags, flags, __ATOMIC_RELAXED);
 	pthread_mutex_lock(&primary_lock);
 	if (dev->primary)
@@ -198,10 +183,7 @@ CUAPI(cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
 
 CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!context_valid(handle))
 		return CUDA_ERROR_INVALID_CONTEXT;
 	if (depth == CONTEXT_STACK)
@@ -212,10 +194,7 @@ CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
 
 CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!depth)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	depth--;
@@ -226,10 +205,7 @@ CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
 
 CUAPI(cuCtxSetCurrent, CUcontext handle)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!handle) {
 		depth -= depth > 0;
 		return CUDA_SUCCESS;
@@ -243,10 +219,7 @@ CUAPI(cuCtxSetCurrent, CUcontext handle)
 
 CUAPI(cuCtxGetCurrent, CUcontext *out)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	*out = (CUcontext)context_peek();
@@ -255,19 +228,13 @@ CUAPI(cuCtxGetCurrent, CUcontext *out)
 
 static CUresult create_current(CUcontext *out, unsigned flags, CUdevice handle)
 {
-	CUresult result = driver_check();
-	struct device *dev = device_at(handle);
+	struct device *dev;
 	struct context *ctx = NULL;
 
-	if (result)
-		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	TRY(device_of(handle, &dev));
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
-	result = create(dev, flags, false, &ctx);
-	if (result)
-		return result;
+	TRY(create(dev, flags, false, &ctx));
 	*out = (CUcontext)ctx;
 	return cuCtxPushCurrent_v2(*out);
 }
@@ -290,10 +257,7 @@ CUAPI(cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevi
 
 CUAPI(cuCtxDestroy_v2, CUcontext handle)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!context_valid(handle) || ((struct context *)handle)->is_primary)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	if (context_peek() == (struct context *)handle)

@@ -66,10 +66,8 @@ CUresult copy_box(const struct box *box, CUstream handle, bool wait)
 {
 	METERED(COPY);
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!box->width || !box->height || !box->depth)
 		return CUDA_SUCCESS;
 	if (!box->to || !box->from)

@@ -23,6 +23,13 @@
 #define CUAPI(name, ...)                                                   \
 	__attribute__((visibility("default"))) CUresult name(__VA_ARGS__); \
 	CUresult name(__VA_ARGS__)
+/* Ends the function with the error of a call that fails. */
+#define TRY(call)                      \
+	do {                           \
+		CUresult error = call; \
+		if (error)             \
+			return error;  \
+	} while (0)
 
 enum { MAX_DEVICES = (int)EMU_GPUS, MAX_COMPUTE = 32, COPY_ENGINES = 2, CONTEXT_STACK = 32 };
 enum lane { LANE_COMPUTE, LANE_COPY };
@@ -209,7 +216,10 @@ uint64_t real_ns(uint64_t model_ns);
 /* context.c */
 CUresult context_current(struct context **out); /* also returns the sticky error */
 bool context_valid(const void *handle);
+
+/* device.c */
 struct device *device_at(CUdevice dev);
+CUresult device_of(CUdevice handle, struct device **out); /* after driver_check() */
 
 /* channel.c */
 CUresult channels_create(struct context *ctx);

@@ -60,10 +60,8 @@ ANSWER(NULL, ctx->cache_config)
 CUAPI(cuCtxSetFlags, unsigned flags)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (flags & ~SCHEDULE_FLAGS)
 		return CUDA_ERROR_INVALID_VALUE;
 	__atomic_store_n(&ctx->flags, flags, __ATOMIC_RELAXED);
@@ -73,10 +71,8 @@ CUAPI(cuCtxSetFlags, unsigned flags)
 CUAPI(cuCtxGetStreamPriorityRange, int *least, int *greatest)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (least)
 		*least = 0;
 	if (greatest)
@@ -100,10 +96,8 @@ CUAPI(cuCtxGetLimit, size_t *out, int limit)
 CUAPI(cuCtxSetLimit, int limit, size_t value)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (limit < 0 || limit >= LIMITS)
 		return CUDA_ERROR_UNSUPPORTED_LIMIT;
 	ctx->limits[limit] = value;
@@ -131,10 +125,8 @@ CUAPI(cuCtxResetPersistingL2Cache, void)
 static CUresult peer_access(CUcontext handle, bool enable)
 {
 	struct context *ctx, *peer = (struct context *)handle;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (!context_valid(handle) || peer == ctx)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	uint32_t bit = 1u << peer->dev->ordinal;

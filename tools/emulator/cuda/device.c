@@ -12,6 +12,13 @@ struct device *device_at(CUdevice dev)
 	return dev >= 0 && dev < emu.devices ? &emu.device[dev] : NULL;
 }
 
+CUresult device_of(CUdevice handle, struct device **out)
+{
+	TRY(driver_check());
+	*out = device_at(handle);
+	return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
 /* Fills what the RM knows; false when this process may not have the card (its node cannot be opened). */
 static bool open_device(struct device *dev, const struct nv_ioctl_card_info *card)
 {
@@ -104,14 +111,11 @@ CUresult devices_open(void)
 }
 
 #define DEVICE_OR_RETURN(dev, handle, out)       \
-	CUresult check_##dev = driver_check();   \
-	if (check_##dev)                         \
-		return check_##dev;              \
+	struct device *dev;                      \
+	TRY(driver_check());                     \
 	if (!(out))                              \
 		return CUDA_ERROR_INVALID_VALUE; \
-	struct device *dev = device_at(handle);  \
-	if (!dev)                                \
-	return CUDA_ERROR_INVALID_DEVICE
+	TRY(device_of(handle, &dev))
 
 CUAPI(cuDeviceGet, CUdevice *out, int ordinal)
 {
@@ -122,10 +126,7 @@ CUAPI(cuDeviceGet, CUdevice *out, int ordinal)
 
 CUAPI(cuDeviceGetCount, int *out)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	*out = emu.devices;
@@ -172,10 +173,8 @@ CUAPI(cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
 CUAPI(cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 {
 	unsigned domain = 0, bus = 0, slot = 0;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !text)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (sscanf(text, "%x:%x:%x", &domain, &bus, &slot) != 3)

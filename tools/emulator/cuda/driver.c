@@ -95,15 +95,11 @@ static CUresult start(void)
 	if (emu.ctl < 0)
 		return CUDA_ERROR_NO_DEVICE;
 	settings_read();
-	CUresult result = open_board();
-	if (result)
-		return result;
+	TRY(open_board());
 	rm_escape(emu.ctl, NV_ESC_CHECK_VERSION_STR, &version, sizeof(version));
 	if (rm_alloc_root(&emu.h_client) != NV_OK || uvm_open() != NV_OK)
 		return CUDA_ERROR_OPERATING_SYSTEM;
-	result = devices_open();
-	if (result)
-		return result;
+	TRY(devices_open());
 	fault_install();
 	pthread_atfork(NULL, NULL, child_after_fork);
 	atexit(at_exit);

@@ -79,10 +79,8 @@ static void record(struct stream *stream, struct event *event)
 CUAPI(cuEventCreate, CUevent *out, unsigned flags)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (!out || flags > 7)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct event *event = calloc(1, sizeof(*event));
@@ -148,15 +146,13 @@ static CUresult state_locked(struct event *event)
 static CUresult look(CUevent handle, bool wait)
 {
 	struct event *event = event_from(handle);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	pthread_mutex_lock(&emu.lock);
 	struct context *ctx = event->ctx;
-	result = state_locked(event);
+	CUresult result = state_locked(event);
 	if (!wait || result != CUDA_ERROR_NOT_READY) {
 		pthread_mutex_unlock(&emu.lock);
 		return result;
@@ -222,10 +218,8 @@ CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
 {
 	struct stream *stream;
 	struct event *event = event_from(handle);
-	CUresult result = stream_resolve(stream_handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(stream_handle, &stream));
 	if (!event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : wait_for_event(stream, event);
@@ -238,16 +232,14 @@ CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
 CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!context_valid(ctx_handle) || !event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	struct context *ctx = (struct context *)ctx_handle;
 	struct mark *mark = mark_new();
 	pthread_mutex_lock(&emu.lock);
-	result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
+	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	mark->time_ns = now_ns();
 	mark->refs = 1;
 	if (!result) {
@@ -262,15 +254,13 @@ CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!context_valid(ctx_handle) || !event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	struct context *ctx = (struct context *)ctx_handle;
 	pthread_mutex_lock(&emu.lock);
-	result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
+	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	for (struct stream *s = ctx->streams; s && !result && event->mark; s = s->next)
 		deps_copy(&s->waits, &event->mark->after);
 	pthread_mutex_unlock(&emu.lock);
@@ -281,12 +271,10 @@ CUAPI(cuCtxSynchronize, void)
 {
 	METERED(WAIT);
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	pthread_mutex_lock(&emu.lock);
-	result = capture_forbids_context_locked(ctx);
+	CUresult result = capture_forbids_context_locked(ctx);
 	pthread_mutex_unlock(&emu.lock);
 	return result ? result : context_wait(ctx);
 }
@@ -294,9 +282,7 @@ CUAPI(cuCtxSynchronize, void)
 CUAPI(cuCtxSynchronize_v2, CUcontext handle)
 {
 	METERED(WAIT);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	return context_valid(handle) ? context_wait((struct context *)handle) : CUDA_ERROR_INVALID_CONTEXT;
 }

@@ -72,9 +72,7 @@ static CUresult run_graph(struct work *work, struct channel *channel)
 			return CUDA_SUCCESS;
 		if (works->at[i]->is_launch)
 			__atomic_fetch_add(&channel->slot->launches, 1, __ATOMIC_RELAXED);
-		CUresult result = works->at[i]->run(works->at[i], channel);
-		if (result)
-			return result;
+		TRY(works->at[i]->run(works->at[i], channel));
 	}
 	return CUDA_SUCCESS;
 }
@@ -234,10 +232,8 @@ CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
 	struct exec *exec = exec_from(handle);
-	CUresult result = stream_resolve(stream_handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(stream_handle, &stream));
 	if (!exec)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct graph_work *launch = work_new(sizeof(*launch), run_graph);
@@ -254,10 +250,8 @@ CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 CUAPI(cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(stream_handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(stream_handle, &stream));
 	if (!exec_from(handle))
 		return CUDA_ERROR_INVALID_VALUE;
 	return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;

@@ -57,18 +57,15 @@ static CUresult pin(struct context *ctx, void *at, size_t bytes, enum range_kind
 CUAPI(cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (!result)
-		result = capture_forbids_unsafe();
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
+	TRY(capture_forbids_unsafe());
 	if (!out || !bytes || flags > HOST_FLAGS)
 		return CUDA_ERROR_INVALID_VALUE;
 	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at == MAP_FAILED)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	result = pin(ctx, at, bytes, RANGE_HOST, flags | 2u);
+	CUresult result = pin(ctx, at, bytes, RANGE_HOST, flags | 2u);
 	if (result)
 		munmap(at, bytes);
 	else
@@ -103,12 +100,9 @@ CUAPI(cuMemFreeHost, void *at)
 CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (!result)
-		result = capture_forbids_unsafe();
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
+	TRY(capture_forbids_unsafe());
 	if (!at || !bytes || flags > 15)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&memory.lock);
@@ -121,26 +115,20 @@ CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 CUAPI(cuMemHostUnregister, void *at)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (!result)
-		result = capture_forbids_unsafe();
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
+	TRY(capture_forbids_unsafe());
 	struct range *range = range_at((uintptr_t)at, true);
 	if (!range || range->kind != RANGE_REGISTERED)
 		return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-	result = context_wait(range->ctx);
+	CUresult result = context_wait(range->ctx);
 	leave(range);
 	return result;
 }
 
 CUAPI(cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || flags || !host_is_pinned(at))
 		return CUDA_ERROR_INVALID_VALUE;
 	*out = (uintptr_t)at;

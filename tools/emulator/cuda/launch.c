@@ -84,10 +84,8 @@ static CUresult launch_on(CUstream handle, CUfunction f, const unsigned *grid, c
 {
 	struct stream *stream;
 	struct function *function = function_from(f);
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!function)
 		return CUDA_ERROR_INVALID_HANDLE;
 	uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
@@ -153,10 +151,8 @@ static CUresult run_host(struct work *work, struct channel *channel)
 CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!function)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct host_work *host = work_new(sizeof(*host), run_host);
@@ -169,10 +165,8 @@ CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 CUAPI(cuStreamAddCallback, CUstream handle, CUstreamCallback callback, void *user, unsigned flags)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!callback || flags)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct host_work *host = work_new(sizeof(*host), run_host);

@@ -79,10 +79,8 @@ static bool is_valid(const CUstreamBatchMemOpParams *op)
 static CUresult submit(CUstream handle, unsigned count, const CUstreamBatchMemOpParams *ops)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!count || count > MOST_OPS || !ops)
 		return CUDA_ERROR_INVALID_VALUE;
 	for (unsigned i = 0; i < count; i++)

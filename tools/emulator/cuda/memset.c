@@ -74,10 +74,8 @@ static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 {
 	METERED(FILL);
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!shape.width || !shape.height)
 		return CUDA_SUCCESS;
 	if (!shape.to || shape.to % shape.element)

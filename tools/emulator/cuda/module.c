@@ -77,10 +77,7 @@ static CUresult open_native(struct module *module)
 
 static CUresult load(const void *image, struct module **out)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!image || !out)
 		return CUDA_ERROR_INVALID_VALUE;
 	size_t bytes = image_bytes(&image);
@@ -98,7 +95,7 @@ static CUresult load(const void *image, struct module **out)
 	module->bytes = bytes;
 	module->magic = MAGIC_MODULE;
 	module->has_builtins = !strncmp(module->image, OWN_TEXT, sizeof(OWN_TEXT) - 1);
-	result = module->has_builtins ? open_native(module) : CUDA_SUCCESS;
+	CUresult result = module->has_builtins ? open_native(module) : CUDA_SUCCESS;
 	if (result) {
 		free(module->image);
 		free(module);

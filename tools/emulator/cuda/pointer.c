@@ -92,10 +92,8 @@ static CUresult answer(void *data, int attribute, uint64_t address, const struct
 CUAPI(cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
 {
 	struct range range;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!data || attribute <= 0 || attribute > ATTRIBUTE_LAST || !look_up(address, &range))
 		return CUDA_ERROR_INVALID_VALUE;
 	return answer(data, attribute, address, &range);
@@ -108,10 +106,8 @@ CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data
 	        [1] = 8,  [3] = 8,  [4] = 8,  [7] = 8,  [11] = 8, [12] = 8,
 	        [14] = 8, [17] = 8, [10] = 1, [13] = 1, [15] = 1};
 	struct range range;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!count || !attributes || !data)
 		return CUDA_ERROR_INVALID_VALUE;
 	bool is_known = look_up(address, &range);
@@ -129,10 +125,8 @@ CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data
 CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr address)
 {
 	struct range range;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	return value && attribute == ATTRIBUTE_SYNC_MEMOPS && look_up(address, &range)
 	               ? CUDA_SUCCESS
 	               : CUDA_ERROR_INVALID_VALUE;
@@ -141,10 +135,8 @@ CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr addre
 CUAPI(cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
 	struct range range;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!look_up(address, &range))
 		return CUDA_ERROR_NOT_FOUND;
 	if (base)

@@ -64,10 +64,8 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 {
 	struct stream *stream;
 	struct range *range;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!out || !bytes)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&emu.lock);
@@ -76,9 +74,7 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 	if (is_captured)
 		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* memory nodes are not emulated */
 	pool = pool ? pool : pool_of(stream->ctx->dev);
-	result = device_alloc(stream->ctx, bytes, pool, &range);
-	if (result)
-		return result;
+	TRY(device_alloc(stream->ctx, bytes, pool, &range));
 	account(pool, (int64_t)bytes);
 	*out = range->base;
 	return CUDA_SUCCESS;
@@ -109,11 +105,9 @@ static CUresult run_free(struct work *work, struct channel *channel)
 CUAPI(cuMemFreeAsync, CUdeviceptr address, CUstream handle)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 	struct range *range = range_at(address, true);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!range || range->kind != RANGE_DEVICE)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct free_work *work = work_new(sizeof(*work), run_free);
@@ -124,13 +118,9 @@ CUAPI(cuMemFreeAsync, CUdeviceptr address, CUstream handle)
 
 static CUresult device_pool(CUmemoryPool *out, CUdevice handle, bool is_default)
 {
-	struct device *dev = device_at(handle);
-	CUresult result = driver_check();
+	struct device *dev;
 
-	if (result)
-		return result;
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	TRY(device_of(handle, &dev));
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct pool *pool = pool_of(dev);
@@ -178,10 +168,7 @@ CUAPI(cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int typ
 
 CUAPI(cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (props->location.type != CU_MEM_LOCATION_DEVICE || props->handle_types)

@@ -11,10 +11,7 @@
 
 CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	const struct range *range = range_at(address, false);
 	return out && range && range->kind == RANGE_DEVICE ? CUDA_ERROR_NOT_SUPPORTED
 	                                                   : CUDA_ERROR_INVALID_VALUE;
@@ -53,10 +50,7 @@ static uint32_t object_of(uint64_t address, uint64_t bytes)
 CUAPI(cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
       unsigned long long flags)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE || flags > 1)
 		return CUDA_ERROR_INVALID_VALUE;
 	uint32_t h_memory = object_of(address, bytes);

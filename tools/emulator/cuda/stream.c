@@ -134,10 +134,8 @@ int priority_clamp(int priority)
 CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 {
 	struct context *ctx;
-	CUresult result = context_current(&ctx);
 
-	if (result)
-		return result;
+	TRY(context_current(&ctx));
 	if (!out || flags > NON_BLOCKING)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&emu.lock);
@@ -158,9 +156,7 @@ CUAPI(cuStreamDestroy_v2, CUstream handle)
 
 	if ((uintptr_t)handle <= 2)
 		return CUDA_ERROR_INVALID_HANDLE;
-	CUresult result = stream_resolve(handle, &stream);
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	pthread_mutex_lock(&emu.lock);
 	stream_free_locked(stream);
 	pthread_mutex_unlock(&emu.lock);
@@ -179,29 +175,25 @@ CUAPI(cuStreamSynchronize, CUstream handle)
 CUAPI(cuStreamQuery, CUstream handle)
 {
 	struct stream *stream = NULL;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	pthread_mutex_lock(&emu.lock);
-	result = capture_forbids_sync_locked(stream);
+	CUresult result = capture_forbids_sync_locked(stream);
 	if (!result && stream->line->done < stream->line->submitted)
 		result = CUDA_ERROR_NOT_READY;
 	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
-#define STREAM_GETTER(name, type, value)                           \
-	CUAPI(name, CUstream handle, type *out)                    \
-	{                                                          \
-		struct stream *stream;                             \
-		CUresult result = stream_resolve(handle, &stream); \
-		if (result)                                        \
-			return result;                             \
-		if (!out)                                          \
-			return CUDA_ERROR_INVALID_VALUE;           \
-		*out = (type)(value);                              \
-		return CUDA_SUCCESS;                               \
+#define STREAM_GETTER(name, type, value)                 \
+	CUAPI(name, CUstream handle, type *out)          \
+	{                                                \
+		struct stream *stream;                   \
+		TRY(stream_resolve(handle, &stream));    \
+		if (!out)                                \
+			return CUDA_ERROR_INVALID_VALUE; \
+		*out = (type)(value);                    \
+		return CUDA_SUCCESS;                     \
 	}
 STREAM_GETTER(cuStreamGetFlags, unsigned, stream->flags)
 STREAM_GETTER(cuStreamGetPriority, int, stream->priority)

@@ -73,12 +73,9 @@ CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *pro
 {
 	struct device *dev;
 	uint32_t cls;
-	CUresult result = driver_check();
 
-	if (!result)
-		result = check_prop(prop, &dev, &cls);
-	if (result)
-		return result;
+	TRY(driver_check());
+	TRY(check_prop(prop, &dev, &cls));
 	if (!out || option < 0 || option > 1)
 		return CUDA_ERROR_INVALID_VALUE;
 	*out = LARGE_PAGE;
@@ -91,12 +88,9 @@ CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemA
 	METERED(CREATE);
 	struct device *dev;
 	uint32_t cls, h_memory;
-	CUresult result = driver_check();
 
-	if (!result)
-		result = check_prop(prop, &dev, &cls);
-	if (result)
-		return result;
+	TRY(driver_check());
+	TRY(check_prop(prop, &dev, &cls));
 	if (!out || flags || !bytes || bytes % LARGE_PAGE)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (memory_object_new(dev, cls, bytes, &h_memory))
@@ -109,19 +103,14 @@ CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
 {
 	METERED(RELEASE);
 	struct vmm_handle *handle = handle_from(value);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	return handle && handle_drop(handle, false) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&memory.lock);
@@ -150,10 +139,8 @@ CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle valu
 {
 	METERED(EXPORT);
 	const struct vmm_handle *handle = handle_from(value);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !handle || flags || type != CU_MEM_HANDLE_POSIX_FD ||
 	    !(handle->prop.requested_handles & CU_MEM_HANDLE_POSIX_FD))
 		return CUDA_ERROR_INVALID_VALUE;
@@ -195,10 +182,8 @@ CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *o
 	int fd = (int)(intptr_t)os_handle;
 	struct nv0000_export_object_info info = {.fd = fd};
 	struct device *dev = device_at(0);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)))

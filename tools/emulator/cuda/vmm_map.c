@@ -16,10 +16,8 @@ CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUd
       unsigned long long flags)
 {
 	METERED(RESERVE);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (alignment < LARGE_PAGE)
 		alignment = LARGE_PAGE;
 	if (!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1))
@@ -48,10 +46,8 @@ static struct range *reservation(uint64_t address, uint64_t bytes)
 CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
 {
 	METERED(RESERVE);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	pthread_mutex_lock(&memory.lock);
 	struct range *area = reservation(address, bytes);
 	if (area && (area->base != address || area->bytes != bytes ||
@@ -70,13 +66,12 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 {
 	METERED(MAP);
 	struct vmm_handle *handle = handle_from(value);
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	API_LOCKED;
 	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
 		return CUDA_ERROR_INVALID_VALUE;
+	CUresult result = CUDA_SUCCESS;
 	struct range *mapping = cell_new();
 	*mapping = (struct range){
 	        .base = address, .bytes = bytes, .kind = RANGE_MAPPING, .dev = handle->dev, .handle = handle};
@@ -98,19 +93,19 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 	return result;
 }
 
-/* The index after the last of the whole mappings that exactly cover the range; 0 when they do not. */
-static unsigned covered_until(uint64_t address, uint64_t bytes)
+/* Whether whole mappings exactly cover the range. */
+static bool is_covered(uint64_t address, uint64_t bytes)
 {
-	unsigned i = book_index(&memory.mappings, address);
+	uint64_t at = address;
 
-	for (uint64_t at = address; at < address + bytes; i++) {
+	pthread_mutex_lock(&memory.lock);
+	for (unsigned i = book_index(&memory.mappings, address); at < address + bytes; i++) {
 		if (i == memory.mappings.count || memory.mappings.at[i]->base != at)
-			return 0;
+			break;
 		at += memory.mappings.at[i]->bytes;
-		if (at > address + bytes)
-			return 0;
 	}
-	return i;
+	pthread_mutex_unlock(&memory.lock);
+	return at == address + bytes;
 }
 
 static bool has_access(const struct range *mapping)
@@ -121,7 +116,7 @@ static bool has_access(const struct range *mapping)
 	return false;
 }
 
-static CUresult wait_for_contexts(void)
+static void wait_for_contexts(void)
 {
 	struct dependencies all = {0};
 
@@ -133,7 +128,6 @@ static CUresult wait_for_contexts(void)
 	pthread_mutex_lock(&emu.lock);
 	deps_clear(&all);
 	pthread_mutex_unlock(&emu.lock);
-	return CUDA_SUCCESS;
 }
 
 /* The next mapping to go, out of the book; NULL when none begins in the range any more. */
@@ -153,19 +147,11 @@ static struct range *take_first(uint64_t address, uint64_t bytes)
 CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 {
 	METERED(UNMAP);
-	CUresult result = driver_check();
 
-	if (!result)
-		result = capture_forbids_unsafe();
-	if (result)
-		return result;
+	TRY(driver_check());
+	TRY(capture_forbids_unsafe());
 	API_LOCKED;
-	if (!is_granular(address, bytes))
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
-	bool is_whole = covered_until(address, bytes) != 0;
-	pthread_mutex_unlock(&memory.lock);
-	if (!is_whole)
+	if (!is_granular(address, bytes) || !is_covered(address, bytes))
 		return CUDA_ERROR_INVALID_VALUE;
 	if (setting(SETTING_unmap_waits))
 		wait_for_contexts();
@@ -223,39 +209,28 @@ static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
 {
 	METERED(ACCESS);
-	CUresult result = driver_check();
 
-	if (!result)
-		result = check_descs(descs, count);
-	if (result)
-		return result;
+	TRY(driver_check());
+	TRY(check_descs(descs, count));
 	API_LOCKED;
-	if (!is_granular(address, bytes))
+	if (!is_granular(address, bytes) || !is_covered(address, bytes))
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
-	bool is_whole = covered_until(address, bytes) != 0;
-	pthread_mutex_unlock(&memory.lock);
-	if (!is_whole)
-		return CUDA_ERROR_INVALID_VALUE;
-	for (uint64_t at = address; at < address + bytes && !result;) {
+	for (uint64_t at = address; at < address + bytes;) {
 		pthread_mutex_lock(&memory.lock);
 		struct range *mapping = book_find(&memory.mappings, at);
 		pthread_mutex_unlock(&memory.lock);
 		if (!mapping) /* unmapped by another thread meanwhile */
 			return CUDA_ERROR_INVALID_VALUE;
-		for (size_t i = 0; i < count && !result; i++)
-			result = grant(mapping, &descs[i]);
+		for (size_t i = 0; i < count; i++)
+			TRY(grant(mapping, &descs[i]));
 		at += mapping->bytes;
 	}
-	return result;
+	return CUDA_SUCCESS;
 }
 
 CUAPI(cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&memory.lock);

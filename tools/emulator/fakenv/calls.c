@@ -41,7 +41,7 @@ static int send_all(int fd, const void *data, size_t size)
 	return n == (ssize_t)size ? 0 : -1;
 }
 
-static ssize_t receive(int fd, void *data, size_t size, int *passed_fd)
+ssize_t fake_receive(int fd, void *data, size_t size, int *passed_fd)
 {
 	union {
 		struct cmsghdr align;
@@ -86,7 +86,7 @@ int fake_connect(enum emu_kind kind, uint32_t minor, uint64_t file, struct emu_w
 		}
 	}
 	if (connect(fd, (struct sockaddr *)&address, sizeof address) || send_all(fd, &hello, sizeof hello) ||
-	    receive(fd, welcome, sizeof *welcome, NULL) != (ssize_t)sizeof *welcome) {
+	    fake_receive(fd, welcome, sizeof *welcome, NULL) != (ssize_t)sizeof *welcome) {
 		close(fd);
 		errno = ENODEV; /* no server: as a node whose driver is not loaded */
 		return -1;
@@ -149,7 +149,7 @@ int fake_call(void *message, size_t size, size_t capacity, struct emu_reply **re
 		return -ENODEV;
 	if (send_all(fd, message, size))
 		return -ENODEV;
-	n = receive(fd, message, capacity, &passed);
+	n = fake_receive(fd, message, capacity, &passed);
 	if (n < (ssize_t)sizeof *head)
 		return -ENODEV;
 	if ((size_t)n >= sizeof *head + head->arg_size + head->params_size + sizeof op)

@@ -48,6 +48,8 @@ uint64_t fake_nodes_held(void);
 
 /* A new connection to the server past its hello; -1 and errno. */
 int fake_connect(enum emu_kind kind, uint32_t minor, uint64_t file, struct emu_welcome *welcome);
+/* One packet, and the fd that came with it; -1 and errno. */
+ssize_t fake_receive(int fd, void *data, size_t size, int *passed_fd);
 const struct emu_board *fake_board(void);
 uint32_t fake_branch(void);
 

@@ -6,11 +6,9 @@
  * thread: executors may be parked with any libc lock held.
  */
 #include "fakenv.h"
-#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -40,28 +38,8 @@ void fake_pages_apply(const struct emu_page_op *op, int memfd)
 
 static int next_op(int fd, struct emu_page_op *op, int *memfd)
 {
-	union {
-		struct cmsghdr align;
-		char room[CMSG_SPACE(sizeof(int))];
-	} control;
-	struct iovec iov = {op, sizeof *op};
-	struct msghdr msg = {.msg_iov = &iov,
-	                     .msg_iovlen = 1,
-	                     .msg_control = control.room,
-	                     .msg_controllen = sizeof control.room};
-	struct cmsghdr *head;
-	ssize_t n;
-
-	do
-		n = recvmsg(fd, &msg, MSG_CMSG_CLOEXEC);
-	while (n < 0 && errno == EINTR);
-	if (n != (ssize_t)sizeof *op)
-		return -1;
 	*memfd = -1;
-	head = CMSG_FIRSTHDR(&msg);
-	if (head && head->cmsg_type == SCM_RIGHTS)
-		memcpy(memfd, CMSG_DATA(head), sizeof *memfd);
-	return 0;
+	return fake_receive(fd, op, sizeof *op, memfd) == (ssize_t)sizeof *op ? 0 : -1;
 }
 
 static void *serve(void *argument)

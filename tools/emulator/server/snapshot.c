@@ -7,18 +7,19 @@ static void write_channel(FILE *out, const struct channel *c, const char *comma)
 	const struct emu_channel *b = c->slot;
 
 	fprintf(out,
-	        "%s{\"gpu\":%u,\"hClient\":%u,\"hChannel\":%u,\"cid\":%u,\"tsg\":%u,\"engine\":%u,"
+	        "%s{\"gpu\":%u,\"h_client\":%u,\"h_channel\":%u,\"cid\":%u,\"tsg\":%u,\"engine\":%u,"
 	        "\"scheduled\":%s,"
-	        "\"disabled\":%s,\"reset\":%s,\"granted\":%u,\"pending\":%u,\"active\":%u,"
+	        "\"disabled\":%s,\"reset\":%s,\"granted\":%s,\"pending\":%u,\"active\":%u,"
 	        "\"launches\":%llu,"
 	        "\"busy_ns\":%llu,\"revoked_ns\":%llu,\"stopped_ns\":%llu,\"pid\":%d,\"slice_us\":%llu,"
 	        "\"uvm\":%s}",
 	        comma, c->tsg->gpu->index, c->object->client->handle, c->object->handle, c->cid, c->tsg->id,
 	        load(&b->engine), c->scheduled ? "true" : "false", c->disabled ? "true" : "false",
-	        c->reset ? "true" : "false", load(&b->grant), load(&b->pending), load(&b->active),
-	        (unsigned long long)load(&b->launches), (unsigned long long)load(&b->busy_ns),
-	        (unsigned long long)b->revoked_ns, (unsigned long long)load(&b->stopped_ns), c->pid,
-	        (unsigned long long)c->tsg->slice_us, c->uvm_registered ? "true" : "false");
+	        c->reset ? "true" : "false", load(&b->grant) ? "true" : "false", load(&b->pending),
+	        load(&b->active), (unsigned long long)load(&b->launches),
+	        (unsigned long long)load(&b->busy_ns), (unsigned long long)b->revoked_ns,
+	        (unsigned long long)load(&b->stopped_ns), c->pid, (unsigned long long)c->tsg->slice_us,
+	        c->uvm_registered ? "true" : "false");
 }
 
 static void write_gpus(FILE *out)

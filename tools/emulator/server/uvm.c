@@ -53,17 +53,22 @@ static uint32_t register_gpu(struct call *c)
 	return g ? NV_OK : NV_ERR_INVALID_DEVICE;
 }
 
-static uint32_t unregister_gpu(struct call *c)
+static uint32_t forget(const struct call *c, uint32_t *gpus)
 {
-	struct uvm_unregister_gpu *p = (struct uvm_unregister_gpu *)c->arg;
+	const struct uvm_unregister_gpu *p = (const struct uvm_unregister_gpu *)c->arg;
 	struct gpu *g = gpu_of(p->gpuUuid);
 
 	if (!g)
 		return NV_ERR_INVALID_DEVICE;
 	state_lock();
-	c->file->uvm->gpus &= ~(1u << g->index);
+	*gpus &= ~(1u << g->index);
 	state_unlock();
 	return NV_OK;
+}
+
+static uint32_t unregister_gpu(struct call *c)
+{
+	return forget(c, &c->file->uvm->gpus);
 }
 
 static uint32_t register_vaspace(struct call *c)
@@ -87,15 +92,7 @@ static uint32_t register_vaspace(struct call *c)
 
 static uint32_t unregister_vaspace(struct call *c)
 {
-	struct uvm_unregister_gpu *p = (struct uvm_unregister_gpu *)c->arg;
-	struct gpu *g = gpu_of(p->gpuUuid);
-
-	if (!g)
-		return NV_ERR_INVALID_DEVICE;
-	state_lock();
-	c->file->uvm->gpu_vaspaces &= ~(1u << g->index);
-	state_unlock();
-	return NV_OK;
+	return forget(c, &c->file->uvm->gpu_vaspaces);
 }
 
 /* rmCtrlFd must be the file that owns hClient, as for any RM call. */

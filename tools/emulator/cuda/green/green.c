@@ -46,10 +46,8 @@ static struct resource sm_resource(unsigned sms)
 CUAPI(cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
 {
 	int sms = 0;
-	CUresult result = out ? cuDeviceGetAttribute(&sms, ATTRIBUTE_SMS, device) : CUDA_ERROR_INVALID_VALUE;
 
-	if (result)
-		return result;
+	TRY(out ? cuDeviceGetAttribute(&sms, ATTRIBUTE_SMS, device) : CUDA_ERROR_INVALID_VALUE);
 	if (type != TYPE_SM)
 		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
 	*out = sm_resource((unsigned)sms);
@@ -61,10 +59,8 @@ CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const
       struct resource *remaining, unsigned flags, unsigned least)
 {
 	unsigned granule = flags & FINE_FLAG ? FINE_GRANULE : GRANULE;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!groups || !input || flags & ~FINE_FLAG)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (input->type != TYPE_SM)
@@ -84,11 +80,9 @@ CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const
 
 CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resources, unsigned count)
 {
-	CUresult result = driver_check();
 	unsigned sms = 0;
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !resources || !count || count > MOST_RESOURCES)
 		return CUDA_ERROR_INVALID_VALUE;
 	for (unsigned i = 0; i < count; i++) {
@@ -109,15 +103,11 @@ CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resou
 CUAPI(cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice device, unsigned flags)
 {
 	CUcontext primary = NULL;
-	CUresult result = driver_check();
 
-	if (result)
-		return result;
+	TRY(driver_check());
 	if (!out || !desc || desc->magic != MAGIC_DESC || flags != DEFAULT_FLAG)
 		return CUDA_ERROR_INVALID_VALUE;
-	result = cuDevicePrimaryCtxRetain(&primary, device);
-	if (result)
-		return result;
+	TRY(cuDevicePrimaryCtxRetain(&primary, device));
 	*out = calloc(1, sizeof(**out));
 	if (!*out)
 		abort();
@@ -127,10 +117,7 @@ CUAPI(cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice de
 
 static CUresult green_check(const struct green *green)
 {
-	CUresult result = driver_check();
-
-	if (result)
-		return result;
+	TRY(driver_check());
 	/* cuDevicePrimaryCtxReset takes the primary context away from under it */
 	return green && green->magic == MAGIC_GREEN && context_valid(green->primary)
 	               ? CUDA_SUCCESS
@@ -140,10 +127,7 @@ static CUresult green_check(const struct green *green)
 /* Its streams stay, and are their makers' to destroy. */
 CUAPI(cuGreenCtxDestroy, struct green *green)
 {
-	CUresult result = green_check(green);
-
-	if (result)
-		return result;
+	TRY(green_check(green));
 	CUdevice device = green->primary->dev->ordinal;
 	pthread_mutex_lock(&emu.lock);
 	for (struct stream *stream = green->primary->streams; stream; stream = stream->next)
@@ -166,10 +150,7 @@ CUAPI(cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 
 CUAPI(cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
 {
-	CUresult result = out ? green_check(green) : CUDA_ERROR_INVALID_VALUE;
-
-	if (result)
-		return result;
+	TRY(out ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (type != TYPE_SM)
 		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
 	*out = sm_resource(green->sms);
@@ -178,10 +159,7 @@ CUAPI(cuGreenCtxGetDevResource, struct green *green, struct resource *out, int t
 
 CUAPI(cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags, int priority)
 {
-	CUresult result = out && flags == NON_BLOCKING ? green_check(green) : CUDA_ERROR_INVALID_VALUE;
-
-	if (result)
-		return result;
+	TRY(out && flags == NON_BLOCKING ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (green->primary->sticky)
 		return green->primary->sticky;
 	pthread_mutex_lock(&emu.lock);
@@ -195,10 +173,8 @@ CUAPI(cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags
 CUAPI(cuStreamGetGreenCtx, CUstream handle, void **out)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	*out = stream->green;
@@ -209,10 +185,8 @@ CUAPI(cuStreamGetGreenCtx, CUstream handle, void **out)
 CUAPI(cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
 {
 	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
 
-	if (result)
-		return result;
+	TRY(stream_resolve(handle, &stream));
 	if (!out || !green)
 		return CUDA_ERROR_INVALID_VALUE;
 	*green = stream->green;
