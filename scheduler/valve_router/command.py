@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from valve_kube.access import find
 from valve_kube.errors import SchedulerError
+from valve_kube.options import option
 
 from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
@@ -89,12 +90,12 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="DIR",
         help="Take fleet finetuning jobs and keep them in this folder. Default: take none.",
     )
-    serve.add_argument(
+    option(
+        serve,
         "--training-age-s",
-        type=float,
-        default=60.0,
+        60.0,
+        "A micro-batch that was queued for so many seconds waits for no request any more.",
         metavar="S",
-        help="A micro-batch that was queued for so many seconds waits for no request any more. Default: %(default)g.",
     )
     serve.add_argument(
         "--newest",
@@ -112,12 +113,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "pick", help="Choose replicas for an Envoy gateway. The gateway passes the requests itself."
     )
     _add_choice(pick)
-    pick.add_argument(
-        "--grpc",
-        default="127.0.0.1:9002",
-        metavar="HOST:PORT",
-        help="Gateways connect to this address. Default: %(default)s.",
-    )
+    option(pick, "--grpc", "127.0.0.1:9002", "Gateways connect to this address.", metavar="HOST:PORT")
     pick.add_argument(
         "--tls-certificate",
         type=Path,
@@ -128,12 +124,11 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     pick.add_argument(
         "--tls-self-signed", action="store_true", help="Make a certificate at the start. Gateways cannot check it."
     )
-    pick.add_argument(
+    option(
+        pick,
         "--health-port",
-        type=int,
-        default=0,
-        help="Answer the kubelet's health checks on this port, without TLS. 0 stands for no such port. Default: "
-        "%(default)s.",
+        0,
+        "Answer the kubelet's health checks on this port, without TLS. 0 stands for no such port.",
     )
     pick.add_argument(
         "--without-tls",
@@ -167,58 +162,39 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
         "--kubeconfig",
         help="The kubeconfig for --service. Default: the pod's service account, else the user's kubeconfig.",
     )
-    command.add_argument(
-        "--listen",
-        default="127.0.0.1:8100",
-        metavar="HOST:PORT",
-        help="Clients connect to this address. Default: %(default)s.",
-    )
+    option(command, "--listen", "127.0.0.1:8100", "Clients connect to this address.", metavar="HOST:PORT")
     command.add_argument(
         "--operator-token-file",
         type=Path,
         help="Whoever asks for status, metrics or drain must send the content of this file. It is needed where "
         "others can connect.",
     )
-    command.add_argument(
+    option(
+        command,
         "--score",
+        Score.PACK.value,
+        "How a replica is chosen: the paper's printed score, the least cost, or packed replicas.",
         choices=[one.value for one in Score],
-        default=Score.PACK.value,
-        help="How a replica is chosen: the paper's printed score, the least cost, or packed replicas. Default: "
-        "%(default)s.",
     )
-    command.add_argument(
+    option(
+        command,
         "--tpot-ms",
-        type=float,
-        default=0.0,
-        help="A replica that takes longer for a token gets no more requests, in milliseconds. 0 stands for no "
-        "limit. Default: %(default)g.",
+        0.0,
+        "A replica that takes longer for a token gets no more requests, in milliseconds. 0 stands for no limit.",
     )
-    command.add_argument(
+    option(
+        command,
         "--kv-tokens",
-        type=int,
-        default=0,
+        0,
+        "The number of tokens that the KV memory of one replica holds. 0 stands for not known.",
         metavar="N",
-        help="The number of tokens that the KV memory of one replica holds. 0 stands for not known. Default: "
-        "%(default)s.",
     )
-    command.add_argument(
-        "--open-per-replica",
-        type=int,
-        default=256,
-        help="The most requests that may be under way in one replica. Default: %(default)s.",
-    )
-    command.add_argument(
-        "--least-replicas",
-        type=int,
-        default=1,
-        help="The advice never asks for fewer awake replicas than this number. Default: %(default)s.",
-    )
+    option(command, "--open-per-replica", 256, "The most requests that may be under way in one replica.")
+    option(command, "--least-replicas", 1, "The advice never asks for fewer awake replicas than this number.")
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--router", default=HERE, metavar="URL", help="The URL of the running router. Default: %(default)s."
-    )
+    option(command, "--router", HERE, "The URL of the running router.", metavar="URL")
     command.add_argument(
         "--token-file", type=Path, help="The file that holds the router's operator token. Default: send none."
     )

@@ -21,6 +21,7 @@ from valve_kube.access import find
 from valve_kube.client import KubeClient
 from valve_kube.errors import SchedulerError
 from valve_kube.lease import DURATION_S
+from valve_kube.options import option
 
 from valve_scheduler.cli.check import check
 from valve_scheduler.cli.drain import DrainSettings, drain
@@ -64,21 +65,14 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_extender(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     extender = commands.add_parser("extender", help="Answer the filter, prioritize and bind calls of kube-scheduler.")
-    extender.add_argument(
-        "--port",
-        type=int,
-        default=8901,
-        help="Listen for kube-scheduler on this port of 127.0.0.1. Default: %(default)s.",
-    )
+    option(extender, "--port", 8901, "Listen for kube-scheduler on this port of 127.0.0.1.")
     _add_probes(extender)
     extender.add_argument(
         "--lease-namespace",
         default=os.environ.get("POD_NAMESPACE", "valve-system"),
         help="The namespace of kube-scheduler's lease. Default: POD_NAMESPACE of the environment, else valve-system.",
     )
-    extender.add_argument(
-        "--lease-name", default="valve-scheduler", help="The name of kube-scheduler's lease. Default: %(default)s."
-    )
+    option(extender, "--lease-name", "valve-scheduler", "The name of kube-scheduler's lease.")
     extender.add_argument(
         "--no-leader-election",
         action="store_true",
@@ -98,52 +92,36 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="The namespace of the lease. Default: POD_NAMESPACE of the environment, else valve-system.",
     )
     _add_probes(controller)
-    controller.add_argument(
+    option(
+        controller,
         "--lease",
-        type=float,
-        default=DURATION_S,
+        DURATION_S,
+        "Another controller leads after this one was silent for this many seconds.",
         metavar="SECONDS",
-        help="Another controller leads after this one was silent for this many seconds. Default: %(default)g.",
     )
-    controller.add_argument(
-        "--monitor-every",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Look at the SLAs every so many seconds. Default: %(default)g.",
-    )
-    controller.add_argument(
+    option(controller, "--monitor-every", 30.0, "Look at the SLAs every so many seconds.", metavar="SECONDS")
+    option(
+        controller,
         "--sla-window",
-        type=float,
-        default=MonitorSettings().window_s,
+        MonitorSettings().window_s,
+        "Judge an SLA over this many seconds.",
         metavar="SECONDS",
-        help="Judge an SLA over this many seconds. Default: %(default)g.",
     )
 
 
 def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     webhook = commands.add_parser("webhook", help="Make offline pods schedulable and inject the shim into online pods.")
-    webhook.add_argument(
-        "--port", type=int, default=8443, help="Listen for the API server on this port. Default: %(default)s."
-    )
-    webhook.add_argument(
-        "--host", default="0.0.0.0", help="Listen for the API server on this address. Default: %(default)s."
-    )
+    option(webhook, "--port", 8443, "Listen for the API server on this port.")
+    option(webhook, "--host", "0.0.0.0", "Listen for the API server on this address.")
     _add_probes(webhook)
     webhook.add_argument(
         "--namespace",
         default=os.environ.get("POD_NAMESPACE", "valve-system"),
         help="The namespace of the secret. Default: POD_NAMESPACE of the environment, else valve-system.",
     )
-    webhook.add_argument(
-        "--secret",
-        default="valve-webhook-tls",
-        help="The secret that holds the webhook's own certificate. Default: %(default)s.",
-    )
-    webhook.add_argument(
-        "--configuration",
-        default="valve",
-        help="The MutatingWebhookConfiguration whose CA the webhook keeps up to date. Default: %(default)s.",
+    option(webhook, "--secret", "valve-webhook-tls", "The secret that holds the webhook's own certificate.")
+    option(
+        webhook, "--configuration", "valve", "The MutatingWebhookConfiguration whose CA the webhook keeps up to date."
     )
     webhook.add_argument(
         "--hostname", action="append", help="A name in the certificate. Repeat the option for several names."
@@ -153,26 +131,17 @@ def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         help="The folder with tls.crt and tls.key from cert-manager. Default: the webhook makes its own certificate.",
     )
-    webhook.add_argument(
+    option(
+        webhook,
         "--backend",
+        Backend.ENVVAR.value,
+        "How an offline pod asks for a GPU.",
         choices=[b.value for b in Backend],
-        default=Backend.ENVVAR.value,
-        help="How an offline pod asks for a GPU. Default: %(default)s.",
     )
-    webhook.add_argument(
-        "--runtime-class",
-        default=AdmissionSettings().runtime_class,
-        help="The RuntimeClass that offline pods get. Default: %(default)s.",
-    )
-    webhook.add_argument(
-        "--shim-folder",
-        default=AdmissionSettings().shim_folder,
-        help="The folder of the shim on the nodes. Default: %(default)s.",
-    )
-    webhook.add_argument(
-        "--client-folder",
-        default=AdmissionSettings().client_folder,
-        help="The folder of the link's client on the nodes. Default: %(default)s.",
+    option(webhook, "--runtime-class", AdmissionSettings().runtime_class, "The RuntimeClass that offline pods get.")
+    option(webhook, "--shim-folder", AdmissionSettings().shim_folder, "The folder of the shim on the nodes.")
+    option(
+        webhook, "--client-folder", AdmissionSettings().client_folder, "The folder of the link's client on the nodes."
     )
     webhook.add_argument(
         "--offline-env",
@@ -188,28 +157,13 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "drain",
         help="Prepare an uninstall: remove the webhooks, switch the nodes off and wait until no offline pod is left.",
     )
-    before.add_argument(
-        "--configuration", default="valve", help="The MutatingWebhookConfiguration to remove. Default: %(default)s."
-    )
-    before.add_argument(
-        "--timeout",
-        type=float,
-        default=DrainSettings().timeout_s,
-        metavar="SECONDS",
-        help="Give up after this many seconds. Default: %(default)g.",
-    )
+    option(before, "--configuration", "valve", "The MutatingWebhookConfiguration to remove.")
+    option(before, "--timeout", DrainSettings().timeout_s, "Give up after this many seconds.", metavar="SECONDS")
 
 
 def _add_probes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--probe-host", default="0.0.0.0", help="Serve probes and metrics on this address. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--probe-port",
-        type=int,
-        default=8902,
-        help="Serve /healthz, /readyz and /metrics on this port. Default: %(default)s.",
-    )
+    option(parser, "--probe-host", "0.0.0.0", "Serve probes and metrics on this address.")
+    option(parser, "--probe-port", 8902, "Serve /healthz, /readyz and /metrics on this port.")
 
 
 def _add_alignment(parser: argparse.ArgumentParser) -> None:

@@ -72,8 +72,9 @@ def unsaid(source: str) -> list[str]:
     """Options and commands of a Python file that have no help, or one that is written there and is no sentence."""
     found = []
     for call in ast.walk(ast.parse(source)):
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("add_argument", "add_parser"):
-            told = [each.value for each in call.keywords if each.arg in ("help", None)]
+        name = getattr(call.func, "attr", getattr(call.func, "id", "")) if isinstance(call, ast.Call) else ""
+        if name in ("add_argument", "add_parser", "option"):
+            told = call.args[3:] if name == "option" else [k.value for k in call.keywords if k.arg in ("help", None)]
             is_bad = any(isinstance(text, ast.Constant) and not is_sentence(str(text.value)) for text in told)
             if not told or is_bad:
                 found.append(f"line {call.lineno}: {ast.unparse(call)}")

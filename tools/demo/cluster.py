@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TypeVar
 
 from rich.console import Console
+from valve_kube.options import option
 from valve_tools.cluster import network
 from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries
@@ -37,18 +38,9 @@ SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-schedul
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo cluster", description=__doc__)
-    parser.add_argument(
-        "--nodes", type=int, default=20, help="The number of made-up nodes of eight GPUs. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="Show gating for this many seconds. Default: %(default)g."
-    )
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=8,
-        help="The number of pod starts, each with and without injection. Default: %(default)s.",
-    )
+    option(parser, "--nodes", 20, "The number of made-up nodes of eight GPUs.")
+    option(parser, "--seconds", 12.0, "Show gating for this many seconds.")
+    option(parser, "--pairs", 8, "The number of pod starts, each with and without injection.")
     options = parser.parse_args(argv)
     problem, programs = programs_or_why_not(Path.cwd())
     if programs is None:

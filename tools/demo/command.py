@@ -12,6 +12,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
@@ -34,24 +35,12 @@ def main(argv: list[str]) -> int:
         return granted.main(argv[1:])
     others = "See also: valve demo memory, valve demo granted, valve demo cluster, valve demo tune"
     parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog=others)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=USUAL.seconds,
-        help="Each run takes arrivals for this many seconds. Default: %(default)g.",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=USUAL.rounds,
-        help="The number of rounds. A round is one run alone and one with Valve. Default: %(default)s.",
-    )
+    option(parser, "--seconds", USUAL.seconds, "Each run takes arrivals for this many seconds.")
+    option(parser, "--rounds", USUAL.rounds, "The number of rounds. A round is one run alone and one with Valve.")
     parser.add_argument(
         "--trace", type=Path, help="A CSV file of arrivals: t_s,in_tok,out_tok. Default: arrivals drawn from --seed."
     )
-    parser.add_argument(
-        "--seed", type=int, default=USUAL.seed, help="The seed of the drawn arrivals. Default: %(default)s."
-    )
+    option(parser, "--seed", USUAL.seed, "The seed of the drawn arrivals.")
     parser.add_argument("--json", action="store_true", help="Print the runs as JSON.")
     parser.add_argument("--keep", type=Path, help="Leave logs, traces and outputs in this folder. Default: keep none.")
     options = parser.parse_args(argv)

@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_hook.policy.misses import MissSettings
+from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo.figures import units_between
 from valve_tools.demo.node import VALVE, EmulatedNode
@@ -230,33 +231,19 @@ def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = GrantedPlan()
     parser = argparse.ArgumentParser(prog="valve demo granted", description=__doc__)
-    parser.add_argument(
-        "--requests", type=int, default=usual.requests, help="The number of requests. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--rate", type=float, default=usual.rate, help="The online requests a second. Default: %(default)g."
-    )
-    parser.add_argument(
+    option(parser, "--requests", usual.requests, "The number of requests.")
+    option(parser, "--rate", usual.rate, "The online requests a second.")
+    option(
+        parser,
         "--tpot-ms",
-        type=float,
-        default=usual.tpot_ms,
-        help="The target that the service states for each further token, in milliseconds. Default: %(default)g.",
+        usual.tpot_ms,
+        "The target that the service states for each further token, in milliseconds.",
     )
-    parser.add_argument(
-        "--gap-ms",
-        type=float,
-        default=usual.gap_ms,
-        help="The longest gap between two tokens that the service states, in milliseconds. Default: %(default)g.",
+    option(
+        parser, "--gap-ms", usual.gap_ms, "The longest gap between two tokens that the service states, in milliseconds."
     )
-    parser.add_argument(
-        "--rung",
-        choices=[rung.value for rung in Rung],
-        default=usual.rung,
-        help="How pauses are given. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=usual.seed, help="The seed of the drawn requests. Default: %(default)s."
-    )
+    option(parser, "--rung", usual.rung, "How pauses are given.", choices=[rung.value for rung in Rung])
+    option(parser, "--seed", usual.seed, "The seed of the drawn requests.")
     parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
     options = parser.parse_args(argv)
     plan = GrantedPlan(

@@ -20,6 +20,7 @@ from valve_hook.grants import LOOK_S, Asking
 from valve_hook.link import Link, process_link
 from valve_hook.policy.granting import EngineFacts, GrantSettings
 from valve_hook.policy.misses import MissSettings
+from valve_kube.options import option
 from valve_tools.emulator.device import Device
 
 MS, US = 1_000_000, 1_000
@@ -179,34 +180,14 @@ class GrantedService:
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200, help="The number of requests. Default: %(default)s.")
-    parser.add_argument("--rate", type=float, default=4.0, help="The drawn requests a second. Default: %(default)g.")
-    parser.add_argument("--in-tokens", type=int, default=400, help="The tokens of each prompt. Default: %(default)s.")
-    parser.add_argument(
-        "--out-tokens",
-        type=float,
-        default=40.0,
-        help="The mean number of tokens of the drawn answers. Default: %(default)g.",
-    )
-    parser.add_argument(
-        "--prefill-us",
-        type=int,
-        default=40,
-        help="The GPU time per prompt token, in microseconds. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--decode-us",
-        type=int,
-        default=10_000,
-        help="The GPU time of a decode step, in microseconds. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--sequence-us",
-        type=int,
-        default=50,
-        help="The GPU time that each request adds to a step, in microseconds. Default: %(default)s.",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="The seed of the drawn requests. Default: %(default)s.")
+    option(parser, "--requests", 200, "The number of requests.")
+    option(parser, "--rate", 4.0, "The drawn requests a second.")
+    option(parser, "--in-tokens", 400, "The tokens of each prompt.")
+    option(parser, "--out-tokens", 40.0, "The mean number of tokens of the drawn answers.")
+    option(parser, "--prefill-us", 40, "The GPU time per prompt token, in microseconds.")
+    option(parser, "--decode-us", 10_000, "The GPU time of a decode step, in microseconds.")
+    option(parser, "--sequence-us", 50, "The GPU time that each request adds to a step, in microseconds.")
+    option(parser, "--seed", 1, "The seed of the drawn requests.")
     parser.add_argument("--hasty", action="store_true", help="Ask for pauses from the first step on.")
     parser.add_argument("--say-pauses", action="store_true", help="Print a line as each pause begins.")
     return parser.parse_args(argv)

@@ -26,6 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve.v1 import node_pb2
+from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
@@ -220,15 +221,8 @@ def show(figures: MemoryFigures, plan: MemoryPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = MemoryPlan()
     parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=usual.seconds,
-        help="Take requests for this many seconds. Default: %(default)g.",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=usual.seed, help="The seed of the drawn requests. Default: %(default)s."
-    )
+    option(parser, "--seconds", usual.seconds, "Take requests for this many seconds.")
+    option(parser, "--seed", usual.seed, "The seed of the drawn requests.")
     parser.add_argument(
         "--trace", type=Path, help="A CSV file of requests: t_s,in_tok,out_tok. Default: requests drawn from --seed."
     )

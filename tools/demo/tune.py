@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from valve_kube.options import option
 from valve_tools.demo import tune_served
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
@@ -99,12 +100,8 @@ def say(text: str) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
-    parser.add_argument(
-        "--python",
-        default=".venv-tune/bin/python",
-        help="The Python of the environment that can train. Default: %(default)s.",
-    )
-    parser.add_argument("--steps", type=int, default=40, help="The number of optimizer steps. Default: %(default)s.")
+    option(parser, "--python", ".venv-tune/bin/python", "The Python of the environment that can train.")
+    option(parser, "--steps", 40, "The number of optimizer steps.")
     parser.add_argument(
         "--engines",
         type=Path,

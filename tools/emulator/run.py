@@ -14,21 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from valve_kube.options import option
 from valve_tools.emulator.node import Options, environment, shared_node
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/emulator/run", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--gpus", type=int, default=1, help="The number of cards. Default: %(default)s.")
-    parser.add_argument(
-        "--bytes", type=int, default=80 << 30, help="The memory of each card in bytes. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--name", default="NVIDIA H100 80GB HBM3 (emulated)", help="The name of each card. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="The seed that decides the cards' UUIDs. Default: %(default)s."
-    )
+    option(parser, "--gpus", 1, "The number of cards.")
+    option(parser, "--bytes", 80 << 30, "The memory of each card in bytes.")
+    option(parser, "--name", "NVIDIA H100 80GB HBM3 (emulated)", "The name of each card.")
+    option(parser, "--seed", 1, "The seed that decides the cards' UUIDs.")
     parser.add_argument(
         "--dir", type=Path, help="The folder of the node. Default: VALVE_EMU_DIR of the environment, else a new one."
     )

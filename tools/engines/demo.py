@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 from valve.v1 import node_pb2
+from valve_kube.options import option
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
@@ -163,38 +164,14 @@ def favour(valved: subprocess.Popen[bytes]) -> None:
 
 def options() -> Any:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
-    parser.add_argument(
-        "--engines",
-        type=Path,
-        default=Path(".venv-engines"),
-        help="The environment that make test-engines made. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="The number of rounds of alone and Valve. Ungated runs twice, in the first. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=300,
-        help="The requests of the batch. Each round takes a part. Default: %(default)s.",
-    )
-    parser.add_argument("--prompts", type=int, default=30, help="The requests of each benchmark. Default: %(default)s.")
-    parser.add_argument("--rate", type=float, default=1.5, help="The online requests a second. Default: %(default)g.")
-    parser.add_argument(
-        "--step-us",
-        default=STEP_US,
-        help="The microseconds that a model step takes, and each token in it. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--remap",
-        default="helper",
-        choices=[way.value for way in Remap],
-        help="How memory is taken. Default: %(default)s.",
-    )
-    parser.add_argument("--port", type=int, default=18231, help="The port of the online server. Default: %(default)s.")
+    option(parser, "--engines", Path(".venv-engines"), "The environment that make test-engines made.")
+    option(parser, "--rounds", 5, "The number of rounds of alone and Valve. Ungated runs twice, in the first.")
+    option(parser, "--requests", 300, "The requests of the batch. Each round takes a part.")
+    option(parser, "--prompts", 30, "The requests of each benchmark.")
+    option(parser, "--rate", 1.5, "The online requests a second.")
+    option(parser, "--step-us", STEP_US, "The microseconds that a model step takes, and each token in it.")
+    option(parser, "--remap", "helper", "How memory is taken.", choices=[way.value for way in Remap])
+    option(parser, "--port", 18231, "The port of the online server.")
     parser.add_argument(
         "--report", type=Path, help="Write what was measured to this file, as Markdown. Default: only print it."
     )

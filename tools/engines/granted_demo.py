@@ -25,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_hook.policy.misses import MissSettings
+from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH, launch
 from valve_tools.demo.node import EmulatedNode
@@ -268,34 +269,14 @@ def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> Ru
 def main() -> int:
     usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
-    parser.add_argument(
-        "--engines",
-        type=Path,
-        default=Path(".venv-engines"),
-        help="The environment that make test-engines made. Default: %(default)s.",
+    option(parser, "--engines", Path(".venv-engines"), "The environment that make test-engines made.")
+    option(
+        parser, "--rounds", usual.rounds, "The number of rounds. A round is one server without consent and one with it."
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=usual.rounds,
-        help="The number of rounds. A round is one server without consent and one with it. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=usual.requests,
-        help="The requests of each server that are judged. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=usual.batch, help="The requests of each batch. Default: %(default)s."
-    )
-    parser.add_argument(
-        "--rung",
-        choices=[rung.value for rung in Rung],
-        default=Rung.GATE.value,
-        help="How pauses are given. Default: %(default)s.",
-    )
-    parser.add_argument("--port", type=int, default=18241, help="The port of the online server. Default: %(default)s.")
+    option(parser, "--requests", usual.requests, "The requests of each server that are judged.")
+    option(parser, "--batch", usual.batch, "The requests of each batch.")
+    option(parser, "--rung", Rung.GATE.value, "How pauses are given.", choices=[rung.value for rung in Rung])
+    option(parser, "--port", 18241, "The port of the online server.")
     parser.add_argument("--keep", type=Path, help="Leave logs and outputs in this folder. Default: keep none.")
     chosen = parser.parse_args()
     python = chosen.engines.resolve() / "bin" / "python"

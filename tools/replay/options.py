@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from valve_kube.options import option
 from valve_tools.replay import rerender
 from valve_tools.replay.store import default_folder
 from valve_tools.sim.traces import Half
@@ -57,21 +58,15 @@ def parser() -> argparse.ArgumentParser:
             continue
         _shared_options(command, is_timed=name not in UNTIMED)
         if name == "validate":
-            command.add_argument(
+            option(
+                command,
                 "--seconds",
-                type=float,
-                default=20.0,
+                20.0,
+                "The seconds of arrivals. Real time is 15 times that for each seed.",
                 metavar="S",
-                help="The seconds of arrivals. Real time is 15 times that for each seed. Default: %(default)g.",
             )
         if name == "fleet":
-            command.add_argument(
-                "--nodes",
-                type=_positive,
-                default=NODES,
-                metavar="N",
-                help="The number of nodes of 8 GPUs. Default: %(default)s.",
-            )
+            option(command, "--nodes", NODES, "The number of nodes of 8 GPUs.", type=_positive, metavar="N")
         if name == "whatif":
             _whatif_options(command)
     return top
@@ -93,13 +88,7 @@ def _shared_options(command: argparse.ArgumentParser, is_timed: bool) -> None:
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="Write NAME.json, NAME.md and NAME.html to this folder."
     )
-    command.add_argument(
-        "--seeds",
-        type=_positive,
-        default=5,
-        metavar="N",
-        help="Use the seeds 1 to N, a number. Default: %(default)s.",
-    )
+    option(command, "--seeds", 5, "Use the seeds 1 to N, a number.", type=_positive, metavar="N")
     if is_timed:
         command.add_argument(
             "--hours",
@@ -108,15 +97,14 @@ def _shared_options(command: argparse.ArgumentParser, is_timed: bool) -> None:
             help="Use only the first H hours of every trace. For eviction, cluster, fleet and forecast: a run "
             "of H/6 the size.",
         )
-    command.add_argument(
-        "--jobs", type=_positive, default=2, metavar="N", help="The number of processes. Default: %(default)s."
-    )
-    command.add_argument(
+    option(command, "--jobs", 2, "The number of processes.", type=_positive, metavar="N")
+    option(
+        command,
         "--cache",
+        default_folder(),
+        "Keep finished tasks in this folder. A stopped run goes on from them.",
         type=Path,
         metavar="DIR",
-        default=default_folder(),
-        help="Keep finished tasks in this folder. A stopped run goes on from them. Default: %(default)s.",
     )
     command.add_argument("--fresh", action="store_true", help="Neither use nor keep finished tasks.")
     command.add_argument("--json", action="store_true", help="Print one line per claim and nothing else.")
@@ -133,32 +121,13 @@ def _whatif_options(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--prometheus", type=Path, metavar="FILE", help="A JSON file of /api/v1/query_range. See docs/replay.md."
     )
-    load.add_argument(
-        "--replicas",
-        type=_positive,
-        default=1,
-        metavar="K",
-        help="The number of replicas whose load it is. Default: %(default)s.",
-    )
+    option(load, "--replicas", 1, "The number of replicas whose load it is.", type=_positive, metavar="K")
     machine = command.add_argument_group("machine")
-    machine.add_argument("--gpu", default="H100", help="The card: H100, H200 or A100. Default: %(default)s.")
+    option(machine, "--gpu", "H100", "The card: H100, H200 or A100.")
     machine.add_argument("--machine", type=Path, metavar="FILE", help="A JSON file with the figures of another card.")
-    machine.add_argument(
-        "--online", default="8B", metavar="MODEL", help="The online model, 1B to 70B parameters. Default: %(default)s."
-    )
-    machine.add_argument(
-        "--offline",
-        default="8B",
-        metavar="MODEL",
-        help="The offline model, 1B to 70B parameters. Default: %(default)s.",
-    )
-    machine.add_argument(
-        "--tp",
-        type=_positive,
-        default=1,
-        metavar="K",
-        help="The number of GPUs that both run on. Default: %(default)s.",
-    )
+    option(machine, "--online", "8B", "The online model, 1B to 70B parameters.", metavar="MODEL")
+    option(machine, "--offline", "8B", "The offline model, 1B to 70B parameters.", metavar="MODEL")
+    option(machine, "--tp", 1, "The number of GPUs that both run on.", type=_positive, metavar="K")
 
 
 def _positive(words: str) -> int:

@@ -19,6 +19,7 @@ from valve_kube import names
 from valve_kube.access import find
 from valve_kube.client import ApiError, Json, KubeClient
 from valve_kube.errors import SchedulerError
+from valve_kube.options import option
 
 from valve_scheduler.cli import reporting
 from valve_scheduler.cli.coverage import coverage
@@ -107,13 +108,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "Show what each node offers, what harvesting is or would be worth, and what owners were promised and got.",
     )
     top = add("top", "Show the same live, with every offline pod.")
-    top.add_argument(
-        "--every",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="Look again after this many seconds. Default: %(default)g.",
-    )
+    option(top, "--every", 2.0, "Look again after this many seconds.", metavar="SECONDS")
     top.add_argument("--once", action="store_true", help="Print one look and end.")
     why = add("explain", "Say why a pod is where it is, or nowhere.")
     why.add_argument(
@@ -121,21 +116,16 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     why.add_argument("-n", "--namespace", default="", help="The namespace of the pod. Default: the kubeconfig's.")
     stop = add("pause", "Stop all harvesting in the cluster until resume.")
-    stop.add_argument(
+    option(
+        stop,
         "--wait",
-        type=float,
-        default=5.0,
+        5.0,
+        "Wait this many seconds until the daemons confirm. 0 stands for no wait.",
         metavar="SECONDS",
-        help="Wait this many seconds until the daemons confirm. 0 stands for no wait. Default: %(default)g.",
     )
     add("resume", "End the pause.")
     usage = add("usage", "Show what each namespace, owner or service harvested, saved, lost and lent.")
-    usage.add_argument(
-        "--by",
-        choices=["namespace", "owner", "service"],
-        default="namespace",
-        help="Add the figures up by this. Default: %(default)s.",
-    )
+    option(usage, "--by", "namespace", "Add the figures up by this.", choices=["namespace", "owner", "service"])
     reporting.add_options(
         add("report", "Make one page of a week of observing: what harvesting would save, and whom it would cost.")
     )
@@ -178,17 +168,9 @@ def _add_profiling(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     runs.add_argument(
         "--gpu-model", default="", help="The card as nodes report it, such as H100 80GB HBM3. Default: any card."
     )
-    runs.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="GPUS",
-        help="The number of GPUs that the workload runs on. Default: %(default)s.",
-    )
-    runs.add_argument(
-        "--pattern",
-        default=PATTERN,
-        help="The regular expression that finds tokens per second in what the command prints. Default: %(default)s.",
+    option(runs, "--tensor-parallel", 1, "The number of GPUs that the workload runs on.", metavar="GPUS")
+    option(
+        runs, "--pattern", PATTERN, "The regular expression that finds tokens per second in what the command prints."
     )
     runs.add_argument(
         "--store",

@@ -15,6 +15,7 @@ from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import InvalidObject, SchedulerError
 from valve_kube.objects import Object, annotation, names_gpus, node_report
+from valve_kube.options import option
 from valve_kube.owners import owner_name
 
 from valve_scheduler.report import page, prometheus
@@ -39,17 +40,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         default=os.environ.get("VALVE_PROMETHEUS", ""),
         help="The URL of the Prometheus to read. Default: VALVE_PROMETHEUS of the environment.",
     )
-    command.add_argument(
-        "--since",
-        default="7d",
-        metavar="TIME",
-        help="The time to look back, such as 12h, 7d or 2w. Default: %(default)s.",
-    )
-    command.add_argument(
+    option(command, "--since", "7d", "The time to look back, such as 12h, 7d or 2w.", metavar="TIME")
+    option(
+        command,
         "--sla",
-        default="0.2,0.4,0.6",
+        "0.2,0.4,0.6",
+        "The SLA levels to judge by, as shares of a job's speed alone.",
         metavar="S,S,...",
-        help="The SLA levels to judge by, as shares of a job's speed alone. Default: %(default)s.",
     )
     command.add_argument(
         "--pool-label", default="", help="The node label that names a node's pool. Default: the usual ones."

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from valve_kube.options import option
 from valve_tools.lab.fleet import cells, freed
 from valve_tools.lab.fleet.cells import Cell
 from valve_tools.lab.fleet.freed import Freed
@@ -33,12 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--traces", type=Path, help="The folder of request traces. It is needed without --from and --quick."
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results"),
-        help="Write the page and its figures to this folder. Default: %(default)s.",
-    )
+    option(parser, "--out", Path("results"), "Write the page and its figures to this folder.")
     parser.add_argument("--table", help="Run this table alone. It writes the figures and no page.")
     parser.add_argument(
         "--only", default="", help="Run only the cells whose name begins so. The page is then made in parts."
@@ -47,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         "--from", dest="kept", type=Path, nargs="+", help="Make the page of these figures, which are there already."
     )
     parser.add_argument("--quick", action="store_true", help="Run a few cells, which a test can wait for.")
-    parser.add_argument("--jobs", type=int, default=2, help="The number of processes. Default: %(default)s.")
+    option(parser, "--jobs", 2, "The number of processes.")
     options = parser.parse_args(argv)
     if options.traces is None and options.kept is None and not options.quick:
         parser.error("--traces, --from or --quick is needed")
