@@ -13,14 +13,6 @@ from valved.gate.freeze import KILL
 from valved.model.ids import Role
 from valved.state import saved as state
 
-
-@pytest.fixture
-def world(tmp_path):
-    world = World(tmp_path)
-    yield world
-    world.check()
-
-
 JOB, H_CLIENT = 300, 0xC1D0AAAA
 
 

@@ -6,20 +6,13 @@ from dataclasses import replace
 
 import pytest
 from fake_gate import STOP_NS
-from node_world import MS, SECOND, World
+from node_world import MS, SECOND
 
 from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode
 from valved.policy.wake import WakeReason
 from valved.state.registry import GUARD_SERVICE
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = World(tmp_path)
-    yield world
-    world.check()
 
 
 def test_a_service_holds_from_birth_so_that_no_launch_precedes_its_gate(world):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 
-import pytest
-from node_world import World
-
 from valved.abi.link import LinkType
 from valved.clients.possession import OFFERS, PATIENCE_NS
 from valved.clients.schedules import HELD_PER_CLIENT
@@ -15,13 +12,6 @@ from valved.model.ids import GpuIndex, Reach, Role
 
 THEIRS = 0xC1D00777
 REFUSED = errno.EOPNOTSUPP
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = World(tmp_path)
-    yield world
-    world.check()
 
 
 def answers(world, client, seq):

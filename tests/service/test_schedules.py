@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-from node_world import World
-
 from valved.abi.link import LinkType
 from valved.model.ids import GpuIndex, Role
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = World(tmp_path)
-    yield world
-    world.check()
 
 
 def acks(world, client, seq):

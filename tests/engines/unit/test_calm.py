@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from kv_node import KvNode
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.reconciler import Reconciler
@@ -15,13 +14,6 @@ from valve_hook.wire import Mode
 def offline(monkeypatch):
     """So a table is waited for, however slow the machine is."""
     monkeypatch.setenv("VALVE_ROLE", "offline")
-
-
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
 
 
 @pytest.fixture

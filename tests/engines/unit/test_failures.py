@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 from faults import Fault, cases
-from kv_node import KvNode, wait_for
+from kv_node import wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.ledger import Ledger
@@ -35,13 +35,6 @@ CALLED = {
 }
 PLACES = [(owner, name) for owner, names in CALLED.items() for name in names]
 ARMED_AT, RESTARTED_AT = 14, 26
-
-
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
 
 
 @functools.cache

@@ -29,13 +29,6 @@ def offline(monkeypatch):
 
 
 @pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
-
-
-@pytest.fixture
 def link(node):
     link = Link(build="test", path=node.path, retry_s=0.02)
     link.start()

@@ -13,13 +13,6 @@ ALL = 400
 
 
 @pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
-
-
-@pytest.fixture
 def scheduler(node):
     scheduler = hooked(node, blocks=60)
     yield scheduler

@@ -9,13 +9,6 @@ from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.wire import Mode
 
 
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
-
-
 def undisturbed(work, depth, **knobs):
     return run(ToyScheduler(**knobs), work, depth=depth)
 

@@ -16,13 +16,6 @@ from valve_hook.vllm.engine import VllmEngine
 from valve_hook.wire import Mode
 
 
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_after_the_second_failure_no_token_is_wrong_and_no_block_without_memory_is_handed_out(node, depth):
     """Who may have read a loss ends with an error; who began later has the tokens it would have had."""

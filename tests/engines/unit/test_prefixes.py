@@ -15,13 +15,6 @@ from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_hook.vllm.prefixes import Prefixes
 
 
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=10)
-    yield node
-    node.stop()
-
-
 def blocks_of(scheduler, name):
     return [block.block_id for block in scheduler.req_to_blocks[name]]
 
