@@ -57,6 +57,18 @@ def fine(check: str, what: str) -> Finding:
     return Finding(check=check, verdict=Grade.FINE, what=what)
 
 
+def note(check: str, what: str, fix: str = "") -> Finding:
+    return Finding(check=check, verdict=Grade.NOTE, what=what, fix=fix)
+
+
+def broken(check: str, what: str, fix: str) -> Finding:
+    return Finding(check=check, verdict=Grade.BROKEN, what=what, fix=fix)
+
+
+def unknown(check: str, what: str) -> Finding:
+    return Finding(check=check, verdict=Grade.UNKNOWN, what=what)
+
+
 def driver_version(text: str) -> tuple[str, bool] | None:
     """(version, open kernel modules) from /proc/driver/nvidia/version."""
     match = re.search(r"(Open Kernel Module)?[^\n]*?\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
@@ -67,23 +79,17 @@ def check_driver() -> Finding:
     try:
         found = driver_version(_read(VERSION_FILE))
     except OSError:
-        return Finding(
-            check="driver",
-            verdict=Grade.BROKEN,
-            what="no NVIDIA driver is loaded",
-            fix="install it, or try Valve without a GPU: valve demo",
-        )
+        return broken("driver", "no NVIDIA driver is loaded", "install it, or try Valve without a GPU: valve demo")
     if not found:
-        return Finding(check="driver", verdict=Grade.UNKNOWN, what=f"cannot read a version in {VERSION_FILE}")
+        return unknown("driver", f"cannot read a version in {VERSION_FILE}")
     version, is_open = found
     branch = int(version.split(".")[0])
     flavour = "open kernel modules" if is_open else "proprietary modules"
     if not FIRST_BRANCH <= branch <= LAST_BRANCH:
-        return Finding(
-            check="driver",
-            verdict=Grade.NOTE,
-            what=f"{version} ({flavour}): layouts of branch {branch} are not known, valved only observes",
-            fix=f"use a driver of branch {FIRST_BRANCH} to {LAST_BRANCH}, or a newer Valve",
+        return note(
+            "driver",
+            f"{version} ({flavour}): layouts of branch {branch} are not known, valved only observes",
+            f"use a driver of branch {FIRST_BRANCH} to {LAST_BRANCH}, or a newer Valve",
         )
     return fine("driver", f"{version} ({flavour})")
 
@@ -98,11 +104,10 @@ def check_nodes() -> Finding:
     needed = [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
     missing = [str(path) for path in needed if not _can_open(path)]
     if missing:
-        return Finding(
-            check="device nodes",
-            verdict=Grade.BROKEN,
-            what=f"cannot open {', '.join(missing)}",
-            fix="as root: nvidia-modprobe -u -c 0; in a container: pass every GPU node to it",
+        return broken(
+            "device nodes",
+            f"cannot open {', '.join(missing)}",
+            "as root: nvidia-modprobe -u -c 0; in a container: pass every GPU node to it",
         )
     return fine("device nodes", "nvidiactl and nvidia-uvm open")
 
@@ -122,7 +127,7 @@ def check_cards() -> Iterator[Finding]:
 
         pynvml.nvmlInit()
     except Exception as error:  # the library's own errors differ by version; any of them means "cannot look"
-        yield Finding(check="cards", verdict=Grade.UNKNOWN, what=f"NVML does not answer: {error}")
+        yield unknown("cards", f"NVML does not answer: {error}")
         return
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -138,24 +143,20 @@ def _check_card(nvml: object, index: int) -> Iterator[Finding]:
     yield fine(card, name.decode() if isinstance(name, bytes) else str(name))
     compute = _ask(nvml, "nvmlDeviceGetComputeMode", handle)
     if compute not in (0, None):
-        yield Finding(
-            check=card,
-            verdict=Grade.BROKEN,
-            what="compute mode is not Default: a second process cannot open the card",
-            fix=f"nvidia-smi -i {index} -c DEFAULT",
+        yield broken(
+            card,
+            "compute mode is not Default: a second process cannot open the card",
+            f"nvidia-smi -i {index} -c DEFAULT",
         )
     mig = _ask(nvml, "nvmlDeviceGetMigMode", handle)
     if isinstance(mig, list | tuple) and mig[0]:
-        yield Finding(
-            check=card, verdict=Grade.BROKEN, what="MIG is on: not supported", fix=f"nvidia-smi -i {index} -mig 0"
-        )
+        yield broken(card, "MIG is on: not supported", f"nvidia-smi -i {index} -mig 0")
     gsp = _ask(nvml, "nvmlDeviceGetGspFirmwareMode", handle)
     if isinstance(gsp, list | tuple) and not gsp[0]:
-        yield Finding(
-            check=card,
-            verdict=Grade.NOTE,
-            what="GSP firmware is off: channel control answers 'not supported' there",
-            fix="load the open kernel modules, or set NVreg_EnableGpuFirmware=1",
+        yield note(
+            card,
+            "GSP firmware is off: channel control answers 'not supported' there",
+            "load the open kernel modules, or set NVreg_EnableGpuFirmware=1",
         )
 
 
@@ -170,11 +171,10 @@ def _ask(nvml: object, name: str, *arguments: object) -> object:
 def check_mps() -> Finding:
     pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if Path(pipe, "control").exists():
-        return Finding(
-            check="MPS",
-            verdict=Grade.BROKEN,
-            what=f"an MPS control daemon runs ({pipe}): its clients share channel groups, a gate would hit online",
-            fix="echo quit | nvidia-cuda-mps-control",
+        return broken(
+            "MPS",
+            f"an MPS control daemon runs ({pipe}): its clients share channel groups, a gate would hit online",
+            "echo quit | nvidia-cuda-mps-control",
         )
     return fine("MPS", "no control daemon")
 
@@ -183,11 +183,10 @@ def check_dcgm(folder: Path = Path("/proc")) -> Finding:
     seen = {comm for comm in map(_comm, folder.glob("[0-9]*/comm")) if comm in DCGM}
     if not seen:
         return fine("DCGM", "nothing measures whole cards")
-    return Finding(
-        check="DCGM",
-        verdict=Grade.NOTE,
-        what=f"{', '.join(sorted(seen))} counts offline work as the online service's",
-        fix="scale and alert on the service's own metrics, or on those of valved (docs/cluster.md)",
+    return note(
+        "DCGM",
+        f"{', '.join(sorted(seen))} counts offline work as the online service's",
+        "scale and alert on the service's own metrics, or on those of valved (docs/cluster.md)",
     )
 
 
@@ -201,7 +200,7 @@ def _comm(path: Path) -> str:
 def check_preload() -> Finding:
     library = preload_library()
     if not library.is_file():
-        return Finding(check="preload", verdict=Grade.BROKEN, what=f"{library} is missing", fix="install Valve again")
+        return broken("preload", f"{library} is missing", "install Valve again")
     done = subprocess.run(
         [sys.executable, "-c", "pass"],
         env={**os.environ, "LD_PRELOAD": str(library)},
@@ -210,29 +209,24 @@ def check_preload() -> Finding:
         text=True,
     )
     if done.returncode or "libvalve" in done.stderr:
-        return Finding(check="preload", verdict=Grade.BROKEN, what=done.stderr.strip() or "a process died with it")
+        return broken("preload", done.stderr.strip() or "a process died with it", "")
     return fine("preload", "libvalve.so loads, also where no CUDA is used")
 
 
 def check_glibc() -> Finding:
     name, version = platform.libc_ver()
     if name != "glibc":
-        return Finding(
-            check="glibc",
-            verdict=Grade.NOTE,
-            what="this is no glibc system: CUDA processes cannot run here, others are left alone",
-        )
+        return note("glibc", "this is no glibc system: CUDA processes cannot run here, others are left alone")
     return fine("glibc", version)
 
 
 def check_privileges() -> Finding:
     if os.geteuid() == 0:
         return fine("privileges", "root: real-time priority for the gate, processes of every user")
-    return Finding(
-        check="privileges",
-        verdict=Grade.NOTE,
-        what="not root: no real-time priority for the gate, only this user's processes",
-        fix="for a serving machine: sudo valve service install",
+    return note(
+        "privileges",
+        "not root: no real-time priority for the gate, only this user's processes",
+        "for a serving machine: sudo valve service install",
     )
 
 
@@ -242,12 +236,7 @@ def check_seccomp() -> Finding:
     fd = os.memfd_create("valve-doctor", os.MFD_ALLOW_SEALING) if hasattr(os, "memfd_create") else -1
     try:
         if fd < 0 or libc.fcntl(fd, 1033, 0x0010) != 0:  # F_ADD_SEALS, F_SEAL_FUTURE_WRITE (Linux 5.1)
-            return Finding(
-                check="kernel",
-                verdict=Grade.BROKEN,
-                what=f"Linux {platform.release()} has no F_SEAL_FUTURE_WRITE",
-                fix="use Linux 5.1 or newer",
-            )
+            return broken("kernel", f"Linux {platform.release()} has no F_SEAL_FUTURE_WRITE", "use Linux 5.1 or newer")
     finally:
         if fd >= 0:
             os.close(fd)
@@ -258,14 +247,14 @@ def check_daemon() -> Finding:
     folder = run_dir()
     if is_running(folder):
         return fine("valved", f"answers in {folder}")
-    return Finding(check="valved", verdict=Grade.NOTE, what=f"none answers in {folder}", fix="valve up")
+    return note("valved", f"none answers in {folder}", "valve up")
 
 
 def check_lock() -> Finding:
     """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another."""
     answer = status_of(run_dir())
     if answer is None:
-        return Finding(check="driver lock", verdict=Grade.UNKNOWN, what="valved measures it, and none answers here")
+        return unknown("driver lock", "valved measures it, and none answers here")
     return judge_lock(answer.driver, [len(service.gpus) for service in answer.services if service.role == ONLINE])
 
 
@@ -275,14 +264,13 @@ def judge_lock(driver: Any, widths: list[int]) -> Finding:
     if widest < 2:
         return fine("driver lock", "no online service uses several GPUs: one lock is as good as many")
     if not driver.HasField("device_only_lock"):
-        return Finding(check="driver lock", verdict=Grade.UNKNOWN, what=words.lock(driver))
+        return unknown("driver lock", words.lock(driver))
     if driver.device_only_lock or widest < PATCH_PAYS:
         return fine("driver lock", words.lock(driver))
-    return Finding(
-        check="driver lock",
-        verdict=Grade.NOTE,
-        what=f"stock: the {widest} GPUs of a service are stopped one after another",
-        fix="the one-word driver patch stops them side by side (patches/driver)",
+    return note(
+        "driver lock",
+        f"stock: the {widest} GPUs of a service are stopped one after another",
+        "the one-word driver patch stops them side by side (patches/driver)",
     )
 
 
@@ -290,7 +278,7 @@ def check_remap() -> Finding:
     """Can memory be taken from the offline processes here while online work waits for it?"""
     answer = status_of(run_dir())
     if answer is None:
-        return Finding(check="KV memory", verdict=Grade.UNKNOWN, what="valved tries it, and none answers here")
+        return unknown("KV memory", "valved tries it, and none answers here")
     return judge_remap(answer.memory)
 
 
@@ -298,11 +286,10 @@ def judge_remap(memory: Any) -> Finding:
     failed = remap.failed(memory)
     if not failed:
         return fine("KV memory", remap.passed(memory))
-    return Finding(
-        check="KV memory",
-        verdict=Grade.NOTE,
-        what=f"asked for between two steps of the engine, and a request may wait for one: {'; '.join(failed)}",
-        fix="a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
+    return note(
+        "KV memory",
+        f"asked for between two steps of the engine, and a request may wait for one: {'; '.join(failed)}",
+        "a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
     )
 
 
