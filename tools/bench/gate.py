@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from valve_tools.bench.chart import BenchChart, draw
 from valve_tools.bench.gate_host import GateRun, run_on
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.emulator.node import Options, node
+from valve_tools.replay.svg import curves, picture
 
 from valved.machine.ports import Stamp
 
@@ -144,15 +144,10 @@ def bench_8gpu() -> Iterator[Row]:
 
 
 def chart_of(patched: Mapping[int, list[list[float]]], stock: Mapping[int, list[list[float]]]) -> str:
-    return draw(
-        BenchChart(
-            title="Until every GPU of the service is closed (emulated driver)",
-            x_label="GPUs of the online service",
-            y_label="median, us of the card's time",
-            xs=FAN_OUT,
-            series={"stock driver": _medians(stock), "one-word patch": _medians(patched)},
-        )
-    )
+    series = {"stock driver": _medians(stock), "one-word patch": _medians(patched)}
+    points = {name: list(zip(FAN_OUT, medians, strict=True)) for name, medians in series.items()}
+    shown = "median us of the card's time until every GPU of the service is closed (emulated driver)"
+    return picture(curves(points, x_unit="GPUs of the online service", y_unit=shown))
 
 
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {

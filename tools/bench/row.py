@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Better = Literal["lower", "higher"]
@@ -46,23 +46,8 @@ class Row:
         return value <= self.budget if self.better == "lower" else value >= self.budget
 
     def as_json(self, *, commit: str, machine: str) -> str:
-        record = {
-            "name": self.name,
-            "metric": self.metric,
-            "unit": self.unit,
-            "p50": self.p50,
-            "p99": self.p99,
-            "max": self.max,
-            "n": self.n,
-            "budget": self.budget,
-            "judged": self.judged,
-            "better": self.better,
-            "ok": self.ok,
-            "baseline": self.baseline,
-            "note": self.note,
-            "commit": commit,
-            "machine": machine,
-        }
+        record = {**asdict(self), "ok": self.ok, "commit": commit, "machine": machine}
+        del record["is_void"]
         return json.dumps(record)
 
 

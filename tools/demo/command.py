@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, demo_folder
 from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
 from valve_tools.emulator.node import Options
 
@@ -48,9 +47,7 @@ def main(argv: list[str]) -> int:
         print(f"valve demo: {options.trace} is not a file", file=sys.stderr)
         return 2
     plan = RoundsPlan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
-    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
-        folder = options.keep.resolve() if options.keep else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with demo_folder(options.keep) as folder:
         runs, units_per_s = perform(plan, folder, quiet=options.json)
     if options.json:
         print(json.dumps({"units_per_s": units_per_s, "runs": [asdict(run) for run in runs]}))

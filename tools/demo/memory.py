@@ -14,7 +14,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from rich.table import Table
 from valve.v1 import node_pb2
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, demo_folder
 from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
 from valve_tools.emulator.node import Options
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
@@ -239,9 +238,7 @@ def main(argv: list[str]) -> int:
         return 2
     plan = MemoryPlan(seconds=options.seconds, seed=options.seed, trace=trace if isinstance(trace, Trace) else None)
     console = Console(stderr=True, quiet=options.json)
-    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch, console.status("starting") as line:
-        folder = options.keep.resolve() if options.keep else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with demo_folder(options.keep) as folder, console.status("starting") as line:
         figures = perform(plan, folder, line.update)
     if options.json:
         print(json.dumps(asdict(figures)))

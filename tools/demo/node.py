@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +31,15 @@ VALVE = Path(sys.executable).parent / "valve"
 
 class NodeError(Exception):
     """The node did not do what was waited for; the message holds what is known."""
+
+
+@contextlib.contextmanager
+def demo_folder(kept: Path | None) -> Iterator[Path]:
+    """Where a demo leaves logs and outputs: the folder that was named, or one that goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
+        folder = kept.resolve() if kept else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 class EmulatedNode:

@@ -9,14 +9,13 @@ import hashlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from valve_kube.options import option
 from valve_tools.demo import tune_served
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, demo_folder
 from valve_tools.demo.rounds import ONLINE
 
 PROGRAM = Path(__file__).resolve().parent / "tune_program.py"
@@ -114,9 +113,7 @@ def main(argv: list[str]) -> int:
     if not Path(python).exists():
         print(f"valve demo tune: no {options.python}: make demo-tune sets it up", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="valve-demo-tune-") as scratch:
-        folder = options.keep.resolve() if options.keep else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with demo_folder(options.keep) as folder:
         code = perform(folder, python, options.steps)
         if code or not tune_served.is_installed(options.engines):
             return code

@@ -9,12 +9,8 @@ emulated card says: what is compared is the card's time, not how two engines sha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +23,7 @@ from valve_kube.options import option
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
-from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides
+from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides, add_options, has_engines, started
 
 from valved.model.ids import Remap
 
@@ -156,45 +152,30 @@ def end(server: subprocess.Popen[bytes]) -> None:
     server.wait(PATIENCE_S)
 
 
-def favour(valved: subprocess.Popen[bytes]) -> None:
-    """A node's daemon goes first; here two engines fill two cores, an online process waits 50 ms for it."""
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, valved.pid, -10)
-
-
 def options() -> Any:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
-    option(parser, "--engines", Path(".venv-engines"), "The environment that make test-engines made.")
     option(parser, "--rounds", 5, "The number of rounds of alone and Valve. Ungated runs twice, in the first.")
     option(parser, "--requests", 300, "The requests of the batch. Each round takes a part.")
     option(parser, "--prompts", 30, "The requests of each benchmark.")
     option(parser, "--rate", 1.5, "The online requests a second.")
     option(parser, "--step-us", STEP_US, "The microseconds that a model step takes, and each token in it.")
     option(parser, "--remap", "helper", "How memory is taken.", choices=[way.value for way in Remap])
-    option(parser, "--port", 18231, "The port of the online server.")
     parser.add_argument(
         "--report", type=Path, help="Write what was measured to this file, as Markdown. Default: only print it."
     )
-    parser.add_argument("--keep", type=Path, help="Leave logs and outputs in this folder. Default: keep none.")
+    add_options(parser, port=18231)
     return parser.parse_args()
 
 
 def main() -> int:
     chosen = options()
-    python = chosen.engines.resolve() / "bin" / "python"
-    if not python.exists():
-        print(f"{chosen.engines}: no engines here; make test-engines installs them", file=sys.stderr)
+    if not has_engines(chosen):
         return 2
     console = Console(record=True, width=110)
-    with tempfile.TemporaryDirectory(prefix="valve-vllm-") as scratch:
-        folder = chosen.keep.resolve() if chosen.keep else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        with EmulatedNode(folder, config=CONFIG.format(pool_mib=POOL_MIB, remap=chosen.remap)) as node:
-            favour(node.start_valved())
-            sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=chosen.step_us)
-            counts = {"rounds": chosen.rounds, "requests": chosen.requests, "prompts": chosen.prompts}
-            demo = EngineDemo(sides=sides, rate=chosen.rate, say=console.print, **counts)
-            demo.perform()
+    with started(chosen, CONFIG.format(pool_mib=POOL_MIB, remap=chosen.remap), chosen.step_us) as sides:
+        counts = {"rounds": chosen.rounds, "requests": chosen.requests, "prompts": chosen.prompts}
+        demo = EngineDemo(sides=sides, rate=chosen.rate, say=console.print, **counts)
+        demo.perform()
     console.export_text()  # the story so far stays out of the report
     verdict = show(console, demo.outcome)
     if chosen.report:

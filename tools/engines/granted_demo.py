@@ -12,8 +12,6 @@ import json
 import os
 import random
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -28,10 +26,9 @@ from valve_hook.policy.misses import MissSettings
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH, launch
-from valve_tools.demo.node import EmulatedNode
-from valve_tools.engines.demo import EXIT_VOID, end, favour
+from valve_tools.engines.demo import EXIT_VOID, end
 from valve_tools.engines.figures import RuleResult
-from valve_tools.engines.sides import CONFIG, STEP_US, Sides
+from valve_tools.engines.sides import CONFIG, STEP_US, Sides, add_options, has_engines, started
 
 from valved.model.rungs import Rung
 
@@ -269,33 +266,24 @@ def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> Ru
 def main() -> int:
     usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
-    option(parser, "--engines", Path(".venv-engines"), "The environment that make test-engines made.")
     option(
         parser, "--rounds", usual.rounds, "The number of rounds. A round is one server without consent and one with it."
     )
     option(parser, "--requests", usual.requests, "The requests of each server that are judged.")
     option(parser, "--batch", usual.batch, "The requests of each batch.")
     option(parser, "--rung", Rung.GATE.value, "How pauses are given.", choices=[rung.value for rung in Rung])
-    option(parser, "--port", 18241, "The port of the online server.")
-    parser.add_argument("--keep", type=Path, help="Leave logs and outputs in this folder. Default: keep none.")
+    add_options(parser, port=18241)
     chosen = parser.parse_args()
-    python = chosen.engines.resolve() / "bin" / "python"
-    if not python.exists():
-        print(f"{chosen.engines}: no engines here; make test-engines installs them", file=sys.stderr)
+    if not has_engines(chosen):
         return 2
     plan = VllmGrantPlan(rounds=chosen.rounds, requests=chosen.requests, batch=chosen.batch)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     config = CONFIG.format(pool_mib=POOL_MIB, remap="helper")
     config += f'\n[granted]\nrung = "{chosen.rung}"\nprobed_driver = "{DRIVER}"\n'
-    with tempfile.TemporaryDirectory(prefix="valve-granted-") as scratch:
-        folder = chosen.keep.resolve() if chosen.keep else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        with EmulatedNode(folder, config=config) as node:
-            favour(node.start_valved())
-            sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=STEP_US)
-            demo = VllmGrantDemo(sides=sides, plan=plan, say=console.print)
-            demo.perform()
+    with started(chosen, config, STEP_US) as sides:
+        demo = VllmGrantDemo(sides=sides, plan=plan, say=console.print)
+        demo.perform()
     verdict = show(console, demo.outcome, plan)
     return {RuleResult.KEPT: 0, RuleResult.BROKEN: 1, RuleResult.VOID: EXIT_VOID}[verdict]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -128,17 +128,7 @@ def _smoke(report: Report, share: float, words: str) -> Report:
 
 
 def _whatif(options: argparse.Namespace, progress: TellProgress) -> Report:
-    asked = Question(
-        requests=options.requests,
-        prometheus=options.prometheus,
-        machine=options.machine,
-        gpu=options.gpu,
-        online=options.online,
-        offline=options.offline,
-        tp=options.tp,
-        replicas=options.replicas,
-        hours=options.hours,
-    )
+    asked = Question(**{each.name: getattr(options, each.name) for each in fields(Question)})
     if options.requests is not None and options.requests.is_dir():
         return services.run(asked, seeds_of(options), progress, workers_of(options))
     return whatif.run(asked, seeds_of(options), progress, workers_of(options))

@@ -12,6 +12,7 @@ from typing import Any
 
 from valve_tools.bench.command import commit, machine
 from valve_tools.replay.provenance import LINE, made_with
+from valve_tools.replay.svg import picture
 from valve_tools.sim.machine import MODEL_ERROR
 from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, not_judged, void
 
@@ -206,14 +207,8 @@ def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None)
         f"{report.name}.json": figures,
         f"{report.name}.md": "\n".join([*head, *shown, markdown(tables), foot]),
         f"{report.name}.html": page(report, document),
-        **{name: _picture(chart.svg) for name, chart in pictures.items()},
+        **{name: picture(chart.svg) for name, chart in pictures.items()},
     }
     for name, content in written.items():
         (folder / name).write_text(content, encoding="utf-8")
     return [folder / name for name in written]
-
-
-def _picture(drawn: str) -> str:
-    """A chart as a file of its own; white behind it, as readers may have dark pages."""
-    head, rest = drawn.split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg" style="background:#fff">{rest}\n'

@@ -45,6 +45,12 @@ def _wrap(width: float, height: float, parts: Sequence[str], label: str) -> str:
     return f"<svg {size} {face}><defs>{hatches}</defs>{''.join(parts)}</svg>"
 
 
+def picture(drawn: str) -> str:
+    """A chart as a file of its own; white behind it, as readers may have dark pages."""
+    head, rest = drawn.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg" style="background:#fff">{rest}\n'
+
+
 def look_of(series: int) -> tuple[str, int]:
     """Colour and hatch of a series: no two of the first 32 have both alike."""
     return PALETTE[series % len(PALETTE)], (series + series // len(PALETTE)) % len(HATCHES)
