@@ -28,6 +28,7 @@ from valve_tune.model.dropout import Draw
 from valve_tune.model.explicit import ExplicitModel, ExplicitPass, adapter_sites
 from valve_tune.model.interface import nothing
 from valve_tune.model.names import short_targets
+from valve_tune.options import option
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, JobFolder
 from valve_tune.tiles.grid import Grid, Phase, TileShape
@@ -194,14 +195,12 @@ def paired(first: Callable[[], float], second: Callable[[], float], rounds: int)
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--hidden", type=int, default=1024, help="The width of the model, a number of elements. Default: %(default)s."
-    )
-    parser.add_argument("--layers", type=int, default=6, help="The number of layers. Default: %(default)s.")
-    parser.add_argument("--tokens", type=int, default=256, help="The tokens of a row. Default: %(default)s.")
-    parser.add_argument("--rows", type=int, default=2, help="The number of rows in a batch. Default: %(default)s.")
-    parser.add_argument("--rounds", type=int, default=5, help="The number of paired runs. Default: %(default)s.")
-    parser.add_argument("--threads", type=int, default=1, help="The number of CPU threads. Default: %(default)s.")
+    option(parser, "--hidden", 1024, "The width of the model, a number of elements.")
+    option(parser, "--layers", 6, "The number of layers.")
+    option(parser, "--tokens", 256, "The tokens of a row.")
+    option(parser, "--rows", 2, "The number of rows in a batch.")
+    option(parser, "--rounds", 5, "The number of paired runs.")
+    option(parser, "--threads", 1, "The number of CPU threads.")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(chosen.threads)
     failed = False

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from valve_tune.options import option
+
 MODEL_LEN = 4096
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -244,30 +246,12 @@ def verdict(rounds: Sequence[Round], spans: Sequence[int]) -> list[str]:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.fused", description=__doc__)
-    parser.add_argument(
-        "--hidden",
-        type=int,
-        default=1024,
-        help="The width of the model, a number that 256 divides. Default: %(default)s.",
-    )
-    parser.add_argument("--layers", type=int, default=12, help="The number of layers. Default: %(default)s.")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="The number format of the weights. Default: %(default)s.",
-    )
-    parser.add_argument(
-        "--readers", type=int, default=4, help="The number of requests that decode. Default: %(default)s."
-    )
-    parser.add_argument("--rounds", type=int, default=12, help="The number of rounds. Default: %(default)s.")
-    parser.add_argument(
-        "--spans",
-        type=int,
-        nargs="+",
-        default=list(SPANS),
-        help="The lengths of the training spans in tokens. Default: %(default)s.",
-    )
+    option(parser, "--hidden", 1024, "The width of the model, a number that 256 divides.")
+    option(parser, "--layers", 12, "The number of layers.")
+    option(parser, "--dtype", "float32", "The number format of the weights.", choices=("float32", "bfloat16"))
+    option(parser, "--readers", 4, "The number of requests that decode.")
+    option(parser, "--rounds", 12, "The number of rounds.")
+    option(parser, "--spans", list(SPANS), "The lengths of the training spans in tokens.", type=int, nargs="+")
     return parser.parse_args(arguments)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valve_tune.engine.fused import ENGINE_ENVIRONMENT, make
+from valve_tune.options import option
 
 READERS, CONTEXTS, PROMPTS = (1, 2, 4, 8, 12), (32, 256, 1024), (0, 24, 96, 256)
 MARK = 1.3
@@ -167,12 +168,10 @@ def row(name: str, errors: Errors) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.predict", description=__doc__)
-    parser.add_argument(
-        "--hidden", type=int, default=512, help="The width of the model, a number of elements. Default: %(default)s."
-    )
-    parser.add_argument("--layers", type=int, default=8, help="The number of layers. Default: %(default)s.")
-    parser.add_argument("--rounds", type=int, default=6, help="The number of rounds. Default: %(default)s.")
-    parser.add_argument("--seed", type=int, default=0, help="The seed of the drawn batches. Default: %(default)s.")
+    option(parser, "--hidden", 512, "The width of the model, a number of elements.")
+    option(parser, "--layers", 8, "The number of layers.")
+    option(parser, "--rounds", 6, "The number of rounds.")
+    option(parser, "--seed", 0, "The seed of the drawn batches.")
     asked = parser.parse_args(arguments)
     os.environ |= ENGINE_ENVIRONMENT
     with tempfile.TemporaryDirectory() as work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from valve_tune.options import option
 from valve_tune.serve import flags, fleet, jobs
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
@@ -34,9 +35,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("share", help="Lay a base into shared memory, once for all jobs on this machine's CPUs.")
     one.add_argument("--model", required=True, metavar="DIR", help="The folder of the base model.")
     one.add_argument("--to", required=True, metavar="FILE", help="The file to write, for example /dev/shm/llama.")
-    one.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="The number format of the weights. Default: %(default)s."
-    )
+    option(one, "--dtype", DTYPES[0], "The number format of the weights.", choices=DTYPES)
     one.set_defaults(run=share)
     add_publish(commands)
     add_serve(commands)
@@ -67,13 +66,7 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="STEP",
         help="Publish the checkpoint of this step number. Default: the newest adapter.",
     )
-    one.add_argument(
-        "--keep",
-        type=int,
-        default=2,
-        metavar="N",
-        help="The number of versions that stay loaded. Default: %(default)s.",
-    )
+    option(one, "--keep", 2, "The number of versions that stay loaded.", metavar="N")
     one.add_argument(
         "--token-file",
         default="",
@@ -98,10 +91,8 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.add_argument(
         "--folder", required=True, metavar="DIR", help="The folder of the database, the files and the adapters."
     )
-    one.add_argument("--host", default="127.0.0.1", help="Listen on this address. Default: %(default)s.")
-    one.add_argument(
-        "--port", type=int, default=8090, help="Listen on this port. 0 stands for any free one. Default: %(default)s."
-    )
+    option(one, "--host", "127.0.0.1", "Listen on this address.")
+    option(one, "--port", 8090, "Listen on this port. 0 stands for any free one.")
     one.add_argument(
         "--token-file",
         default="",

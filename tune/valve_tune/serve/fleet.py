@@ -31,6 +31,7 @@ from valve_tune.base.consent import NotShared
 from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter
 from valve_tune.model.names import BadTarget
+from valve_tune.options import option
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
@@ -344,31 +345,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="URL",
         help="The replica beside which it trains, by the URL that the router has.",
     )
-    one.add_argument(
-        "--rounds", type=int, default=1, help="The number of averages until the job is done. Default: %(default)s."
-    )
-    one.add_argument(
-        "--sync-steps",
-        type=int,
-        default=100,
-        help="The optimizer steps of all trainers from one average to the next. Default: %(default)s.",
-    )
-    one.add_argument(
+    option(one, "--rounds", 1, "The number of averages until the job is done.")
+    option(one, "--sync-steps", 100, "The optimizer steps of all trainers from one average to the next.")
+    option(
+        one,
         "--sync-minutes",
-        type=float,
-        default=10.0,
-        help="Average after this many minutes if that is earlier. The next round gets what is not done then. 0 "
-        "stands for no limit. Default: %(default)g.",
+        10.0,
+        "Average after this many minutes if that is earlier. The next round gets what is not done then. 0 "
+        "stands for no limit.",
     )
-    one.add_argument(
-        "--average", choices=METHODS[:2], default=METHODS[0], help="How the averages are made. Default: %(default)s."
-    )
-    one.add_argument(
-        "--push-steps",
-        type=int,
-        default=10,
-        help="Send the work after so many steps. A dead node costs no more. Default: %(default)s.",
-    )
+    option(one, "--average", METHODS[0], "How the averages are made.", choices=METHODS[:2])
+    option(one, "--push-steps", 10, "Send the work after so many steps. A dead node costs no more.")
     one.add_argument(
         "--publish-to",
         action="append",
