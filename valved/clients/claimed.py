@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from valved.clients.departures import ANEW
 from valved.clients.exits import Exits
@@ -16,32 +17,21 @@ from valved.state.journal import Journal
 from valved.state.registry import Books, ProcessClaim
 
 
+@dataclass(eq=False, repr=False)
 class ClaimedRoots:
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        gating: GateService,
-        journal: Journal,
-        processes: ProcessPort,
-        exits: Exits,
-        leave: Callable[[ClientId, str], None],
-        ended: Callable[[ServiceId], None],
-        changed: Callable[[], None],
-        pods: ClaimSource | None = None,
-    ) -> None:
-        """`leave` ends a client; `ended`: a service is in no book any more; `changed`: the books differ; `pods`: on a
-        Kubernetes node."""
-        self.pods = pods
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._journal = journal
-        self._processes = processes
-        self._exits = exits
-        self._leave = leave
-        self._ended = ended
-        self._changed = changed
+    """`leave` ends a client; `ended`: a service is in no book any more; `changed`: the books differ; `pods`: on a
+    Kubernetes node."""
+
+    _gate: GatePort
+    _books: Books
+    _gating: GateService
+    _journal: Journal
+    _processes: ProcessPort
+    _exits: Exits
+    _leave: Callable[[ClientId, str], None]
+    _ended: Callable[[ServiceId], None]
+    _changed: Callable[[], None]
+    pods: ClaimSource | None = None
 
     def claim(self, pid: int, start_time: int, role: Role, name: str) -> ProcessClaim | None:
         """Claim a process for a role. None: it is gone, or its number means another process by now."""

@@ -11,6 +11,7 @@ that is what waits for them.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from valved.clients.exits import Exits
 from valved.clients.leftovers import Leftovers
@@ -29,25 +30,18 @@ LOOKS = 64  # processes looked at in one turn: the others have theirs in the nex
 ANEW = "claimed anew"  # for another role: it is not to be stopped as who it was
 
 
+@dataclass(eq=False, repr=False)
 class Departures:
-    def __init__(
-        self,
-        gate: GatePort,
-        leftovers: Leftovers,
-        processes: ProcessPort,
-        exits: Exits,
-        journal: Journal,
-        counters: NodeCounters,
-        clock: Clock,
-    ) -> None:
-        self._gate = gate
-        self._leftovers = leftovers
-        self._processes = processes
-        self._exits = exits
-        self._journal = journal
-        self._counters = counters
-        self._clock = clock
-        self._ticker = Ticker(clock, self._look)
+    _gate: GatePort
+    _leftovers: Leftovers
+    _processes: ProcessPort
+    _exits: Exits
+    _journal: Journal
+    _counters: NodeCounters
+    _clock: Clock
+
+    def __post_init__(self) -> None:
+        self._ticker = Ticker(self._clock, self._look)
         self._to_look: deque[ProcessId] = deque()
 
     def remove(self, entry: ClientEntry, reason: str) -> int:

@@ -33,24 +33,17 @@ class HeldSchedule:
     timer: TimerHandle
 
 
+@dataclass(eq=False, repr=False)
 class Schedules:
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        gating: GateService,
-        clock: Clock,
-        link: LinkTable,
-        possession: Possession,
-        ack: Callable[[ClientId, int, int], None],
-    ) -> None:
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._clock = clock
-        self._link = link
-        self._possession = possession
-        self._ack = ack
+    _gate: GatePort
+    _books: Books
+    _gating: GateService
+    _clock: Clock
+    _link: LinkTable
+    _possession: Possession
+    _ack: Callable[[ClientId, int, int], None]
+
+    def __post_init__(self) -> None:
         self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
 
     def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:

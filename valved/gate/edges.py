@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from valved.gate.accounts import book_hold
 from valved.gate.online import OnlineService
@@ -20,32 +21,23 @@ from valved.state.stats import GpuAccount, NodeCounters
 DRIVER_CALLS = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)  # made by valved itself; the other rungs ask the process
 
 
+@dataclass(eq=False, repr=False)
 class Edges:
     """The hold of a service follows the order of stamps alone, never the return value of a call: a ring may fall
     between the two. `online` and `gpus` are the gate's own books."""
 
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        clock: Clock,
-        settings: GateSettings,
-        counters: NodeCounters,
-        records: GateRecords,
-        permits: Permits,
-        online: Mapping[ServiceId, OnlineService],
-        gpus: Mapping[GpuIndex, GpuAccount],
-    ) -> None:
+    _gate: GatePort
+    _books: Books
+    _clock: Clock
+    _settings: GateSettings
+    _counters: NodeCounters
+    _records: GateRecords
+    _permits: Permits
+    _online: Mapping[ServiceId, OnlineService]
+    _gpus: Mapping[GpuIndex, GpuAccount]
+
+    def __post_init__(self) -> None:
         self.locks = LockState()  # what the stops told of the driver's locks
-        self._gate = gate
-        self._books = books
-        self._clock = clock
-        self._settings = settings
-        self._counters = counters
-        self._records = records
-        self._permits = permits
-        self._online = online
-        self._gpus = gpus
 
     def take(self, stamp: Stamp) -> None:
         online = self._online.get(stamp.service)

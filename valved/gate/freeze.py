@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from valved.config import LadderTable
 from valved.gate.edges import DRIVER_CALLS
@@ -28,24 +29,17 @@ KILL = "about to be killed"  # why a client is taken out of the books just befor
 Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Ladder:
-    def __init__(
-        self,
-        books: Books,
-        gating: GateService,
-        journal: Journal,
-        clock: Clock,
-        settings: LadderTable,
-        signaller: Signaller,
-        leave: Callable[[ClientId, str], None],
-    ) -> None:
-        self._books = books
-        self._gating = gating
-        self._journal = journal
-        self._clock = clock
-        self._settings = settings
-        self._signal = signaller
-        self._leave = leave
+    _books: Books
+    _gating: GateService
+    _journal: Journal
+    _clock: Clock
+    _settings: LadderTable
+    _signal: Signaller
+    _leave: Callable[[ClientId, str], None]
+
+    def __post_init__(self) -> None:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}

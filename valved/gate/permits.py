@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from valved.gate.online import OnlineService
 from valved.gate.records import GateRecords
@@ -42,35 +42,27 @@ class GateSettings:
     breaker: BreakerSettings
 
 
+@dataclass(eq=False, repr=False)
 class Permits:
     """Looks at each online service: after what changed, and a few times a second while one is permitted.
 
     `online` and `gpus` are the gate's own books; `drain` brings them up to this moment.
     """
 
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        clock: Clock,
-        settings: GateSettings,
-        records: GateRecords,
-        online: Mapping[ServiceId, OnlineService],
-        gpus: Mapping[GpuIndex, GpuAccount],
-        drain: Callable[[], None],
-    ) -> None:
-        self._gate = gate
-        self._books = books
-        self._clock = clock
-        self._settings = settings
-        self._records = records
-        self._online = online
-        self._gpus = gpus
-        self._drain = drain
+    _gate: GatePort
+    _books: Books
+    _clock: Clock
+    _settings: GateSettings
+    _records: GateRecords
+    _online: Mapping[ServiceId, OnlineService]
+    _gpus: Mapping[GpuIndex, GpuAccount]
+    _drain: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._is_braked = False
         self._askers: set[str] = set()
-        self._cooldown = settings.cooldown  # that all permissions rest on
-        self._ticker = Ticker(clock, self._tick_over)
+        self._cooldown = self._settings.cooldown  # that all permissions rest on
+        self._ticker = Ticker(self._clock, self._tick_over)
 
     @property
     def is_braked(self) -> bool:
@@ -182,15 +174,7 @@ def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
         learn_ns=online.cooldown.gap_ns,
         watch_since_ns=online.watch_since_ns,
         looking_since_ns=online.watch_since_ns,
-        watcher_lease_ns=settings.watcher_lease_ns,
-        dead_look_ns=settings.dead_look_ns,
-        hint_lease_ns=settings.hint_lease_ns,
-        refused_backoff_ns=settings.refused_backoff_ns,
-        leak_ns=settings.leak_ns,
-        leak_cooldowns=settings.leak_cooldowns,
-        look_share=settings.look_share,
-        look_least_ns=settings.look_least_ns,
-        look_most_ns=settings.look_most_ns,
+        **asdict(settings),
     )
 
 

@@ -30,28 +30,17 @@ REST_NS = 60 * RETRY_NS  # the longest between two of them: each may cost a stop
 LEND_HANDLES = 64  # at a time and GPU: one packet of orders, a stop of a millisecond
 
 
+@dataclass(eq=False, repr=False)
 class Lending:
-    def __init__(
-        self,
-        books: KvBooks,
-        turn: GateTurn,
-        ways: Ways,
-        moves: Moves,
-        beside: Beside,
-        gating: GateService,
-        journal: Journal,
-        clock: Clock,
-        counters: MemoryCounters,
-    ) -> None:
-        self._books = books
-        self._turn = turn
-        self._ways = ways
-        self._moves = moves
-        self._beside = beside
-        self._gating = gating
-        self._journal = journal
-        self._clock = clock
-        self._counters = counters
+    _books: KvBooks
+    _turn: GateTurn
+    _ways: Ways
+    _moves: Moves
+    _beside: Beside
+    _gating: GateService
+    _journal: Journal
+    _clock: Clock
+    _counters: MemoryCounters
 
     def can_lend(self, engine: Engine) -> bool:
         """Zeroing needs the channels of the process that gets the memory, so they must be on."""
@@ -152,24 +141,18 @@ class Shares(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class Lender:
     """Decides who is lent how much."""
 
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        lending: Lending,
-        clock: Clock,
-        changes: Changes,
-        shares: Shares | None,
-    ) -> None:
-        self._books = books
-        self._supply = supply
-        self._lending = lending
-        self._clock = clock
-        self._changes = changes
-        self._shares = shares
+    _books: KvBooks
+    _supply: Supply
+    _lending: Lending
+    _clock: Clock
+    _changes: Changes
+    _shares: Shares | None
+
+    def __post_init__(self) -> None:
         self._offline: dict[ServiceId, Offline] = {}
 
     def serve(self, engine: Engine) -> None:

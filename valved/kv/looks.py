@@ -6,6 +6,7 @@ they are not: whoever waits is taken on by the answers themselves, and the tick 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from valved.kv.books import KvBooks
@@ -23,29 +24,21 @@ from valved.policy.eviction import EvictionSettings
 INDEX_REST = 20  # times as long as an index took nobody makes another
 
 
+@dataclass(eq=False, repr=False)
 class Looks:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        rungs: Rungs,
-        reserve: Reserve,
-        lender: Lender,
-        clock: Clock,
-        costs: EvictionSettings,
-        work: WorkPort,
-    ) -> None:
-        self._books = books
-        self._supply = supply
-        self._rungs = rungs
-        self._reserve = reserve
-        self._lender = lender
-        self._clock = clock
-        self._costs = costs
-        self._work = work
+    _books: KvBooks
+    _supply: Supply
+    _rungs: Rungs
+    _reserve: Reserve
+    _lender: Lender
+    _clock: Clock
+    _costs: EvictionSettings
+    _work: WorkPort
+
+    def __post_init__(self) -> None:
         self._soon: TimerHandle | None = None
         self._is_wanted = False  # a look in the next turn
-        self._ticker = Ticker(clock, self._on_tick)
+        self._ticker = Ticker(self._clock, self._on_tick)
 
     def look_now(self) -> None:
         """A hook rang that waits for memory: at once, and however often it rings, once in this turn of the loop."""

@@ -37,22 +37,14 @@ class MovePlan:
         return self.engine.changes == self.made_by and np.array_equal(columns, self.columns)
 
 
+@dataclass(eq=False, repr=False)
 class Moves:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        ways: Ways,
-        outside: Outside,
-        clock: Clock,
-        counters: MemoryCounters,
-    ) -> None:
-        self._books = books
-        self._supply = supply
-        self._ways = ways
-        self._outside = outside
-        self._clock = clock
-        self._counters = counters
+    _books: KvBooks
+    _supply: Supply
+    _ways: Ways
+    _outside: Outside
+    _clock: Clock
+    _counters: MemoryCounters
 
     def give_columns(self, engine: Engine, columns: Ints, plan: MovePlan | None = None) -> list[Order]:
         if plan is not None and plan.is_for(columns):

@@ -63,25 +63,18 @@ class Way:
     is_open: bool = True
 
 
+@dataclass(eq=False, repr=False)
 class Outside:
-    def __init__(
-        self,
-        orders: Orders,
-        turn: GateTurn,
-        journal: Journal,
-        clock: Clock,
-        port: OutsidePort,
-        settings: MemoryTable,
-        counters: MemoryCounters,
-    ) -> None:
-        self._counters = counters
-        self._turn = turn
-        self._settings = settings
-        self._orders = orders
-        self._journal = journal
-        self._clock = clock
-        self._port = port
-        self._trials = Trials(orders, turn, clock, settings)
+    _orders: Orders
+    _turn: GateTurn
+    _journal: Journal
+    _clock: Clock
+    _port: OutsidePort
+    _settings: MemoryTable
+    _counters: MemoryCounters
+
+    def __post_init__(self) -> None:
+        self._trials = Trials(self._orders, self._turn, self._clock, self._settings)
         self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
 
     # Who may be treated so

@@ -20,6 +20,7 @@ cooperatively from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,30 +50,20 @@ QUICK_NS = 5_000_000  # ... if that was quick the last time: who waits for memor
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
 
+@dataclass(eq=False, repr=False)
 class Reclaimer:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        turn: GateTurn,
-        ways: Ways,
-        moves: Moves,
-        beside: Beside,
-        journal: Journal,
-        clock: Clock,
-        costs: EvictionSettings,
-        log: ReclaimLog,
-    ) -> None:
-        self._books = books
-        self._supply = supply
-        self._turn = turn
-        self._ways = ways
-        self._moves = moves
-        self._beside = beside
-        self._journal = journal
-        self._clock = clock
-        self._costs = costs
-        self._log = log
+    _books: KvBooks
+    _supply: Supply
+    _turn: GateTurn
+    _ways: Ways
+    _moves: Moves
+    _beside: Beside
+    _journal: Journal
+    _clock: Clock
+    _costs: EvictionSettings
+    _log: ReclaimLog
+
+    def __post_init__(self) -> None:
         self._needs: list[Need] = []  # that no reclaim serves yet
         self._is_running = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from valved.config import MemoryTable
 from valved.kv.account import ReclaimLog
@@ -23,24 +24,15 @@ from valved.state.stats import MemoryCounters
 PICKS = 8  # columns named in an explanation
 
 
+@dataclass(eq=False, repr=False)
 class MemoryReport:
-    def __init__(
-        self,
-        books: KvBooks,
-        ways: Ways,
-        outside: Outside,
-        reserve: Reserve,
-        log: ReclaimLog,
-        journal: Journal,
-        gpus: list[GpuIndex],
-    ) -> None:
-        self._books = books
-        self._ways = ways
-        self._outside = outside
-        self._reserve = reserve
-        self._log = log
-        self._journal = journal
-        self._gpus = gpus
+    _books: KvBooks
+    _ways: Ways
+    _outside: Outside
+    _reserve: Reserve
+    _log: ReclaimLog
+    _journal: Journal
+    _gpus: list[GpuIndex]
 
     # Now
 

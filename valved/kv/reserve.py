@@ -7,7 +7,7 @@ engine offers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 from valved.config import Config
 from valved.kv.books import KvBooks
@@ -68,33 +68,24 @@ class Online:
     target_columns: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Reserve:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        growth: Growth,
-        lending: Lending,
-        rungs: Rungs,
-        journal: Journal,
-        clock: Clock,
-        config: Config,
-        uuids: Mapping[GpuIndex, bytes],
-        changes: Changes,
-    ) -> None:
+    _books: KvBooks
+    _supply: Supply
+    _growth: Growth
+    _lending: Lending
+    _rungs: Rungs
+    _journal: Journal
+    _clock: Clock
+    _config: Config
+    uuids: InitVar[Mapping[GpuIndex, bytes]]
+    _changes: Changes
+
+    def __post_init__(self, uuids: Mapping[GpuIndex, bytes]) -> None:
         self.online: dict[ServiceId, Online] = {}
         self.saved: dict[ServiceId, ReservationState] = {}  # of a predecessor, until their engines attach again
         self.budget = ReclaimBudget(uuids)
-        self.target_per_hour = config.memory.target_per_hour
-        self._books = books
-        self._supply = supply
-        self._growth = growth
-        self._lending = lending
-        self._rungs = rungs
-        self._journal = journal
-        self._clock = clock
-        self._config = config
-        self._changes = changes
+        self.target_per_hour = self._config.memory.target_per_hour
 
     def serve(self, engine: Engine) -> None:
         """One look at an online engine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 
 from valved.abi.kv_files import check_sizes
 from valved.abi.kv_link import KV_ABI, KvAttach, KvTableMessage
@@ -27,25 +28,18 @@ YOUNG_NS = 10_000_000_000  # shims of a predecessor may still be on their way ba
 MAX_RANKS = 64
 
 
+@dataclass(eq=False, repr=False)
 class Tables:
-    def __init__(
-        self,
-        books: KvBooks,
-        unheeded: UnheededRanges,
-        gating: GateService,
-        journal: Journal,
-        clock: Clock,
-        send: Send,
-        changes: Changes,
-    ) -> None:
-        self._books = books
-        self._unheeded = unheeded
-        self._gating = gating
-        self._journal = journal
-        self._clock = clock
-        self._send = send
-        self._changes = changes
-        self._born_ns = clock.now_ns()
+    _books: KvBooks
+    _unheeded: UnheededRanges
+    _gating: GateService
+    _journal: Journal
+    _clock: Clock
+    _send: Send
+    _changes: Changes
+
+    def __post_init__(self) -> None:
+        self._born_ns = self._clock.now_ns()
         self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach]] = {}  # attached, and wait for their table
 
     # Ranks

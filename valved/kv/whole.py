@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from valved.abi.kv_link import KvOp
@@ -22,26 +24,16 @@ from valved.model.ids import Role
 DRAIN_NS = 100_000_000  # for what was launched before launches were held
 
 
+@dataclass(eq=False, repr=False)
 class WholeRanges:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        turn: GateTurn,
-        moves: Moves,
-        reclaimer: Reclaimer,
-        ranges: Ranges,
-        unheeded: UnheededRanges,
-        clock: Clock,
-    ) -> None:
-        self._books = books
-        self._supply = supply
-        self._turn = turn
-        self._moves = moves
-        self._reclaimer = reclaimer
-        self._ranges = ranges
-        self._unheeded = unheeded
-        self._clock = clock
+    _books: KvBooks
+    _supply: Supply
+    _turn: GateTurn
+    _moves: Moves
+    _reclaimer: Reclaimer
+    _ranges: Ranges
+    _unheeded: UnheededRanges
+    _clock: Clock
 
     async def back_whole(self, book: KvRangeBook, seq: int) -> None:
         """All of a range before its allocation returns, or that fails: nobody works on holes unawares.

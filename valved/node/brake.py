@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from valved.clients.register import Register
@@ -31,29 +32,22 @@ from valved.state.journal import Journal
 from valved.state.registry import BRAKE_SERVICE
 
 
+@dataclass(eq=False, repr=False)
 class Brake:
-    def __init__(
-        self,
-        gating: GateService,
-        register: Register,
-        ladder: Ladder,
-        leaving: Leaving,
-        journal: Journal,
-        pause_file: Path,
-        kv: Kv | None = None,
-    ) -> None:
+    _gating: GateService
+    _register: Register
+    ladder: Ladder
+    leaving: Leaving
+    _journal: Journal
+    _pause_file: Path
+    _kv: Kv | None = None
+
+    def __post_init__(self) -> None:
         self.mode = Mode.HARVEST
         self.is_paused = False
         self.paused_by = ""
         self.is_draining = False
-        self.leaving = leaving
-        self._gating = gating
-        self._register = register
-        self.ladder = ladder
-        self._journal = journal
-        self._kv = kv
-        self._pause_file = pause_file
-        self._drain_file = pause_file.with_name(DRAIN_FILE)
+        self._drain_file = self._pause_file.with_name(DRAIN_FILE)
         self._is_drained_by_file = False
         self._is_handed_over = False
         self._then: list[Callable[[], None]] = []  # once the drained node is empty

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from valved.clients.identity import identify
 from valved.gate.wake import GateService
@@ -26,24 +27,17 @@ LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart 
 Freeze = Callable[[ProcessId, str], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Bystanders:
-    def __init__(
-        self,
-        books: Books,
-        gating: GateService,
-        processes: ProcessPort,
-        journal: Journal,
-        gpus: Sequence[GpuInfo],
-        freeze: Freeze,
-        expected: Callable[[], set[ProcessId]],
-    ) -> None:
-        self._books = books
-        self._gating = gating
-        self._processes = processes
-        self._journal = journal
-        self._gpus = gpus
-        self._freeze = freeze
-        self._expected = expected  # owners of channels that a predecessor left: they come back, or are let go
+    _books: Books
+    _gating: GateService
+    _processes: ProcessPort
+    _journal: Journal
+    _gpus: Sequence[GpuInfo]
+    _freeze: Freeze
+    _expected: Callable[[], set[ProcessId]]  # owners of channels that a predecessor left: they come back, or are let go
+
+    def __post_init__(self) -> None:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
         self.has_looked = False
         self._looks: dict[ProcessId, int] = {}  # at claimed offline jobs without the shim

@@ -10,6 +10,8 @@ finds whoever uses a GPU without Valve.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from valved.clients.register import Register
 from valved.clients.schedules import SECOND_NS
 from valved.gate.wake import GateService
@@ -25,27 +27,20 @@ LOOK_NS = 50_000_000
 TELL_NS = 1_000_000_000  # a client that came back and shows nothing new for this long has told of all its channels
 
 
+@dataclass(eq=False, repr=False)
 class ComeBack:
-    def __init__(
-        self,
-        books: Books,
-        gating: GateService,
-        register: Register,
-        journal: Journal,
-        clock: Clock,
-        processes: ProcessPort,
-        bystanders: Bystanders | None = None,
-    ) -> None:
-        self._books = books
-        self._gating = gating
-        self._register = register
-        self._journal = journal
-        self._clock = clock
-        self._processes = processes
-        self._bystanders = bystanders
+    _books: Books
+    _gating: GateService
+    _register: Register
+    _journal: Journal
+    _clock: Clock
+    _processes: ProcessPort
+    _bystanders: Bystanders | None = None
+
+    def __post_init__(self) -> None:
         self._expected: set[ProcessId] = set()
         self._until_ns = 0
-        self._ticker = Ticker(clock, self._look)  # that it goes on whatever fails is what ends the hold
+        self._ticker = Ticker(self._clock, self._look)  # that it goes on whatever fails is what ends the hold
 
     def begin(self, come_back_s: float, *, is_first: bool) -> None:
         """Called once, before anything is taken over and before the link opens. `is_first`: nothing of a predecessor is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -40,28 +41,17 @@ COUNTERS = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Snapshots:
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        gating: GateService,
-        register: Register,
-        clock: Clock,
-        processes: ProcessPort,
-        boot: str,
-        ladder: Ladder,
-        kv: Kv | None,
-    ) -> None:
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._register = register
-        self._clock = clock
-        self._processes = processes
-        self._boot = boot
-        self._ladder = ladder
-        self._kv = kv
+    _gate: GatePort
+    _books: Books
+    _gating: GateService
+    _register: Register
+    _clock: Clock
+    _processes: ProcessPort
+    _boot: str
+    _ladder: Ladder
+    _kv: Kv | None
 
     def take(self, policy: SavedPolicy) -> SavedState:
         self._gating.drain()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from valved.clients.register import Register
@@ -117,18 +117,7 @@ class Reporter:
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
             services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
-            counters=CountersState(
-                gates=counters.gates,
-                wakes=counters.wakes,
-                wake_refused=counters.wake_refused,
-                gate_failures=counters.gate_failures,
-                clients=counters.clients,
-                refused=counters.refused,
-                malformed=counters.malformed,
-                refusals=dict(counters.refusals),
-                restarts=counters.restarts,
-                channels_enabled_on_exit=counters.channels_enabled_on_exit,
-            ),
+            counters=CountersState(**asdict(counters)),
             lease_ns=self._lease_ns,
             run_dir=str(self._run_dir),
             memory=self._kv.state() if self._kv is not None else MemoryState(),
