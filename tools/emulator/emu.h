@@ -46,6 +46,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #define EMU_BOARD_MAGIC 0x3144524f42554d45ull /* "EMUBORD1" */
 #define EMU_GPUS        16u
@@ -189,5 +190,14 @@ _Static_assert(EMU_COSTS <= 32, "costs");
 _Static_assert(offsetof(struct emu_process, interval) == 24 + 16 * 32 + 32 * 48,
                "process, as client.py reads it");
 _Static_assert(sizeof(struct emu_gpu) == 320 + EMU_CHANNELS / 8, "gpu");
+
+/* The clock of every time on the board. */
+static inline uint64_t now_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
 
 #endif

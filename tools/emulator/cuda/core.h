@@ -208,8 +208,7 @@ void api_unlock(const bool *was_taken);
 	__attribute__((cleanup(meter_end))) const enum emu_cost metered = meter_begin(EMU_COST_##cost)
 
 /* driver.c */
-CUresult driver_check(void); /* initialised, and not a forked child */
-uint64_t now_ns(void);
+CUresult driver_check(void);            /* initialised, and not a forked child */
 void sleep_model_ns(uint64_t model_ns); /* sleeps what the model says, scaled, never spins */
 uint64_t real_ns(uint64_t model_ns);
 

@@ -16,14 +16,6 @@
 struct emu emu = {.lock = PTHREAD_MUTEX_INITIALIZER, .ctl = -1, .uvm = -1};
 static bool exiting;
 
-uint64_t now_ns(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 uint64_t real_ns(uint64_t model_ns)
 {
 	double scale = emu.board->time_scale;

@@ -24,14 +24,6 @@ static __thread struct {
 	uint64_t begin_ns, model_ns;
 } call;
 
-static uint64_t now_ns(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static struct emu_process *make_page(void)
 {
 	static const char *const names[EMU_COSTS] = {

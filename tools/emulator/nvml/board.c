@@ -65,14 +65,6 @@ nvml_return_t board_check(nvml_device_t device)
 	return __atomic_load_n(&device->lost, __ATOMIC_SEQ_CST) ? NVML_GPU_IS_LOST : NVML_SUCCESS;
 }
 
-static uint64_t now_ns(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static uint64_t newer(uint64_t a, uint64_t b)
 {
 	return a > b ? a : b;

@@ -10,14 +10,6 @@
 #include <time.h>
 #include <unistd.h>
 
-uint64_t now_ns(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static struct timespec to_timespec(uint64_t ns)
 {
 	return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};

@@ -181,7 +181,6 @@ struct server {
 extern struct server S;
 
 /* clock.c */
-uint64_t now_ns(void);
 void model_sleep_ns(uint64_t ns); /* model time: divided by time_scale; charged to the call */
 void charge_ns(uint64_t real_ns); /* to the call that this thread serves */
 uint64_t take_charges(void);      /* since the last time, real nanoseconds */
