@@ -19,7 +19,6 @@ VIEW_SOCKET = "view.sock"  # answers questions, changes nothing
 PAUSE_FILE = "pause"
 DRAIN_FILE = "drain"
 WEIGHTS_FILE = "weights.json"  # which online services share their weights (clients/sharing.py)
-PID_FILE = "valved.pid"
 LOG_FILE = "valved.log"
 
 

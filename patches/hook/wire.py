@@ -34,7 +34,6 @@ TABLE_HEAD = valve_abi.KV_TABLE.struct(last="column_offset")
 TABLE_EPOCH = valve_abi.KV_TABLE.at("epoch")
 TABLE_BACKED_BLOCKS = valve_abi.KV_TABLE.at("backed_blocks")
 TABLE_TARGET_BLOCKS = valve_abi.KV_TABLE.at("target_blocks")
-TABLE_DETACHED = valve_abi.KV_TABLE.at("detached")
 TABLE_STEP_TOKENS = valve_abi.KV_TABLE.at("step_tokens")
 ENTRY_BACKED = valve_abi.KV_BACKED
 ENTRY_SECOND_CHANGE = 2 << 1  # of an entry: its generation is 2 or more

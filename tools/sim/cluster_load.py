@@ -116,10 +116,6 @@ class FleetLoad:
     def idle_share(self, first: int, stop: int) -> Floats:
         return self.idle[:, first:stop] / STEPS
 
-    def free_gib(self, first: int, stop: int) -> Floats:
-        gib: Floats = self.free[:, first:stop].astype(np.float64) * (self.settings.usable_gib / STEPS)
-        return gib
-
 
 def fleet_load(services: list[FleetService], settings: LoadSettings, seed: int, borrowed: int = 0) -> FleetLoad:
     """Copies of the services, shifted and scaled, until every GPU is taken; then minute by minute."""

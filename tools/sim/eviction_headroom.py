@@ -7,7 +7,7 @@ large; `heavy` fills half of the pool in the mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,21 +105,6 @@ def run_headroom(used: Series, pool_handles: int, settings: ReservationSettings)
         offline_share=float(left[3600:].mean()) / pool_handles,
         clairvoyant_share=1 - _clairvoyant_mapped(used[3600:], settings) / pool_handles,
         peak60_share=1 - float(_running_peak(used[3600:], 60).mean()) / pool_handles,
-    )
-
-
-def scaled(settings: ReservationSettings, factor: float) -> ReservationSettings:
-    """The same policy with all its times divided by `factor`, for short end-to-end runs."""
-    return replace(
-        settings,
-        delta_ns=max(1, int(settings.delta_ns / factor)),
-        keep_ns=max(1, int(settings.keep_ns / factor)),
-        tau_start_ns=int(settings.tau_start_ns / factor),
-        tau_min_ns=int(settings.tau_min_ns / factor),
-        tau_max_ns=int(settings.tau_max_ns / factor),
-        window_ns=int(settings.window_ns / factor),
-        adjust_every_ns=int(settings.adjust_every_ns / factor),
-        target_per_hour=settings.target_per_hour * factor,
     )
 
 

@@ -229,10 +229,6 @@ class NativeGate:
             if count < _STAMP_BATCH:
                 return stamps
 
-    def stamps_dropped(self) -> int:
-        """Stamps that found the ring full: nobody drained it for thousands of edges."""
-        return int(lib.valve_stamps_dropped(self._gate))
-
     def close(self) -> None:
         """Everything runs from here on."""
         self.let(frozenset(map(GpuIndex, range(len(self._infos)))))

@@ -175,7 +175,6 @@ void valve_gate_let(struct valve_gate *gate,
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
 int valve_stamps_fd(struct valve_gate *gate);
 uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uint32_t max);
-uint64_t valve_stamps_dropped(struct valve_gate *gate);
 
 int32_t valve_service_new(struct valve_gate *gate, uint64_t id);
 void valve_service_free(struct valve_gate *gate, int32_t service);

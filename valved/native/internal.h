@@ -239,7 +239,6 @@ struct stamp_cell {
 
 struct stamp_ring {
 	_Alignas(64) uint64_t head; /* producers */
-	uint64_t dropped;
 	_Alignas(64) uint64_t tail; /* caller writes, producers read it for a guess */
 	uint32_t prompt;            /* caller writes: every stamp rings */
 	int fd;

@@ -15,8 +15,6 @@ KEPT = 0.95
 LIGHT = 0.15  # of what the fleet can do
 WALL = 0.98
 NODES = 0.7
-LOST = 0.03
-STEP_S = 1.0  # how often parked training is looked at when no task comes
 RIVALS = tuple(name for name in POLICIES if name != OURS)
 Group = Mapping[str, Cell]
 

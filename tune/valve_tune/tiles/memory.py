@@ -43,11 +43,6 @@ def adapter_parameters(shape: DecoderShape, keeping: Keeping) -> int:
     return (shape.layers - keeping.first_layer) * keeping.rank * sum(sum(widths(shape, name)) for name in chosen)
 
 
-def adapter_bytes(shape: DecoderShape, keeping: Keeping) -> int:
-    """Weights, gradients of the step and of the micro-batch, and two moments, all fp32. Never reclaimable."""
-    return adapter_parameters(shape, keeping) * 4 * 5
-
-
 def layer_bytes(shape: DecoderShape, bits: int) -> int:
     """Frozen weights of one layer without norms and biases: what a residency moves."""
     return sum(a * b for a, b in (widths(shape, name) for name in LINEARS)) * bits // 8
