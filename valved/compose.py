@@ -112,7 +112,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signal, register.leave)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
-    leaving = Leaving.of(config, gate, books, register, journal, clock, processes, outer.signal)
+    leaving = Leaving(config, gate, books, register, journal, clock, processes, outer.signal)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
     handover = Handover(
         run_dir / state.STATE_FILE,

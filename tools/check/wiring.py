@@ -120,7 +120,8 @@ def _own(tree: ast.Module) -> Iterator[str]:
 
 def _set_while_composing(tree: ast.Module, *, is_composer: bool) -> Iterator[tuple[int, str]]:
     places = tree.body if is_composer else []
-    places += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    constructors = ("__init__", "__post_init__")
+    places += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in constructors]
     for place in places:
         for node in ast.walk(place) if isinstance(place, ast.FunctionDef | ast.AsyncFunctionDef) else ():
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_self(node.value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from valved.clients.consents import Consents
 from valved.clients.register import Register
@@ -22,29 +22,18 @@ from valved.state.journal import Journal, Watcher
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
 
+@dataclass(eq=False, repr=False)
 class Node:
-    def __init__(
-        self,
-        gating: GateService,
-        register: Register,
-        brake: Brake,
-        reporter: Reporter,
-        handover: Handover,
-        journal: Journal,
-        consents: Consents,
-        *,
-        lease_ns: int,
-        stop: Callable[[], None],
-    ) -> None:
-        self._gating = gating
-        self._register = register
-        self._brake = brake
-        self._reporter = reporter
-        self._handover = handover
-        self._journal = journal
-        self._consents = consents
-        self._lease_ns = lease_ns
-        self._stop = stop
+    _gating: GateService
+    _register: Register
+    _brake: Brake
+    _reporter: Reporter
+    _handover: Handover
+    _journal: Journal
+    _consents: Consents
+    _: KW_ONLY
+    lease_ns: int
+    stop: Callable[[], None]
 
     def status(self) -> NodeState:
         return self._reporter.status()
@@ -109,12 +98,12 @@ class Node:
             cooldown_ceiling_ns=cooldown.ceiling_ns,
             cooldown_factor=cooldown.factor,
             cooldown_window_ns=cooldown.window_ns,
-            lease_ns=self._lease_ns,
+            lease_ns=self.lease_ns,
         )
 
     def set_policy(self, mode: Mode | None, changes: dict[str, int | float], lease_ns: int) -> PolicyState:
         """Fields left at zero keep their value. Everything is checked before anything changes."""
-        if lease_ns not in (0, self._lease_ns):
+        if lease_ns not in (0, self.lease_ns):
             raise InvalidRequest(
                 "the lease is fixed while valved runs", field="lease_ns", next_step="set lease_ms in the configuration"
             )
@@ -149,7 +138,7 @@ class Node:
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
         """Returns at once: offline processes may take their time to end."""
-        self._brake.drain(by or "somebody", self._stop if stop else None)
+        self._brake.drain(by or "somebody", self.stop if stop else None)
         return self.status()
 
     def explain(self, subject: str, number: int) -> Explanation:

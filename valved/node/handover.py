@@ -10,6 +10,7 @@ service's hold until it ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,38 +48,28 @@ DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
 
 
+@dataclass(eq=False, repr=False)
 class Handover:
-    def __init__(
-        self,
-        path: Path,
-        gate: GatePort,
-        books: Books,
-        gating: GateService,
-        register: Register,
-        journal: Journal,
-        clock: Clock,
-        processes: ProcessPort,
-        boot: str,
-        ladder: Ladder,
-        kv: Kv | None = None,
-        *,
-        is_ours: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`is_ours`: whether the folder that the state is written to is still this daemon's."""
+    """`is_ours`: whether the folder that the state is written to is still this daemon's."""
+
+    _path: Path
+    _gate: GatePort
+    _books: Books
+    _gating: GateService
+    _register: Register
+    _journal: Journal
+    _clock: Clock
+    _processes: ProcessPort
+    _boot: str
+    _ladder: Ladder
+    _kv: Kv | None = None
+    _: KW_ONLY
+    is_ours: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self.policy = SavedPolicy()
-        self._is_ours = is_ours
-        self._ladder = ladder
-        self._kv = kv
-        self._snapshots = Snapshots(gate, books, gating, register, clock, processes, boot, ladder, kv)
-        self._path = path
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._register = register
-        self._journal = journal
-        self._clock = clock
-        self._processes = processes
-        self._boot = boot
+        world = (self._gate, self._books, self._gating, self._register, self._clock, self._processes)
+        self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
         self._senseless: list[str] = []  # records of the predecessor's file
@@ -94,7 +85,7 @@ class Handover:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._is_ours():
+        if not self.is_ours():
             return
         began_ns = self._clock.now_ns()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 
 from valved.clients.register import Register
 from valved.config import Config
@@ -26,58 +27,24 @@ STOP_NS, STOP_LOOK_NS = SECOND_NS // 2, SECOND_NS // 500  # how long a stop sign
 Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Leaving:
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        register: Register,
-        journal: Journal,
-        clock: Clock,
-        processes: ProcessPort,
-        signaller: Signaller,
-        *,
-        grace_s: float,
-        ends_jobs: bool,
-    ) -> None:
+    config: InitVar[Config]
+    _gate: GatePort
+    _books: Books
+    _register: Register
+    _journal: Journal
+    _clock: Clock
+    _processes: ProcessPort
+    _signal: Signaller
+
+    def __post_init__(self, config: Config) -> None:
         self._then: Callable[[], None] = lambda: None
-        self._gate = gate
-        self._books = books
-        self._register = register
-        self._journal = journal
-        self._clock = clock
-        self._processes = processes
-        self._signal = signaller
-        self._grace_ns = round(grace_s * SECOND_NS)
-        self._ends_jobs = ends_jobs
+        self._grace_ns = round(config.leave_grace_s * SECOND_NS)
+        self._ends_jobs = not config.kube.node  # on a Kubernetes node the controller ends them
         self._until_ns: dict[ProcessId, int] = {}  # whom we have asked, and when they are killed
         self._since_ns: int | None = None  # somebody has been here for so long
-        self._ticker = Ticker(clock, self._look)
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        gate: GatePort,
-        books: Books,
-        register: Register,
-        journal: Journal,
-        clock: Clock,
-        processes: ProcessPort,
-        signaller: Signaller,
-    ) -> Leaving:
-        """As the configuration says: on a Kubernetes node the controller ends the jobs."""
-        return cls(
-            gate,
-            books,
-            register,
-            journal,
-            clock,
-            processes,
-            signaller,
-            grace_s=config.leave_grace_s,
-            ends_jobs=not config.kube.node,
-        )
+        self._ticker = Ticker(self._clock, self._look)
 
     def present(self) -> set[ProcessId]:
         """Offline processes: welcomed, claimed and not here yet, or a predecessor's that have not come back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 
 from valved.clients.register import Register
@@ -68,66 +68,51 @@ def granted_facts(granted: GrantedState) -> list[str]:
     return list(filter(None, [granted.words, granted.worth, f"pauses refused: {refused}" if refused else ""]))
 
 
+@dataclass(eq=False, repr=False)
 class Reporter:
-    def __init__(
-        self,
-        gate: GatePort,
-        books: Books,
-        gating: GateService,
-        register: Register,
-        brake: Brake,
-        journal: Journal,
-        clock: Clock,
-        *,
-        version: str,
-        run_dir: Path,
-        lease_ns: int,
-        driver: DriverState,
-        bystanders: Bystanders | None = None,
-        kv: Kv | None = None,
-        granting: Granting | None = None,
-    ) -> None:
-        self._kv, self._granting = kv, granting
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._register = register
-        self._brake = brake
-        self._journal = journal
-        self._clock = clock
-        self._version = version
-        self._run_dir = run_dir
-        self._lease_ns = lease_ns
-        self._driver = driver
-        self._bystanders = bystanders
+    _gate: GatePort
+    _books: Books
+    _gating: GateService
+    _register: Register
+    _brake: Brake
+    _journal: Journal
+    _clock: Clock
+    _: KW_ONLY
+    version: str
+    run_dir: Path
+    lease_ns: int
+    driver: DriverState
+    bystanders: Bystanders | None = None
+    kv: Kv | None = None
+    granting: Granting | None = None
 
     def status(self) -> NodeState:
         self._gating.drain()
         now_ns = self._clock.now_ns()
         brake, counters = self._brake, self._gating.counters
         return NodeState(
-            version=self._version,
+            version=self.version,
             pid=os.getpid(),
             monotonic_ns=now_ns,
             mode=brake.mode,
             paused=brake.is_paused,
             paused_by=brake.paused_by,
             draining=brake.is_draining,
-            driver=replace(self._driver, device_only_lock=self._gating.edges.locks.is_per_gpu),
+            driver=replace(self.driver, device_only_lock=self._gating.edges.locks.is_per_gpu),
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
             services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
             counters=CountersState(**asdict(counters)),
-            lease_ns=self._lease_ns,
-            run_dir=str(self._run_dir),
-            memory=self._kv.state() if self._kv is not None else MemoryState(),
+            lease_ns=self.lease_ns,
+            run_dir=str(self.run_dir),
+            memory=self.kv.state() if self.kv is not None else MemoryState(),
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
         account = self._gating.gpus[info.index]
         account.advance(now_ns)
         reach, reason = self._gate.channels.reach(info.index)
-        kv, bystanders = self._kv, self._bystanders
+        kv, bystanders = self.kv, self.bystanders
         return GpuState(
             index=info.index,
             uuid=info.uuid_text,
@@ -170,7 +155,7 @@ class Reporter:
             preemptions_per_request=tuple(histogram),
             busy_ns=online.busy_ns(now_ns) if online is not None else 0,
             idle_ns=online.idle_ns(now_ns) if online is not None else 0,
-            granted=self._granting.state(entry.id) if self._granting is not None else GrantedState(),
+            granted=self.granting.state(entry.id) if self.granting is not None else GrantedState(),
         )
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
@@ -281,7 +266,7 @@ class Reporter:
         )
 
     def explain_reclaim(self, number: int) -> Explanation | None:
-        return self._kv.report.explain_reclaim(number) if self._kv is not None else None
+        return self.kv.report.explain_reclaim(number) if self.kv is not None else None
 
     def explain_pid(self, pid: int) -> Explanation | None:
         clients = [entry for entry in self._books.clients.values() if entry.process.pid == pid]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 
 from valved.clients.sharing import SharedWeights
 from valved.gate.wake import GateService
@@ -31,25 +32,16 @@ SETTLE_S, SETTLE_LOOK_S = 1.0, 0.001
 EXIT_FAILED = 1
 
 
+@dataclass(eq=False, repr=False)
 class Upkeep:
-    def __init__(
-        self,
-        gate: GatePort,
-        gating: GateService,
-        handover: Handover,
-        brake: Brake,
-        sharing: SharedWeights,
-        folder: RunFolder,
-        *,
-        has_watch: bool,
-    ) -> None:
-        self._gate = gate
-        self._gating = gating
-        self._handover = handover
-        self._brake = brake
-        self._sharing = sharing
-        self._folder = folder
-        self._has_watch = has_watch  # the pause file is seen without looking
+    _gate: GatePort
+    _gating: GateService
+    _handover: Handover
+    _brake: Brake
+    _sharing: SharedWeights
+    _folder: RunFolder
+    _: KW_ONLY
+    has_watch: bool  # the pause file is seen without looking
 
     async def run(self) -> None:
         ticks = 0
@@ -63,7 +55,7 @@ class Upkeep:
             finally:  # neither stands still because the other one fails
                 self._gating.resync()
             self._handover.settle(patience_over=True)
-            if not self._has_watch:
+            if not self.has_watch:
                 self._brake.look_at_file()
             if ticks % SAVE_EVERY_TICKS == 0:
                 self._handover.save()
