@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass
 
 from valved.abi.kv_link import (
     KvAttach,
@@ -58,50 +59,32 @@ from valved.state.registry import ClientEntry
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
+@dataclass(eq=False, repr=False)
 class KvService:
     """Gets what the clients' room reports of KV memory, and listens to the books."""
 
-    def __init__(
-        self,
-        books: KvBooks,
-        ranges: Ranges,
-        layouts: Layouts,
-        tables: Tables,
-        unheeded: UnheededRanges,
-        outside: Outside,
-        supply: Supply,
-        reserve: Reserve,
-        lender: Lender,
-        looks: Looks,
-        whole: WholeRanges,
-        log: ReclaimLog,
-        gate: GatePort,
-        clock: Clock,
-        port: OutsidePort,
-        exits: Exits,
-        register: Register,
-        ladder: Ladder,
-        changes: Changes,
-    ) -> None:
-        self._books = books
-        self._ranges = ranges
-        self._layouts = layouts
-        self._tables = tables
-        self._unheeded = unheeded
-        self._outside = outside
-        self._supply = supply
-        self._reserve = reserve
-        self._lender = lender
-        self._looks = looks
-        self._whole = whole
-        self._log = log
-        self._gate = gate
-        self._clock = clock
-        self._port = port
-        self._exits = exits
-        self._register = register
-        self._ladder = ladder
-        self._uuids = {info.index: info.uuid for info in books.gpus}
+    _books: KvBooks
+    _ranges: Ranges
+    _layouts: Layouts
+    _tables: Tables
+    _unheeded: UnheededRanges
+    _outside: Outside
+    _supply: Supply
+    _reserve: Reserve
+    _lender: Lender
+    _looks: Looks
+    _whole: WholeRanges
+    _log: ReclaimLog
+    _gate: GatePort
+    _clock: Clock
+    _port: OutsidePort
+    _exits: Exits
+    _register: Register
+    _ladder: Ladder
+    changes: InitVar[Changes]
+
+    def __post_init__(self, changes: Changes) -> None:
+        self._uuids = {info.index: info.uuid for info in self._books.gpus}
         changes.listener = self.apply
 
     @property

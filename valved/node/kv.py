@@ -113,26 +113,9 @@ def put_together(
     reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes, shares)
     looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
+    parts = (books, ranges, layouts, tables, unheeded, outside, supply, reserve, lender, looks, whole)
     service = KvService(
-        books=books,
-        ranges=ranges,
-        layouts=layouts,
-        tables=tables,
-        unheeded=unheeded,
-        outside=outside,
-        supply=supply,
-        reserve=reserve,
-        lender=lender,
-        looks=looks,
-        whole=whole,
-        log=log,
-        gate=gate,
-        clock=clock,
-        port=outside_port,
-        exits=Exits(reactor, processes, clock),
-        register=register,
-        ladder=ladder,
-        changes=changes,
+        *parts, log, gate, clock, outside_port, Exits(reactor, processes, clock), register, ladder, changes
     )
     return Kv(
         books=books,
