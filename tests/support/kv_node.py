@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -243,3 +244,10 @@ def send(link: socket.socket, kind: int, body: bytes, seq: int, *fds: int) -> No
     socket.send_fds(link, [packet], list(fds))
     for fd in fds:
         os.close(fd)
+
+
+def restart(node: KvNode, scheduler: Any) -> None:
+    before = scheduler._valve.link.session
+    node.stop()
+    node.start()
+    wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")

@@ -100,13 +100,6 @@ def give(node, scheduler, pages):
     node.give(pages)
 
 
-def restart(node, scheduler):
-    before = scheduler._valve.link.session
-    node.stop()
-    node.start()
-    wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
-
-
 def request_of(scheduler, rid):
     batches = [each for each in (scheduler.running_batch, scheduler.last_batch) if each is not None]
     found = [each for batch in batches for each in batch.reqs] + scheduler.waiting_queue + [scheduler.chunked_req]

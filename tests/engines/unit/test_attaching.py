@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import toy_engine
-from kv_node import KvNode, wait_for
-from sglang_world import restart
+from kv_node import KvNode, restart, wait_for
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
 from valve_hook import Refused

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 from faults import Fault, cases
-from kv_node import wait_for
+from kv_node import restart
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.ledger import Ledger
@@ -40,13 +40,6 @@ ARMED_AT, RESTARTED_AT = 14, 26
 @functools.cache
 def undisturbed(seed):
     return run(ToyScheduler(blocks=400), prompts(seed, 24), depth=2)
-
-
-def restart(node, scheduler):
-    before = scheduler._valve.link.session
-    node.stop()
-    node.start()
-    wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from kv_node import KvNode, wait_for
+from kv_node import KvNode, restart, wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook import Refused
@@ -428,21 +428,15 @@ def test_a_loss_told_in_a_session_that_nobody_looked_at_is_never_believed(node):
     work = prompts(5, 24)
     scheduler = hooked(node, blocks=60)
 
-    def restart():
-        before = scheduler._valve.link.session
-        node.stop()
-        node.start()
-        wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
-
     def two_restarts(step):
         if step == 20:
-            restart()
+            restart(node, scheduler)
             lost = list(range(1, 50))
             scheduler.poison(lost)
             node.take(lost)
             scheduler.back(lost)
             node.give(lost)
-            restart()
+            restart(node, scheduler)
 
     done = run(scheduler, work, depth=2, between=two_restarts)
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import sglang_ablations as without
 from faults import Fault, cases
-from sglang_world import Reclaimer, finish, give, lose, request_of, restart, run, undisturbed
+from kv_node import restart
+from sglang_world import Reclaimer, finish, give, lose, request_of, run, undisturbed
 from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook import Refused

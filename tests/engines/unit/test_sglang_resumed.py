@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sglang_world import Reclaimer, finish, lose, restart, run, undisturbed
+from kv_node import restart
+from sglang_world import Reclaimer, finish, lose, run, undisturbed
 from toy_sglang import Batch
 from toy_tensor import Tensor, tensor
 from toy_world import prompts
