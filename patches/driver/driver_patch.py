@@ -98,7 +98,7 @@ def rewrite(text: str, *, patched: bool) -> str:
         neighbour = entries(text).get(NEIGHBOUR_ID)
         if neighbour is None or int(neighbour["flags"], 16) != wanted:
             raise PatchError(
-                f"no neighbour uses the word {wanted:#x} in this tree: it would be untested, write nothing"
+                f"no neighbouring method uses the word {wanted:#x} in this tree, so it is untested: write nothing"
             )
     start, end = our_entry(text).span("flags")
     return f"{text[:start]}{wanted:x}{text[end:]}"

@@ -1,7 +1,7 @@
-"""The requests of an engine whose tokens are followed: which of them read, and how much context they hold.
+"""The requests of an engine whose tokens are followed: which of them are readers, and how much context they hold.
 
-A step gives every reader one token, so only what is out of the ordinary is looked at by itself: a step of 500 requests
-costs no more than one of five.
+A reader is a request that has its first token and not its last. A step gives every reader one token, so only
+exceptions are looked at one by one: a step of 500 requests costs no more than one of five.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Request:
     number: int
     streamed: bool
     base: int
-    """Its tokens: of the prompt until the first comes, then of prompt and answer, less the steps of the books."""
+    """Tokens of the prompt until the first of the answer comes; then tokens of both, less `Followed._steps`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,19 +26,18 @@ class StepOutput:
     """What the output of a step says, by the numbers of requests."""
 
     skipped: list[int]
-    """They read, and got no token."""
+    """Readers that got no token."""
     extra: dict[int, int]
-    """And these got so many more than one."""
+    """Readers that got more than one token: how many more."""
     firsts: list[Request]
     ended: list[str]
 
 
 class Followed:
-    """Of one engine, under one target."""
+    """The followed requests of one engine, under one target."""
 
     def __init__(self) -> None:
         self.readers: dict[str, Request] = {}
-        """They have their first token and not their last."""
         self.context = 0
         """Tokens of all readers."""
         self._prompts: dict[str, Request] = {}
@@ -46,7 +45,7 @@ class Followed:
         self._steps = 0
 
     def arrived(self, name: str, prompt_tokens: int, *, streamed: bool) -> int:
-        """Its number; 0: it is known."""
+        """The number of a new request; 0 for one that is known already."""
         if name in self._prompts or name in self.readers:
             return 0
         self._numbers += 1
@@ -54,8 +53,8 @@ class Followed:
         return self._numbers
 
     def delivered(self, odd: Iterable[Row], plain: int, names: Collection[str]) -> StepOutput:
-        """`plain` readers, who are among `names`, got one token each; the others of the step are told one by one.
-        Requests that are not known are passed by.
+        """`plain` readers, whose names are among `names`, got one token each. `odd` has the other requests of the
+        step one by one. Unknown requests are skipped.
         """
         step = StepOutput(skipped=[], extra={}, firsts=[], ended=[])
         self._steps += 1
@@ -95,7 +94,7 @@ class Followed:
         return request
 
     def forget(self, name: str) -> int:
-        """It has ended, or its client left; its number, 0: it was not known."""
+        """The request has ended, or its client left. Returns its number, 0 if it was not known."""
         request = self.readers.pop(name, None)
         if request is not None:
             self.context -= request.base + self._steps

@@ -50,7 +50,7 @@ class Facts:
 
 
 def unread(record: Any) -> Facts:
-    raise TypeError(f"this engine tells of no steps: {record!r}")
+    raise TypeError(f"this engine does not tell the hook of its steps: {record!r}")
 
 
 @dataclass(kw_only=True)
@@ -182,7 +182,7 @@ class Ledger:
 
     def launch(self, record: Any) -> None:
         if len(self.in_flight) >= MOST_STEPS:
-            raise RuntimeError(f"{len(self.in_flight)} steps are in flight: their output is not told to us")
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight: the engine did not tell of their output")
         self.in_flight.append(record)
 
     def believe(self, key: object) -> None:

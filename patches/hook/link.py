@@ -234,7 +234,7 @@ class Link:
             self.connections += 1
             self._has_memory = bool(theirs & wire.FEATURE_MEMORY)
             if not self._has_memory:
-                self.said = "this valved manages no KV memory; lifecycle counts only"
+                self.said = "this valved manages no KV memory: only requests and tokens are counted"
         except BaseException:
             packets.close()
             raise
@@ -325,13 +325,13 @@ class Link:
                 self.said = f"KV_ATTACH was refused: {os.strerror(status)}"
                 return
             if kind != wire.Message.KV_TABLE or len(fds) != 2:
-                raise NoDaemon(f"KV_ATTACH was answered by type {kind} with {len(fds)} descriptors")
+                raise NoDaemon(f"valved answered KV_ATTACH by a message of type {kind} with {len(fds)} descriptors")
             abi, table_bytes, book_bytes = wire.KV_TABLE.unpack(answer)
             if abi != wire.KV_ABI:
                 raise NoDaemon(f"valved speaks KV abi {abi}, this hook {wire.KV_ABI}")
             table, book = Table(fds[0], table_bytes), Book(fds[1], book_bytes)
             if (table.blocks, table.block_tokens) != (wanted.blocks, wanted.block_tokens):
-                raise Foreign(f"table of {table.blocks} blocks for an engine of {wanted.blocks}")
+                raise Foreign(f"valved sent a table of {table.blocks} blocks to an engine of {wanted.blocks}")
             if self.session is not None and self.session.table.columns and not table.columns:
                 raise NotYet("valved has not heard of the engine's ranges yet")
             number = self.session.number + 1 if self.session is not None else 1

@@ -85,7 +85,7 @@ class Packets:
 def refusal(kind: int, body: bytes) -> str:
     """Why a HELLO was not welcome."""
     if kind != wire.Message.REFUSED:
-        return f"HELLO was answered by type {kind}"
+        return f"valved answered HELLO by a message of type {kind}"
     code, low, high, text = wire.REFUSED.unpack(body)
     said = text.split(b"\0", 1)[0].decode("ascii", "replace")
     return f"refused ({code}): {said}; valved speaks abi {low} to {high}, this hook {wire.LINK_ABI}"

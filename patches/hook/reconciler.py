@@ -125,7 +125,7 @@ class Reconciler:
             self.sync()
         except Exception:
             self.mode = Mode.NONE
-            self.fail("looking again failed")
+            self.fail("looking at the table again failed")
             self._abandon()
 
     @property

@@ -41,21 +41,21 @@ def _noted(begin: Callable[..., None]) -> Callable[..., None]:
 def may_have_holes() -> bool:
     """Whether an elastic cache of this process may lack memory before its scheduler reads the table.
 
-    An online service's cannot: valved backs it whole before the allocation returns (valved/kv/whole.py) and takes only
-    what the hook offered. So nothing of ours ever stops an online engine. Both who start offline work set this
-    variable; an online pod has none. Whoever valved calls offline without it is held by the shim, which asks valved
-    before its first step.
+    The cache of an online service cannot: valved backs it whole before the allocation returns (valved/kv/whole.py) and
+    takes only what the hook offered. So Valve never stops an online engine here. `valve run --offline` and the device
+    plugin both set this variable; an online pod does not have it. If a process is offline for valved and lacks the
+    variable, its shim asks valved before the first step and waits.
     """
     return os.environ.get("VALVE_ROLE") == "offline"
 
 
 class Blind(RuntimeError):
-    """A step would compute from memory that may not be there, and nobody would notice."""
+    """A step would compute from memory that may be missing, and its answers would be wrong without a sign."""
 
 
 def refuse_blind(session: object | None, why: str = "") -> None:
-    """Call before a step is launched. A cache that was asked for elastic may have holes, and only who reads the table
-    knows them: without a session every answer may be wrong, so the engine stops.
+    """Call before a step is launched. An elastic cache may have holes, and only the table says where. Without a
+    session nobody reads the table, so every answer may be wrong, and the engine stops.
     """
     if session is None and _asked_for_elastic and may_have_holes() and kv_ranges() != 0:
         raise Blind(

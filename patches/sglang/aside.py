@@ -1,10 +1,10 @@
 """Requests that the present memory cannot hold stand aside while a batch is chosen, so that the others go on.
 
-SGLang looks at waiting requests in order and stops at the first that does not fit. With memory that comes and goes one
-long request would stop the whole engine for as long as its memory is away. It keeps its place: between two choices it
-stands where it stood, and goes first as soon as it fits. One that had begun, chunk by chunk, and cannot end any more
-stands aside, too: what it holds would be of use to nobody. What all of the range could not hold SGLang itself ends with
-an error when it comes in.
+SGLang looks at waiting requests in order and stops at the first that does not fit. Without this file, while memory is
+taken, one long request would stop the whole engine. The request keeps its place: between two choices it
+stands where it stood, and goes first as soon as it fits. A request that has begun chunk by chunk and cannot end any
+more stands aside, too, because the pages that it holds would be of no use. If the whole range could not hold a
+request, SGLang itself ends it with an error when it comes in.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class QueueAside:
         self._aside: list[Any] = []
 
     def before_choose(self) -> None:
-        """Where all pages are there SGLang's own rules hold."""
+        """Takes requests that do not fit out of the queue. While no page is taken, SGLang's own rules hold."""
         scheduler, engine = self._scheduler, self._engine
-        self.after_choose()  # should it have failed
+        self.after_choose()  # in case the last one failed
         if not engine.free_pages.taken_pages:
             return
         room = scheduler.max_total_num_tokens - engine.free_pages.taken_pages * engine.page_tokens
@@ -45,18 +45,18 @@ class QueueAside:
             self._aside, scheduler.waiting_queue = [queue[at] for at in sorted(aside)], rest
 
     def after_choose(self) -> None:
-        """In front, in their order; whoever was retracted meanwhile comes behind."""
+        """Puts them back in front, in their order; requests that were retracted meanwhile come behind them."""
         if self._aside:
             self._scheduler.waiting_queue[:0] = self._aside
             self._aside = []
 
     def _need(self, request: Any) -> int:
-        """Tokens that have to be free or cached before SGLang lets it begin, should nobody else run."""
+        """Tokens that have to be free or cached before SGLang lets it begin, if no other request runs."""
         page, ahead = self._engine.page_tokens, request.sampling_params.max_new_tokens - len(request.output_ids)
         known = -(-(len(request.origin_input_ids) + len(request.output_ids)) // page) * page
         return int(known + min(max(ahead, 0), self._most_new) + page)
 
     def _is_sorted(self) -> bool:
-        """By priority or by what is cached: any place may become the first."""
+        """Whether SGLang sorts the queue, by priority or by what is cached: then any place may become the first."""
         policy = getattr(getattr(self._scheduler, "policy", None), "policy", None)
         return self._scheduler.enable_priority_scheduling or getattr(policy, "value", "fcfs") != "fcfs"

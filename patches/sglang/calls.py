@@ -144,7 +144,7 @@ class SglangHook:
         for way in ways:
             if self.ranks.agree(self.guard(way)):
                 return
-        raise RuntimeError("valve: requests whose output was dropped could not be sent back, nor ended")
+        raise RuntimeError("valve: requests whose output was dropped could neither be sent back nor ended")
 
     def _look(self) -> None:
         """Once between two choices: all ranks see the same until the next."""

@@ -80,7 +80,7 @@ def refuse_configuration(config: Any) -> None:
     _refuse(
         {
             "an engine over several nodes": config.nnodes > 1,
-            f"tensor parallelism without {ENV_RUN_DIR} (ranks could find a valved or none, each for itself)": (
+            f"tensor parallelism without {ENV_RUN_DIR} (each rank would look for a valved by itself)": (
                 config.tp_size > 1 and not os.environ.get(ENV_RUN_DIR)
             ),
             "expert or context parallelism": max(config.ep_size, config.attn_cp_size, config.dcp_size) > 1,

@@ -73,7 +73,7 @@ class SglangEngine:
         if cached:
             evict(self.tree, blocks, self.pages, self.page_tokens)
             if self.free_pages.in_use(blocks):
-                raise RuntimeError("spoilt pages are in use by nobody we know")
+                raise RuntimeError("an unknown holder uses spoilt pages")
         return cached
 
     def withhold(self, blocks: Blocks) -> None:
@@ -96,7 +96,7 @@ class SglangEngine:
             if self.ranks > 1:  # one of them may have failed half way: all queues are alike again
                 scheduler.waiting_queue.sort(key=lambda each: each.rid)
             if not scheduler.flush_cache(empty_cache=False):
-                raise RuntimeError("the cache could not be flushed with everybody retracted")
+                raise RuntimeError("the cache could not be flushed although all requests are retracted")
         finally:
             self.drops_all = False
             scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
@@ -165,7 +165,7 @@ class SglangEngine:
             for step in flying[: place + 1]:
                 step.is_in = True
         if place != 0:
-            raise RuntimeError("output of a step that was not the next one launched")
+            raise RuntimeError("this output is not of the oldest step in flight")
         return flying[0]
 
     def disbelieve(self, batch: Any, names: Collection[str]) -> None:

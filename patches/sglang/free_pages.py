@@ -42,7 +42,7 @@ class FreePages:
         held = int(np.count_nonzero(~self.taken[new]))
         if held and self._free is None:
             self.release(new)
-            raise RuntimeError(f"{held} pages without memory are in use by nobody we know")
+            raise RuntimeError(f"an unknown holder uses {held} pages without memory")
 
     def release(self, blocks: Blocks) -> None:
         self.withheld[blocks] = False

@@ -53,7 +53,7 @@ class KeptPrefixes:
             except Exception:
                 self._kept = {}
                 if not self._has_failed:
-                    log.exception("valve: what was to be kept cannot be found in this cache; the engine goes on")
+                    log.exception("valve: this cache lacks the prefixes that were to be kept; the engine goes on")
                 self._has_failed = True
             return evict(*arguments, **options)
 

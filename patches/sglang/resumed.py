@@ -58,7 +58,9 @@ def cannot_begin_again(request: Any) -> str:
     if request.beam_group is not None:
         return "a request asks for beam search"
     if request.input_embeds is not None:
-        return "a request brings its own embeddings: SGLang begins its answer anew, whatever of it was streamed"
+        return (
+            "a request brings its own embeddings: sent back, it would begin its answer anew, after a part was streamed"
+        )
     return ""
 
 

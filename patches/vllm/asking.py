@@ -62,7 +62,7 @@ def tell(manager: Any, queue: Callable[[], ToldQueue | None], grown: dict[int, s
     """
     if not is_known(manager):
         name = f"{type(manager).__name__}.{METHOD}"
-        log.warning("valve: %s is not as in the releases that were read: each step costs a little more", name)
+        log.warning("valve: %s is not as in the releases that the hook knows: each step costs a little more", name)
         return False
     original, tables, block_tokens = getattr(manager, METHOD), manager.req_to_blocks, int(manager.block_size)
     partial = manager._partial_hit_reqs

@@ -121,7 +121,7 @@ class VllmEngine:
         pool_blocks, withheld = self.pool.blocks, self.withheld
         held = sum(pool_blocks[block].ref_cnt > 0 and block not in withheld for block in blocks)
         if held:
-            raise RuntimeError(f"{held} {what} blocks are in use by nobody we know")
+            raise RuntimeError(f"an unknown holder uses {held} {what} blocks")
 
     def release(self, blocks: Blocks) -> None:
         back = set(blocks.tolist()) & self.withheld

@@ -40,12 +40,12 @@ class Resumed:
             self._before_step(output)
         except Exception as error:
             if self._failure is None:
-                log.exception("valve: what this runner keeps of a request cannot be followed")
+                log.exception("valve: this model runner keeps state of a request that the hook cannot follow")
                 self._failure = error
         if self._failure is not None and may_lose and output.scheduled_cached_reqs.resumed_req_ids:
             raise NotPutBack(
-                "valve: a request begins again, and what the runner keeps beside its tokens cannot be put back: the "
-                "engine stops, because answers would be wrong. Start it again, or run it without Valve's memory"
+                "valve: a request begins again, and the hook cannot put back what the model runner keeps beside its "
+                "tokens. The engine stops, because answers would be wrong: start it again, or without Valve's memory"
             ) from self._failure
 
     def _before_step(self, output: Any) -> None:
@@ -83,7 +83,7 @@ class Resumed:
         if generated in states:
             request.generator.set_state(states[generated])
         elif states and max(states) > generated:  # else no step began with so many tokens, and nothing was drawn since
-            raise ValueError(f"{name} begins again with {generated} tokens, kept is {sorted(states)}")
+            raise ValueError(f"{name} begins again with {generated} tokens, states were kept for {sorted(states)}")
 
     def _tell_prompt_again(self, request: Any, name: str) -> None:
         wanted = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)

@@ -26,7 +26,7 @@ def _why_not(config: Any, own: int) -> str:
     if not own:
         return "this vLLM has no limit on the tokens of a step"
     if not getattr(config, "enable_chunked_prefill", False):
-        return "chunked prefill is off, a prompt that is longer than a step would never begin"
+        return "chunked prefill is off, so a prompt that is longer than a step would never begin"
     if getattr(config, "disable_chunked_mm_input", False):
-        return "images are not cut (disable_chunked_mm_input), one that is longer than a step would never begin"
+        return "images are not cut (disable_chunked_mm_input), so one that is longer than a step would never begin"
     return ""

@@ -69,11 +69,11 @@ class WorkerHook:
         if self._between_steps is not None:
             self._between_steps()
         if self.is_elastic and may_have_holes() and output.total_num_scheduled_tokens:
-            why = getattr(output, UNHEEDED, "the scheduler's process has no hook (VLLM_PLUGINS there?)")
+            why = getattr(output, UNHEEDED, "the scheduler's process has no hook (is VLLM_PLUGINS set there?)")
             if why:
                 raise Unheeded(
-                    f"valve: this engine's KV cache is memory that comes and goes, and its scheduler does not heed "
-                    f"what valved says of it: {why}. Nothing is computed: start it again, or without Valve's memory"
+                    f"valve: this engine's KV cache is Valve's memory, and its scheduler does not heed valved's table: "
+                    f"{why}. Nothing is computed: start the engine again, or start it without Valve's memory"
                 )
         if self._resumed is None:
             self._resumed = Resumed(runner)
@@ -88,7 +88,7 @@ def range_flags(config: Any, cache: Any) -> int:
         log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0
     except Exception:
-        log.exception("valve: the KV cache has its memory from the start: this vLLM could not be judged")
+        log.exception("valve: the KV cache has its memory from the start: checking this vLLM failed")
         return 0
     return KV_ELASTIC
 
@@ -139,7 +139,7 @@ def wrap_worker() -> None:
         try:
             hook.tell_layout(self.model_runner)
         except Exception:
-            log.exception("valve: the KV layout could not be told; nothing is reclaimed from this engine")
+            log.exception("valve: the KV layout could not be told to valved; nothing is reclaimed from this engine")
         return result
 
     @functools.wraps(execute)

@@ -280,7 +280,7 @@ def test_an_elastic_cache_that_nobody_heeds_the_table_for_is_never_computed_in(e
     seen = unheeded(engines, "broken", tmp_path)
 
     assert (seen["elastic"], seen["tokens"]) == (True, 0)
-    assert seen["error"].startswith("Unheeded: valve: this engine's KV cache is memory that comes and goes")
+    assert seen["error"].startswith("Unheeded: valve: this engine's KV cache is Valve's memory")
 
 
 def test_what_the_scheduler_refuses_is_never_elastic(engines, tmp_path):

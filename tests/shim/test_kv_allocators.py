@@ -7,7 +7,7 @@ from fake_daemon import OFFLINE, ONLINE
 from kv_pool import ELASTIC, MIB
 
 H = 2 * MIB
-WORDS = "valve: the KV cache is ordinary memory, nothing is shared of it: no cuMemAlloc made it"
+WORDS = "valve: the KV cache is ordinary memory and is not shared: cuMemAlloc did not make it"
 
 
 @pytest.mark.parametrize("role", [OFFLINE, ONLINE])

@@ -163,7 +163,7 @@ def test_an_adapter_of_somebody_else_is_never_written_over(job):
     command, run, folder = job
     folder.path.mkdir()
     (folder.path / "adapter_config.json").write_text("{}")
-    assert "adapter of somebody else" in command.run(*run, "--max-steps", "2", code=2)
+    assert "an adapter that is not of this command" in command.run(*run, "--max-steps", "2", code=2)
     assert (folder.path / "adapter_config.json").read_text() == "{}"
 
 

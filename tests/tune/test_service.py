@@ -413,7 +413,7 @@ def test_all_files_together_never_pass_the_quota(service, monkeypatch):
 def test_deterministic_and_other_jobs_never_share_a_process(service):
     client = service.start(FAKE_TILE_S="0.01")
     submit(client, service, valve={"max_steps": 1000})
-    with pytest.raises(openai.ConflictError, match="has it otherwise"):
+    with pytest.raises(openai.ConflictError, match="has another value"):
         submit(client, service, valve={"deterministic": False})
     submit(client, service, "other", valve={"deterministic": False})
 

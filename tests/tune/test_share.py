@@ -126,7 +126,7 @@ def test_a_file_whose_owner_valved_does_not_say_is_never_mapped(valved: Valved, 
     else:
         said.unlink()
         said.with_name("link.sock").touch()
-    with pytest.raises(NotShared, match="nobody can say whose"):
+    with pytest.raises(NotShared, match="the owner of the weights is unknown"):
         find(str(served))
     mapping.check()
 
@@ -148,7 +148,7 @@ def test_a_permit_by_file_never_outlives_a_refusal_that_came_later(
     mapping = SharedFile(served) if then == "it is mapped" else None
     if mapping is None:
         Path(os.environ["VALVE_RUN_DIR"], "weights.json").write_text("{")
-    with pytest.raises(NotShared, match="does not consent" if mapping else "nobody can say whose"):
+    with pytest.raises(NotShared, match="does not consent" if mapping else "the owner of the weights is unknown"):
         permit.check()
 
 

@@ -51,7 +51,7 @@ def test_the_manuals_know_the_limits_of_evictions() -> None:
     assert f"{settings.max_rounds} such rounds" in MANUAL
     assert f"After {settings.max_rounds} rounds within a day" in (ROOT / "docs/troubleshooting.md").read_text()
     assert settings.avoid_s == 6 * 3600
-    assert "avoided for six hours" in MANUAL
+    assert "avoid the node for six hours" in MANUAL
 
 
 @pytest.mark.parametrize("word", [*Told, *Verdict])

@@ -126,7 +126,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
     chat = cluster_node.start_online(stage)
     screen.step("An offline pod beside it, on the same GPU")
     batch = cluster_node.start_offline(stage, began)
-    screen.step("Offline work stands while the online pod has requests")
+    screen.step("Offline work is stopped while the online pod has requests")
     cluster_node.show_gating(stage, chat, batch, options.seconds)
     screen.step("helm test, and what injection costs a pod's start")
     cluster_node.run_helm_test(stage)

@@ -141,7 +141,7 @@ def show_placement(stage: Stage) -> Json:
     told = stage.valve("explain", "pod", "greedy")
     screen.say(f"[dim]greedy's event: {refusal[:160]}[/]")
     screen.command("valve explain pod greedy", told)
-    screen.check("the greedy pod waits, and its event and valve explain say why alike", TOO_LITTLE in told)
+    screen.check("the greedy pod waits; its event and valve explain give the same reason", TOO_LITTLE in told)
     return first
 
 
@@ -169,7 +169,7 @@ def show_move(stage: Stage, fleet: PlayedFleet, first: Json) -> None:
         told = wait_for("an event on the pod", lambda: _said(stage, SLOW), PATIENCE_S)
     screen.say(f"[dim]event SLAMissed: {told}[/]")
     screen.figure(
-        "SLA missed to evicted, of that 3 windows",
+        "missed SLA to eviction, 3 windows of it",
         f"{evicted_s:.1f} s",
         "the monitor looks every 5 s here, telemetry is played",
     )

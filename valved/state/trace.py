@@ -17,8 +17,8 @@ AGAIN_S = 60.0
 class LineFile:
     """Appends events to a file; at `max_bytes` the file becomes NAME.1 and a new one begins.
 
-    A full disk must not stop gating: a failure closes the file and is kept in `failure`; a minute later it is tried
-    again.
+    A full disk must not stop gating: a failure closes the file, `failure` says why, and a minute later the file is
+    opened again.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -106,7 +106,7 @@ _GPUS, _SERVICES = 1, 2
 
 
 class _Timeline:
-    """Spans that are open, and what is finished."""
+    """Spans that are open, and events that are finished."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -169,7 +169,7 @@ class _Timeline:
 
 
 def _moment_us(record: Mapping[str, Any], name: str) -> float:
-    """A moment of the detail, or when the event was booked."""
+    """A moment that the event's detail names, or the time of the event itself."""
     return int(record["detail"].get(name, 0) or record["t_ns"]) / 1e3
 
 

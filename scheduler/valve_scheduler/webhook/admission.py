@@ -170,7 +170,7 @@ def _refuse_offline(pod: Pod) -> None:
     by_kueue = any(key.startswith(_KUEUE) for key in metadata.get("labels") or {})
     if by_kueue and annotation(pod, names.GPUS_REQUIRED) and not resource_count(pod, names.RESOURCE):
         raise PodRefused(
-            f"annotation {names.GPUS_REQUIRED} is no quota that Kueue counts; write the limit {names.RESOURCE} instead"
+            f"Kueue does not count the annotation {names.GPUS_REQUIRED}; write the limit {names.RESOURCE} instead"
         )
     if annotation(pod, names.SLA) and not annotation(pod, names.PROFILE):
         raise PodRefused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")

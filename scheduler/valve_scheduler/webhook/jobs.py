@@ -22,9 +22,11 @@ def spare_retries(job: Job) -> tuple[Job, str]:
     if annotation(template, names.ROLE) != names.OFFLINE or annotation(job, names.KEEP_JOB) == "true":
         return job, ""
     if policy := spec.get("podFailurePolicy"):
-        return job, "" if any(map(_ignores_evictions, policy.get("rules") or [])) else _costs(job, "has no rule that")
+        return job, "" if any(map(_ignores_evictions, policy.get("rules") or [])) else _costs(
+            job, "its podFailurePolicy has no rule that"
+        )
     if (template.get("spec") or {}).get("restartPolicy") != "Never":
-        return job, _costs(job, "can have none, as restartPolicy is not Never, that")
+        return job, _costs(job, "restartPolicy is not Never, so it can have no podFailurePolicy that")
     policy = {"rules": [{"action": "Ignore", "onPodConditions": [_EVICTED]}]}
     # Required beside it: the next pod is made when the one before has ended.
     more = {"podFailurePolicy": policy, "podReplacementPolicy": "Failed"}
@@ -40,6 +42,6 @@ def _ignores_evictions(rule: Job) -> bool:
 def _costs(job: Job, why: str) -> str:
     left = job["spec"].get("backoffLimit", 6)
     return (
-        f"each time Valve moves a pod of this Job it spends one of its {left} retries: its podFailurePolicy {why} "
+        f"each time Valve moves a pod of this Job, the Job spends one of its {left} retries: {why} "
         f"ignores the pod condition {_EVICTED['type']}"
     )

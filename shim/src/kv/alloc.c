@@ -41,7 +41,7 @@ void valve_kv_end(void)
 {
 	if (valve_tls.kv_depth && !--valve_tls.kv_depth && !valve_tls.kv_asked && is_managed())
 		valve_say(
-		        "the KV cache is ordinary memory, nothing is shared of it: no cuMemAlloc made it "
+		        "the KV cache is ordinary memory and is not shared: cuMemAlloc did not make it "
 		        "(backend:cudaMallocAsync or expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF?)");
 }
 
@@ -169,7 +169,7 @@ static CUresult make_range(size_t bytes, uint64_t handle_bytes, uint32_t flags, 
 	destroy(range);
 	if (is_offline() && (err == -ENOMEM || err == -ETIMEDOUT))
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	valve_say("KV memory could not be had from valved; it is allocated as ordinary memory");
+	valve_say("valved has no KV memory to give; the cache is allocated as ordinary memory");
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 

@@ -118,8 +118,9 @@ CUresult valve_on_cuIpcGetMemHandle(uintptr_t out, uintptr_t address, uintptr_t 
 
 	if (!valve_range_look(address, &range))
 		return CALL(entry, out, address, a2, a3, a4, a5);
-	valve_say("cuIpcGetMemHandle on KV memory is not supported: it may change hands. Allocate what other "
-	          "processes map outside the bracket, or set the size rule higher");
+	valve_say(
+	        "cuIpcGetMemHandle on KV memory is not supported: the memory may move. Allocate memory that "
+	        "other processes map outside the bracket, or set the size rule higher");
 	return CUDA_ERROR_NOT_SUPPORTED;
 }
 

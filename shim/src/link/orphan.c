@@ -20,7 +20,8 @@ void valve_orphan_check(uint64_t lost_ns)
 	if (!valve_orders_left_no_hole()) {
 		if (now_ns() - lost_ns < valve_settings.orphan_ns)
 			return;
-		valve_say("no valved came to fill the holes in this offline process's KV memory: it ends");
+		valve_say("no valved came to fill the holes in this offline process's KV memory: the process "
+		          "ends");
 		_exit(EXIT_ORPHAN);
 	}
 	if (waits)

@@ -191,7 +191,7 @@ static void try_again(void)
 		valve_self_gate(disable, disable ? VALVE_GATE_ALL : VALVE_GATE_HELD);
 	if (!disable && is_offline() && valve_self_gate_owes() >= TELL_AFTER)
 		valve_note(VALVE_NOTE_NOT_ENABLED, 0, 0,
-		           "the driver refused to enable its channels: it is asked again");
+		           "the driver refused to enable channels; the shim tries again");
 }
 
 static int send_schedule(uint16_t type, uint32_t *seq)

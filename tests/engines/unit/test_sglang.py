@@ -498,4 +498,4 @@ def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(
 
     assert answered == {name: expected[name] for name in answered}
     assert is_lasting or not stopped
-    assert not stopped or any(words in stopped for words in ("on purpose", "could not be sent back", "are lost"))
+    assert not stopped or any(words in stopped for words in ("on purpose", "could neither be sent back", "are lost"))

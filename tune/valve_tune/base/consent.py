@@ -23,7 +23,7 @@ SOCKETS = ("link.sock", "valved.sock")  # of a valved (valved/paths.py)
 LOOK_S = 1.0  # between two looks at who maps a file: each reads all of /proc
 MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
 DAEMONS = ("vllm_weight_cache_", "sglang_weight_cache_")  # how the engines name their sockets, one a GPU
-HOW = "its owner says so by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
+HOW = "the owner consents by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
 
 
 class NotShared(ValueError):
@@ -78,7 +78,7 @@ class Owners:
         """Where no valved is, there is no service. One that does not say whose the files are refuses them all."""
         services = self.services()
         if services is None and any(_may_exist(self._folder / name) for name in (NAME, *SOCKETS)):
-            raise NotShared(f"{self._folder / NAME}: not to be read, so nobody can say whose the weights are")
+            raise NotShared(f"{self._folder / NAME}: cannot be read, so the owner of the weights is unknown")
         return services or ()
 
     def named(self, word: str) -> SharingService:

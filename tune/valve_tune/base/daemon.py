@@ -53,7 +53,7 @@ class WeightDaemon:
         try:
             info = self.path.lstat()
             if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-                raise NotShared(f"{self.path} is no socket of this user's alone")
+                raise NotShared(f"{self.path} is not a socket that this user alone can enter")
         except OSError as error:
             raise NotShared(f"{self.path}: {error}") from None
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,10 +1,10 @@
 """Tensors in one range of which valved backs some blocks and not others.
 
-A tensor lies in neighbouring lent blocks, several share one. A block that is taken away under a tensor raises
-`generation`; who holds the tensor learns it there, and gives it back like any other.
+A tensor lies in neighbouring lent blocks; several tensors may share a block. If valved takes a block under a tensor,
+`generation` rises. The holder of the tensor reads that, and gives the tensor back like any other.
 
-Its last verbs are those of the engine hook (`valve_hook.reconciler.EngineAdapter`): the stash is to valved what KV
-memory is, with one request that holds everything.
+The last methods are those of the engine hook (`valve_hook.reconciler.EngineAdapter`). valved sees the stash as KV
+memory in which one request holds everything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Blocks = NDArray[np.uint32]
 
 
 class LentMemory:
-    """`range_` is the range as bytes; `at_border` is called between two tiles, `look` whenever news may matter.
+    """`range_` is the range as bytes; `at_border` is called between two tiles, `look` whenever a change may matter.
 
-    A block counts as held until `settle`, though its tensors were given back: a GPU that was told to read them may not
-    have done so yet.
+    A block counts as held until `settle`, even when its tensors were given back: the GPU may not yet have run the
+    work that reads them.
     """
 
     def __init__(self, range_: torch.Tensor, block_bytes: int) -> None:
@@ -71,7 +71,7 @@ class LentMemory:
         return self.blocks * self.block_bytes
 
     def _place(self, size: int) -> int | None:
-        """First fit; whoever holds little has few to look through."""
+        """First fit. With few tensors there are few places to look through."""
         for low, high in self._runs():
             at = low
             for start, end in self._taken:

@@ -33,7 +33,7 @@ class OwnCopy(StillWeights):
 
 
 class LoadedModel(StillWeights):
-    """Weights that live in the modules of a loaded model; nobody asks for them one layer at a time."""
+    """Weights that live in the modules of a loaded model, and are never asked for one layer at a time."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.digest = digest_of(tensors)

@@ -65,7 +65,7 @@ class CardTurns(TileTurns):
         try:
             self._flight.close()
         except CardRefused:
-            log.exception("valve: what the trainer made on the card stays until this process ends")
+            log.exception("valve: the trainer's contexts and memory on the card stay until this process ends")
 
     def _hear(self, landed: list[tuple[Phase, float]]) -> None:
         self._landed += [(phase, ms / 1e3) for phase, ms in landed]

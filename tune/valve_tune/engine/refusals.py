@@ -11,7 +11,7 @@ def why_not(config: Any, *, untried: bool = False) -> str:
     parallel, scheduling = config.parallel_config, config.scheduler_config
     compiled = getattr(config.compilation_config.mode, "name", config.compilation_config.mode)
     reasons = {
-        'a card: the lane there was never run on one; "untried": true asks for it all the same': device == "cuda"
+        'a card: the lane was never run on one; "untried": true asks for it all the same': device == "cuda"
         and not untried,
         f"{device}: there are lanes for the CPU and for CUDA cards": device not in ("cpu", "cuda"),
         "tensor parallelism": parallel.tensor_parallel_size > 1,

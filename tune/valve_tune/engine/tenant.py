@@ -120,7 +120,7 @@ class Tenant:
                     "failed", self._folder.status().step, f"parked: {self.parked}" if self.parked else said
                 )
         except OSError:
-            log.exception("valve: and its folder cannot be written")
+            log.exception("valve: the folder of the failed job cannot be written")
 
     def _work(self) -> None:
         values = json.loads(Path(self.job).read_text()) if isinstance(self.job, str) else self.job

@@ -62,7 +62,7 @@ class TrainsBeside(VllmWorker):  # type: ignore[misc]
         try:
             self.valve_lane = lane_of(self.vllm_config, self._valve_cores)
         except Exception:
-            log.exception("valve: this engine trains nobody; it serves on")
+            log.exception("valve: this engine trains no job; it goes on serving")
         return done
 
     def execute_model(self, scheduler_output: Any) -> Any:

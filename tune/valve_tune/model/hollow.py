@@ -21,11 +21,11 @@ def around(config: Any, tensors: Tensors) -> Any:
     model.tie_weights()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left or unknown:
-        raise BadBase(f"{(left or unknown)[0]}: this model names its weights otherwise than its checkpoint")
+        raise BadBase(f"{(left or unknown)[0]}: the model and its checkpoint have different names for this weight")
     for name, parameter in model.named_parameters():
         given = tensors.get(name)
         if given is not None and given.data_ptr() != parameter.data_ptr():
-            raise BadBase(f"{name}: a copy was made")
+            raise BadBase(f"{name}: the model made a copy of this weight")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(some.device))

@@ -188,7 +188,7 @@ class TuneApi:
         wanted = wish["spec"].get("deterministic", True)
         others = [json.loads(row["wish"])["spec"].get("deterministic", True) for row in self._store.live(base)]
         if any(other != wanted for other in others):
-            raise BadRequest("valve.deterministic", f"a job of {base} that has not ended has it otherwise", 409)
+            raise BadRequest("valve.deterministic", f"a job of {base} that has not ended has another value", 409)
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:

@@ -89,7 +89,7 @@ class JobFolder:
         if not self.exists():
             strange = sorted(each.name for each in self.path.iterdir() if each.name not in (LOCK, WANTED))
             if "adapter_config.json" in strange:
-                raise FolderError(f"{self.path}: holds an adapter of somebody else; choose another --out")
+                raise FolderError(f"{self.path}: holds an adapter that is not of this command; choose another --out")
             replace_file(self.path / JOB, spec.to_json())
             return
         there = self.spec()

@@ -92,7 +92,7 @@ class EngineKeeper:
             for one in reversed(self._given):  # the newest first
                 if one.name not in engine.loaded():
                     engine.load(one.name, str(one))
-                self._say(f"{self._url} had lost {one.name}, and answers as it again")
+                self._say(f"{self._url} had lost {one.name} and has it again")
         self._was_away = False
         if self._waiting is None:
             return
@@ -100,7 +100,9 @@ class EngineKeeper:
         if version.name not in loaded:
             hand_over(engine, version, self._name, KEPT, probe=False)
         elif engine.path_of(version.name) not in ("", str(version)):  # else this command was started again
-            raise EngineError(f"{self._url}: its {version.name} is another one, from {engine.path_of(version.name)}")
+            raise EngineError(
+                f"{self._url}: its {version.name} is another adapter, from {engine.path_of(version.name)}"
+            )
         self._given = [*(one for one in self._given if one != version), version][-KEPT:]
         self._base = (engine.base, engine.root)
         with self._changing:

@@ -86,7 +86,9 @@ def check_plain(source: Path) -> None:
         raise FolderError(f"{source / FILES[0]}: {error}") from None
     for name, plain in PLAIN.items():
         if config.get(name) not in (plain, None, [], {}):
-            raise FolderError(f"{source / FILES[0]}: {name} = {config[name]!r}: the engines do not serve it alike")
+            raise FolderError(
+                f"{source / FILES[0]}: {name} = {config[name]!r}: vLLM and SGLang do not serve it in the same way"
+            )
 
 
 def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str] = ()) -> Path:

@@ -42,4 +42,4 @@ def find(job: str) -> JobFolder:
         return named[0]
     if named:
         raise FolderError(f"{job}: {len(named)} jobs have this name: {', '.join(str(each.path) for each in named)}")
-    raise FolderError(f"{job}: no such job; valve tune ls shows those there are")
+    raise FolderError(f"{job}: no such job; valve tune ls shows all jobs")

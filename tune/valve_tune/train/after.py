@@ -25,7 +25,7 @@ def main() -> int:
     try:
         now = shared_base(spec, "cuda" if torch.cuda.is_available() else "cpu").digest
     except (OSError, ValueError) as error:
-        found = f"nobody could look at the shared weights: {error}"
+        found = f"the shared weights could not be checked: {error}"
     else:
         found = "the shared weights are as they were"
         if now != told[0]["digest"]:

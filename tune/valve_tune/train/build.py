@@ -60,7 +60,7 @@ def foreign(spec: JobSpec, config: Any, weights: FrozenWeights | None, device: s
     """A model of another family, over its own copy or over a shared one."""
     why = obstacle(config, spec.max_length)
     if spec.resident_layers:
-        raise BadBase(f"resident_layers: {why}, so its weights are there as a whole; leave it out")
+        raise BadBase(f"resident_layers: {why}, so the model needs all its weights at once; leave it out")
     if isinstance(weights, DaemonCopy | SharedCopy):
         return around(config, weights.tensors), weights
     if weights is not None:

@@ -35,8 +35,8 @@ class Guard(NoGuard):
         self._weights, begun = weights, Path(spec.out, BEGUN)
         if begun.exists() and begun.read_text().strip() != weights.digest:
             raise BaseChanged(
-                f"share_weights: {spec.share_weights} holds other weights than when this job began: another base, or "
-                f"something has written there; if it is the same base, start that service again ({begun} holds the sum)"
+                f"share_weights: {spec.share_weights} holds other weights than when this job began: another base, "
+                f"or something has written there; if it is the same base, start that service again (checksum: {begun})"
             )
         begun.parent.mkdir(parents=True, exist_ok=True)
         begun.write_text(weights.digest + "\n")

@@ -35,7 +35,7 @@ REFUSED = {
     "fp16": "half precision needs a loss scale, which is not offered; say --dtype bfloat16",
     "torch_dtype": "say --dtype",
     "optim": "AdamW is the optimizer; leave it out",
-    "gradient_checkpointing": "what is cheap is always computed again; leave it out",
+    "gradient_checkpointing": "cheap parts are always computed again; leave it out",
     "logging_steps": "each step is logged; leave it out",
     "report_to": "metrics.jsonl is always written, and TensorBoard's files where it is installed; leave it out",
     "eval_strategy": "--eval-data alone asks for evaluations, --eval-steps says how often",
@@ -76,7 +76,7 @@ class JobSpec:
     seed: int = number(0, 2**31 - 1, "The seed of data order, adapter and dropout.", default=0)
     max_steps: int = number(1, 10_000_000, "The number of optimizer steps.")
     learning_rate: float = number(1e-9, 10.0, "The peak learning rate, a factor.", default=2e-4)
-    lr_scheduler_type: str = text("The course of the learning rate.", SCHEDULES, default="cosine")
+    lr_scheduler_type: str = text("The schedule of the learning rate.", SCHEDULES, default="cosine")
     warmup_steps: int = number(0, 10_000_000, "The number of steps until the peak learning rate.", default=0)
     weight_decay: float = number(0.0, 1.0, "The weight decay of AdamW, a share.", default=0.0)
     adam_beta1: float = number(0.0, 0.999999, "The factor beta1 of AdamW.", default=0.9)
@@ -102,7 +102,7 @@ class JobSpec:
         "The number format of base weights and activations. Adapters and sums are float32.", DTYPES, default="float32"
     )
     save_steps: int = number(1, 10_000_000, "The steps from one checkpoint to the next.", default=50)
-    eval_data: str = text("The jsonl file that the job is judged by and never trained on.", default="", empty=True)
+    eval_data: str = text("The jsonl file that evaluations take and training does not.", default="", empty=True)
     eval_steps: int = number(1, 10_000_000, "The steps from one evaluation to the next.", default=50)
     early_stopping_patience: int = number(
         0,
@@ -145,7 +145,7 @@ class JobSpec:
                 "early_stopping_patience", "needs eval_data: the loss of training data shows no overfitting"
             )
         if self.share_weights and self.resident_layers:
-            raise SpecError("resident_layers", "shared weights are there as a whole; set it to 0")
+            raise SpecError("resident_layers", "shared weights are mapped as a whole; set it to 0")
         if self.span and self.max_length % self.span:
             raise SpecError("span", f"{self.span} does not divide max_length ({self.max_length})")
 

@@ -81,7 +81,7 @@ class CardDriver:
         out = c_void_p()
         self.call(name, byref(out), *arguments)
         if not out.value:
-            raise CardRefused(f"{name}: it succeeded, and there is nothing")
+            raise CardRefused(f"{name} succeeded and returned nothing")
         return out.value
 
     @contextmanager

@@ -61,7 +61,7 @@ def _share(driver: CardDriver, device: int, sms: int, priority: int, undo: ExitS
     whole = driver.processors(device)
     part = whole if sms == whole.sms else driver.part(whole, sms)
     if part.sms > sms:
-        raise CardRefused(f"cuDevSmResourceSplitByCount: {part.sms} processors, {sms} were asked for")
+        raise CardRefused(f"cuDevSmResourceSplitByCount gave {part.sms} processors, {sms} were asked for")
     desc = driver.made("cuDevResourceGenerateDesc", part, 1)  # there is no call that ends one
     green = driver.made("cuGreenCtxCreate", desc, device, OWN_STREAM)
     undo.callback(driver.call, "cuGreenCtxDestroy", green)
