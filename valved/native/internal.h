@@ -28,7 +28,7 @@
 
 enum {
 	MAX_GPUS = 31,
-	ORDER_NO_GPU = 31, /* its bit in the order words is for holds on no GPU's account */
+	ORDER_NO_GPU = 31, /* its bits in the order words are for orders on no GPU's account */
 	MAX_SERVICES = 1024,
 	MAX_CLIENTS = 4096,
 	MAX_PASSED = 16, /* nvidiactl fds that one client may hand over */

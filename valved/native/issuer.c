@@ -208,15 +208,21 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 	               : rc;
 }
 
-/* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
+/* What a mail is to run is looked at when it is read: a stop may have come while it lay there, and the newest plan. */
+static bool is_open(const struct gpu *gpu)
+{
+	return gpu->state < VALVE_GPU_STOPPED && gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED;
+}
+
+/* One channel. One of the plan is run while the plan is, and else with it. With `unless_held` a refusal is the sender's to
+ * remember, but for one in the plan. */
 static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held)
 {
 	struct plan_step *step = mail->run_now->step;
 	bool in_plan = plan_has(gpu->plan, step->on.hClientList[0], step->on.hChannelList[0]);
 	int status = -EBUSY;
 
-	if (!unless_held || (gpu->state < VALVE_GPU_STOPPED &&
-	                     gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED)) {
+	if (is_open(gpu) || !(unless_held || in_plan)) {
 		status = step->ops->begin(gpu, step, false);
 		if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
 			store_release(&gpu->state, VALVE_GPU_ENABLING);
@@ -258,7 +264,7 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 	case MAIL_OFF:
 		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);
 	case MAIL_ON:
-		status = try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
+		status = is_open(gpu) ? try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on) : -EBUSY;
 		gpu->owed |= status && !rm_is_stale(status);
 		return status;
 	case MAIL_CID:
