@@ -18,7 +18,7 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, StampKind
+from valved.machine.ports import GatePort, Stamp, StampKind
 from valved.model.ids import GpuIndex, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
@@ -177,10 +177,12 @@ class GateService:
     def reach(self, gpu: GpuIndex) -> Reach:
         return self._gate.channels.reach(gpu)[0]
 
-    def is_ungated(self, gpu: GpuIndex) -> bool:
-        """Somebody holds this GPU, and offline work may run there all the same: the driver refuses, or hangs."""
+    def ungated(self) -> frozenset[GpuIndex]:
+        """Somebody holds these, and offline work may run there all the same: the driver refuses, or hangs. All of one
+        moment: whoever asked for one after the other would believe what the stamps read in between have changed."""
         self.drain()
-        return bool(self.gpus[gpu].holders) and not self._gate.is_stopped(gpu)
+        held = [gpu for gpu, account in self.gpus.items() if account.holders]
+        return frozenset(gpu for gpu in held if not self._gate.is_stopped(gpu))
 
     def set_standing(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """One of STANDING, a service without clients, holds these GPUs and no others, until told differently."""
@@ -210,16 +212,27 @@ class GateService:
         if self._is_reading:  # what a stamp sets off reads the books as they are
             return
         self._is_reading = True
+        errors = []
         try:
             stamps = self._gate.drain_stamps()
             for stamp in stamps:
-                self.edges.take(stamp)
-                if stamp.kind is StampKind.GATE_FAILED:
-                    self.listener.stop_failed(stamp)
+                try:
+                    self._read(stamp)
+                except Exception as error:  # the others are of other holds, and are not to be had again
+                    errors.append(error)
         finally:
             self._is_reading = False
         if stamps:
             self.listener.drained()
+        if errors:
+            raise errors[0]
+
+    def _read(self, stamp: Stamp) -> None:
+        try:
+            self.edges.take(stamp)
+        finally:
+            if stamp.kind is StampKind.GATE_FAILED:
+                self.listener.stop_failed(stamp)
 
     def _tell_opened(self) -> None:
         """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
