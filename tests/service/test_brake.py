@@ -397,7 +397,7 @@ def test_nobody_is_let_go_whose_gpu_failed_again_while_another_of_its_gpus_was_l
     for _ in range(3):
         world.gating.drain()
 
-    assert {pid: name for pid, name in world.signals} == dict.fromkeys(pids, "SIGSTOP")
+    assert dict(world.signals) == dict.fromkeys(pids, "SIGSTOP")
 
 
 class Signals(list):

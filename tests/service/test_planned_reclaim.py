@@ -156,7 +156,7 @@ def test_handles_that_come_otherwise_than_expected_never_spoil_what_is_given(wor
 
 def test_no_packet_ever_names_a_handle_whose_place_in_the_pool_is_another_ones_by_now(world):
     """A free one went back to the driver after it was put together, and another came."""
-    _, online = beside(world)
+    beside(world)
     [engine] = world.kv.books.engines_with(Role.ONLINE)
     pool, moves, columns = world.kv.books.pool, world.kv.moves, engine.bare_columns()[:1]
     plan = moves.plan_giving(engine, columns, NOTHING)

@@ -156,3 +156,31 @@ def test_no_call_waits_on_because_a_stamp_before_that_of_the_wake_could_not_be_b
         world.gating.drain()
 
     assert acks(world, offline, seq) == [0]
+
+
+def test_no_call_waits_on_where_a_service_left_its_gpu(world):
+    """No stamp tells of that."""
+    offline, online = world.offline(gpus=(1,)), world.online(gpus=(0, 1))
+    world.gate.launch(online)
+    world.run(5)
+    seq = world.schedule(offline, 0)
+
+    gone = world.channel(gpu=1, h_client=0xC1D00000 + online, h_channel=0xCAF00002)
+    world.register.handle(online, world.packet(LinkType.CHANNEL_DEL, gone), [])
+
+    assert acks(world, offline, seq) == [0]
+
+
+def test_no_call_waits_on_for_a_wake_whose_stamp_was_lost(world):
+    offline, online = world.offline(), world.online()
+    world.gate.launch(online)
+    world.run(5)
+    seq = world.schedule(offline, 0)
+    world.gate.on_stamps = lambda: None
+    world.gate.finish(online)
+    world.gate.wake(world.service_of(online))
+    world.gate.stamps.clear()
+
+    world.gating.resync()
+
+    assert acks(world, offline, seq) == [0]

@@ -92,6 +92,8 @@ class GateService:
             book_hold(self.gpus, service, gpus, now_ns)
         self.drain()
         self.permits.look_soon(online)
+        if held - gpus:
+            self._tell_opened()
 
     def remove_service(self, service: ServiceId) -> None:
         now_ns = self._clock.now_ns()
@@ -251,7 +253,8 @@ class GateService:
         online.end_hold(now_ns)
 
     def resync(self) -> None:
-        """Find a hold whose stamp was lost (the ring is bounded): else its offline work would never be woken."""
+        """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
+        or who waits for the wake would wait on."""
         self.drain()
         for online in self.online.values():
             if online.holding:
@@ -263,3 +266,4 @@ class GateService:
                 online.begin_hold(self._clock.now_ns())
                 book_hold(self.gpus, online.id, online.gpus, self._clock.now_ns())
                 self.permits.look_soon(online)
+        self._tell_opened()
