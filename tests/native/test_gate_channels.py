@@ -293,10 +293,11 @@ def test_a_channel_in_no_plan_is_enabled_when_nobody_holds_its_gpu(rig: Rig) -> 
 
 def test_channels_left_off_by_a_predecessor_are_enabled_and_the_gone_are_not_counted(rig: Rig) -> None:
     workload = rig.offline()
-    workload.add(3)
+    left = [workload.allocate() for _ in range(3)]
+    for ref in left:
+        rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
     rig.online(7, {0})
     rig.wait_gated(0)
-    left = rig.gate.channels.disabled()
     workload.free(workload.channels.pop())
 
     assert rig.gate.channels.enable_foreign(left) == 2

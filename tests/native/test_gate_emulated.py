@@ -19,6 +19,7 @@ from grant_scene import FAR, NEVER_IDLE, Hook
 from rm_process import RmProcess, Tree, grow_tree
 from valve_abi import GrantAnswer, Order
 from valve_tools.emulator.client import Emulator
+from valved.native._gate import lib
 
 from valved.abi import region
 from valved.gate.adapter import NativeGate, NativeSettings
@@ -89,6 +90,10 @@ class World:
 
     def off(self) -> int:
         return len(self.emulator.state().disabled)
+
+    def runs(self) -> int:
+        """Calls that enable channels."""
+        return sum(call.on for call in self.emulator.state().gates)
 
     def take_fd(self, fd: int) -> int:
         """The workload's fd, as a link would carry it."""
@@ -222,6 +227,28 @@ def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> Non
         wait_until(lambda: here.control["order"] == Order.RUN, "the hold is taken back")
 
         assert failed.status == -110
+        assert here.off() == 0
+
+
+@on_gpu()
+def test_no_channel_of_a_stopped_gpu_is_ever_run_by_a_trial_that_lay_in_the_mail(cuda: Any) -> None:
+    """Its first half hung in the driver. A launch came before the second, and before the list with the new channel."""
+    with world(HASTY) as here:
+        here.workload(channels=1)
+        online = here.online({0})
+        here.wake(0)
+        here.emulator.fault("on disable 1: hold")
+        here.workload(channels=1)
+        online.launch()
+        wait_until(lambda: here.gate.is_gated(GPU), "the ring is heard")
+        ran = here.runs()
+
+        here.emulator.release()
+        wait_until(lambda: lib.valve_gate_settle(here.gate._gate, 0) == 0, "all mail is answered")
+
+        assert (here.runs(), here.off()) == (ran, 2)
+        online.finish()
+        here.wake(0)
         assert here.off() == 0
 
 

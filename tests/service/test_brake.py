@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -345,6 +346,58 @@ def test_a_process_frozen_for_too_long_is_enabled_and_then_killed(world):
     assert world.signals == [(pid, "SIGSTOP"), (pid, "SIGKILL")]
     assert removed == [False, True]
     world.check()
+
+
+def frozen_beside(world, *gpus):
+    """Two offline processes on each of these GPUs, frozen, and the online client."""
+    pids = [world.books.clients[world.offline(gpus=gpus)].process.pid for _ in range(2)]
+    online = world.online(gpus=gpus)
+    world.run(100)
+    world.gate.launch(online)
+    world.run(1)
+    for gpu in gpus:
+        world.gate.fail(gpu=gpu, service=world.service_of(online))
+    world.run(1)
+    assert world.signals == [(pid, "SIGSTOP") for pid in pids]
+    return pids, online
+
+
+def at_each_reading(world, monkeypatch, happens):
+    """What happens while stamps are read: one of these at each reading that finds none."""
+    read, left = world.gate.drain_stamps, list(happens)
+
+    def drain():
+        stamps = read()
+        if not stamps and left:
+            left.pop(0)()
+            stamps = read()
+        return stamps
+
+    world.gate.on_stamps = lambda: None
+    monkeypatch.setattr(world.gate, "drain_stamps", drain)
+
+
+def test_nobody_stays_frozen_because_a_stamp_came_while_others_were_let_go(world, monkeypatch):
+    pids, online = frozen_beside(world, 0)
+    come_back = partial(world.gate.come_back, gpu=0, service=world.service_of(online))
+    at_each_reading(world, monkeypatch, [come_back, come_back])
+
+    world.gating.drain()
+
+    assert sorted(world.signals[2:]) == [(pid, "SIGCONT") for pid in pids]
+
+
+def test_nobody_is_let_go_whose_gpu_failed_again_while_another_of_its_gpus_was_looked_at(world, monkeypatch):
+    pids, online = frozen_beside(world, 0, 1)
+    service = world.service_of(online)
+    for gpu in (0, 1):
+        world.gate.come_back(gpu=gpu, service=service)
+    at_each_reading(world, monkeypatch, [lambda: None, partial(world.gate.fail, gpu=0, service=service)])
+
+    for _ in range(3):
+        world.gating.drain()
+
+    assert dict(world.signals) == dict.fromkeys(pids, "SIGSTOP")
 
 
 class Signals(list):

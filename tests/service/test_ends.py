@@ -93,3 +93,47 @@ def test_a_process_that_cannot_be_watched_is_refused_and_never_stays_in_a_book(w
     assert world.hello(pid).client is None
     assert not world.books.clients
     assert not world.gate.clients
+
+
+def claimed(world):
+    client = world.online()
+    return client, world.books.clients[client].process
+
+
+def test_no_claim_ends_with_the_last_link_while_a_thread_of_its_process_runs(world, monkeypatch):
+    client, process = claimed(world)
+    start_time = world.processes.start_time
+    monkeypatch.setattr(world.processes, "start_time", lambda pid: None if pid == process.pid else start_time(pid))
+
+    world.register.leave(client, "link closed")
+
+    assert process in world.books.claims
+    world.processes.end(process.pid)
+    assert not world.books.claims
+
+
+def test_no_claim_ends_with_the_last_link_for_want_of_a_descriptor(world, monkeypatch):
+    """Not even a file of /proc is to be had."""
+    client, process = claimed(world)
+    with monkeypatch.context() as scarce:
+        without_descriptors(world, scarce)
+        scarce.setattr(world.processes, "start_time", world.processes.open_pidfd)
+        world.register.leave(client, "link closed")
+        world.run(3000)
+        assert process in world.books.claims
+
+    world.run(1000)
+    world.processes.end(process.pid)
+    assert not world.books.claims
+
+
+def test_a_claim_whose_process_ended_first_ends_with_the_last_link(world):
+    root = world.processes.add(500)
+    assert world.node.launch(root, 5000, Role.ONLINE, "chat")
+    client = world.hello(world.processes.add(501, parent=root), Role.ONLINE).client
+    world.processes.end(root)
+    assert world.books.claims
+
+    world.register.leave(client, "link closed")
+
+    assert not world.books.claims

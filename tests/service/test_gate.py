@@ -8,9 +8,11 @@ import pytest
 from fake_gate import STOP_NS
 from node_world import MS, SECOND
 
+from valved.abi.link import Feature
+from valved.gate.online import MOST_LEFT
 from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, Mode
+from valved.model.ids import GpuIndex, Mode, Role
 from valved.policy.wake import WakeReason
 from valved.state.registry import GUARD_SERVICE
 
@@ -498,6 +500,21 @@ def test_a_guarded_gpu_stays_closed_whatever_its_service_says(world):
 
     assert not world.gate.is_gated(1)
     assert offline in world.books.clients
+
+
+def test_the_books_of_a_service_never_grow_with_every_engine_that_ended(world):
+    """Its figures go on."""
+    root = world.processes.add(500)
+    world.node.launch(root, 5000, Role.ONLINE, "chat")
+    service = world.service_of(world.online(pid=root))
+    for pid in range(1000, 1000 + MOST_LEFT + 10):
+        hook = world.hello(world.processes.add(pid, parent=root), Role.HOOK, features=Feature.HINT).client
+        world.gate.hint(hook, 2, 1)
+        world.gating.online[service].hear(world.books.clients[hook], world.gate.view(hook))
+        world.processes.end(pid)
+
+    assert len(world.gating.online[service].left) == MOST_LEFT
+    assert world.gating.online[service].request_figures()[0] == MOST_LEFT + 10
 
 
 def test_a_tick_that_fails_is_never_the_last(world, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from lent_fds import lend
 from memory_walk import beside
 from memory_world import ORDERS, KvWorld, entries_of
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
 from valved.kv import orders
 from valved.kv.moves import MovePlan
+from valved.kv.slots import NO_HANDLE, NOTHING, KvRangeBook, RangeKey, RangeSlots
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, Role
 
@@ -150,6 +152,36 @@ def test_handles_that_come_otherwise_than_expected_never_spoil_what_is_given(wor
 
     assert expected
     assert len(online.backed()) >= 40
+
+
+def test_no_packet_ever_names_a_handle_whose_place_in_the_pool_is_another_ones_by_now(world):
+    """A free one went back to the driver after it was put together, and another came."""
+    beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    pool, moves, columns = world.kv.books.pool, world.kv.moves, engine.bare_columns()[:1]
+    plan = moves.plan_giving(engine, columns, NOTHING)
+    another_comes(pool, engine.places[0], pool.trim(GPU, 1))
+
+    orders = moves.give_columns(engine, columns, plan)
+
+    assert sum(len(order.rows) for order in orders) == 1
+    assert all(np.array_equal(order.names, pool.names(order.rows)) for order in orders)
+
+
+def another_comes(pool, beside_book, count):
+    """Made, and free again: its range is gone."""
+    book = KvRangeBook(
+        key=RangeKey(beside_book.key.client, 99),
+        gpu=GPU,
+        domain=beside_book.domain,
+        base=0,
+        handle_bytes=pool.handle_bytes,
+        is_elastic=False,
+        at=np.full(count, NO_HANDLE, np.int64),
+    )
+    pool.add_range(book)
+    pool.create(pool.name(count), [lend() for _ in range(count)], RangeSlots.of_range(book, np.arange(count)))
+    pool.drop_range(book.key)
 
 
 @pytest.mark.parametrize("remap", [Remap.SPARSE, Remap.HELPER])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from valved.abi.link import LinkType
+from valved.machine.ports import StampKind
 from valved.model.ids import GpuIndex, Role
 
 
@@ -123,3 +124,53 @@ def test_no_process_is_let_run_by_a_move_that_ends_while_stamps_are_read(world, 
     world.work(online, ms=5)
     world.run(5000)
     assert acks(world, offline, seq)[-1:] == [0]
+
+
+def test_no_call_waits_on_because_a_stamp_before_that_of_the_wake_could_not_be_booked(world, monkeypatch):
+    offline, online = world.offline(), world.online()
+    world.gate.launch(online)
+    world.run(5)
+    seq, service = world.schedule(offline, 0), world.service_of(online)
+    take = world.gating.edges.take
+
+    def booked(stamp):
+        assert stamp.kind is not StampKind.WAKE_REFUSED
+        take(stamp)
+
+    monkeypatch.setattr(world.gating.edges, "take", booked)
+    world.gate.on_stamps = lambda: None
+    world.gate.finish(online)
+    world.gate._stamp(StampKind.WAKE_REFUSED, service, 0)
+    world.gate.wake(service)
+    with pytest.raises(AssertionError):
+        world.gating.drain()
+
+    assert acks(world, offline, seq) == [0]
+
+
+def test_no_call_waits_on_where_a_service_left_its_gpu(world):
+    """No stamp tells of that."""
+    offline, online = world.offline(gpus=(1,)), world.online(gpus=(0, 1))
+    world.gate.launch(online)
+    world.run(5)
+    seq = world.schedule(offline, 0)
+
+    gone = world.channel(gpu=1, h_client=0xC1D00000 + online, h_channel=0xCAF00002)
+    world.register.handle(online, world.packet(LinkType.CHANNEL_DEL, gone), [])
+
+    assert acks(world, offline, seq) == [0]
+
+
+def test_no_call_waits_on_for_a_wake_whose_stamp_was_lost(world):
+    offline, online = world.offline(), world.online()
+    world.gate.launch(online)
+    world.run(5)
+    seq = world.schedule(offline, 0)
+    world.gate.on_stamps = lambda: None
+    world.gate.finish(online)
+    world.gate.wake(world.service_of(online))
+    world.gate.stamps.clear()
+
+    world.gating.resync()
+
+    assert acks(world, offline, seq) == [0]

@@ -107,14 +107,16 @@ class Workload:
         self.rig.driver.lib.fake_free_channel(ref.h_client, ref.h_channel)
 
     @contextmanager
-    def obeying(self) -> Iterator[None]:
-        """A gating thread that answers every order."""
+    def obeying(self, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """A gating thread that answers every order, once it has called `before`."""
         ending = threading.Event()
 
         def keep() -> None:
             while not ending.wait(0.0005):
                 seq = self.control["order_seq"]
                 if seq != self.region["order_done"]:
+                    before()
+                    seq = self.control["order_seq"]
                     self.obeyed.append(self.control["order"])
                     self.region["order_done"] = seq
 

@@ -93,11 +93,10 @@ class ClaimedRoots:
         entry = self._books.services.get(service)
         if entry is None or entry.clients:
             return
-        root = entry.root
-        if root is None or self._processes.start_time(root.pid) != root.start_time:
-            if root is not None:
-                self._exits.forget(root)
+        if entry.root is None:
             self._drop_service(service)
+        else:
+            self.watch_root(entry.root)  # anew: one that had ended before its clients is watched no longer
 
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._gating.online:

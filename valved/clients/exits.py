@@ -61,7 +61,8 @@ class Exits:
             when_ns = self.clock.now_ns() + AGAIN_NS
             self._again[process] = self.clock.call_at_ns(when_ns, lambda: self.await_end(process, gone))
             return
-        if not is_there or start_time not in (None, process.start_time):  # none: its first thread is a zombie
+        is_another = start_time not in (None, process.start_time)  # none: its first thread is a zombie
+        if not is_there or is_another or self.has_ended(process):
             self.forget(process)
             gone()
 

@@ -61,7 +61,7 @@ class Ladder:
         return True
 
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and self._gating.is_ungated(stamp.gpu)):
+        if not (self._settings.freeze and stamp.gpu in self._gating.ungated()):
             return
         if self._gating.reach(stamp.gpu) in DRIVER_CALLS:
             self._freeze(stamp)
@@ -71,7 +71,7 @@ class Ladder:
 
     def _still_failed(self, stamp: Stamp) -> None:
         self._late.discard(stamp.gpu)
-        if self._gating.is_ungated(stamp.gpu):
+        if stamp.gpu in self._gating.ungated():
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
@@ -84,11 +84,14 @@ class Ladder:
 
     def thaw(self) -> None:
         """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
+        if not self._frozen:
+            return
+        ungated = self._gating.ungated()  # first: the stamps that this reads may come here themselves
         for client, (_, gpus) in list(self._frozen.items()):
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not any(map(self._gating.is_ungated, gpus)):
+            elif not gpus & ungated:
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")

@@ -24,6 +24,7 @@ from valved.policy.wake import WakeDecision
 from valved.state.registry import ClientEntry
 from valved.state.stats import Histogram
 
+MOST_LEFT = 256  # who left before so many others is not expected back
 AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
 
 
@@ -158,8 +159,11 @@ class OnlineService:
     def forget(self, client: ClientEntry) -> None:
         """A client left. Its process may connect again, and says then what it counted in all."""
         tally = self.tallies.pop(client.id, None)
-        if tally is not None and tally.is_heard:
-            self.left[client.process, client.role] = tally
+        if tally is None or not tally.is_heard:
+            return
+        self.left[client.process, client.role] = tally
+        if len(self.left) > MOST_LEFT:
+            self.past_requests.absorb(self.left.pop(next(iter(self.left))))
 
     def request_figures(self) -> tuple[int, int, list[int]]:
         """Requests ended, most preemptions of one, and the histogram."""

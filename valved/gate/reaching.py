@@ -257,8 +257,9 @@ class NativeChannels:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             kept = _can_wait(gone) if lives_on else []
             is_off = self._is_gated(gpu)
-            self._arm(gpu, run_now=[channel for channel in gone if channel not in kept], leaving=holder)
-            is_off |= lives_on and self._is_gated(gpu)  # a stop may have come before the new list
+            status = self._arm(gpu, run_now=[channel for channel in gone if channel not in kept], leaving=holder)
+            if lives_on:  # a stop may have come before the new list, or comes before it is read
+                is_off |= self._is_gated(gpu) or status == -errno.ETIMEDOUT
             off.extend(channel.ref for channel in (kept if lives_on else gone) if is_off)
         return tuple(off)
 

@@ -32,6 +32,11 @@ class RequestTally:
         tally._open = [[-hits, count] for hits, count in open_]
         return tally
 
+    def absorb(self, other: RequestTally) -> None:
+        """Of a process that counts no more."""
+        self.histogram = [mine + its for mine, its in zip(self.histogram, other.histogram, strict=True)]
+        self.most, self.ended = max(self.most, other.most), self.ended + other.ended
+
     @property
     def is_heard(self) -> bool:
         return self._seen_started > 0

@@ -18,7 +18,7 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, StampKind
+from valved.machine.ports import GatePort, Stamp, StampKind
 from valved.model.ids import GpuIndex, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
@@ -92,6 +92,8 @@ class GateService:
             book_hold(self.gpus, service, gpus, now_ns)
         self.drain()
         self.permits.look_soon(online)
+        if held - gpus:
+            self._tell_opened()
 
     def remove_service(self, service: ServiceId) -> None:
         now_ns = self._clock.now_ns()
@@ -177,10 +179,12 @@ class GateService:
     def reach(self, gpu: GpuIndex) -> Reach:
         return self._gate.channels.reach(gpu)[0]
 
-    def is_ungated(self, gpu: GpuIndex) -> bool:
-        """Somebody holds this GPU, and offline work may run there all the same: the driver refuses, or hangs."""
+    def ungated(self) -> frozenset[GpuIndex]:
+        """Somebody holds these, and offline work may run there all the same: the driver refuses, or hangs. All of one
+        moment: whoever asked for one after the other would believe what the stamps read in between have changed."""
         self.drain()
-        return bool(self.gpus[gpu].holders) and not self._gate.is_stopped(gpu)
+        held = [gpu for gpu, account in self.gpus.items() if account.holders]
+        return frozenset(gpu for gpu in held if not self._gate.is_stopped(gpu))
 
     def set_standing(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """One of STANDING, a service without clients, holds these GPUs and no others, until told differently."""
@@ -210,16 +214,27 @@ class GateService:
         if self._is_reading:  # what a stamp sets off reads the books as they are
             return
         self._is_reading = True
+        errors = []
         try:
             stamps = self._gate.drain_stamps()
             for stamp in stamps:
-                self.edges.take(stamp)
-                if stamp.kind is StampKind.GATE_FAILED:
-                    self.listener.stop_failed(stamp)
+                try:
+                    self._read(stamp)
+                except Exception as error:  # the others are of other holds, and are not to be had again
+                    errors.append(error)
         finally:
             self._is_reading = False
         if stamps:
             self.listener.drained()
+        if errors:
+            raise errors[0]
+
+    def _read(self, stamp: Stamp) -> None:
+        try:
+            self.edges.take(stamp)
+        finally:
+            if stamp.kind is StampKind.GATE_FAILED:
+                self.listener.stop_failed(stamp)
 
     def _tell_opened(self) -> None:
         """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
@@ -238,7 +253,8 @@ class GateService:
         online.end_hold(now_ns)
 
     def resync(self) -> None:
-        """Find a hold whose stamp was lost (the ring is bounded): else its offline work would never be woken."""
+        """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
+        or who waits for the wake would wait on."""
         self.drain()
         for online in self.online.values():
             if online.holding:
@@ -250,3 +266,4 @@ class GateService:
                 online.begin_hold(self._clock.now_ns())
                 book_hold(self.gpus, online.id, online.gpus, self._clock.now_ns())
                 self.permits.look_soon(online)
+        self._tell_opened()

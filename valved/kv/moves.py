@@ -64,7 +64,8 @@ class Moves:
             book = slots.book
             rows = self._books.pool.take(book.gpu, book.domain, len(slots))
             short = len(slots) - len(rows)
-            drafts = part.drafts if part is not None and np.array_equal(rows, part.rows) else None
+            is_as_drafted = part is not None and np.array_equal(self._books.pool.names(rows), part.names)
+            drafts = part.drafts if part is not None and is_as_drafted else None
             orders += self._books.orders.back(slots[: len(rows)], rows, how, drafts)
             if short:
                 self._counters.remade_handles += self._supply.trim(book.gpu, short, book.domain)
@@ -106,7 +107,8 @@ class Moves:
         parts = []
         for slots in engine.cells(columns, backed=False):
             rows = pool.next_rows(slots.book.gpu, slots.book.domain, len(slots), coming)
-            parts.append(Packed(slots=slots, drafts=orders.draft_back(slots[: len(rows)], rows), rows=rows))
+            drafts = orders.draft_back(slots[: len(rows)], rows)
+            parts.append(Packed(slots=slots, drafts=drafts, names=pool.names(rows)))
         return MovePlan(engine=engine, columns=columns, parts=parts, made_by=engine.changes)
 
     # What is under way

@@ -46,7 +46,7 @@ class Packed:
 
     slots: RangeSlots
     drafts: list[Draft]
-    rows: Ints = field(default_factory=lambda: NOTHING)  # that will be mapped there
+    names: Ints = field(default_factory=lambda: NOTHING)  # of what will be mapped there
     runs: list[Runs] = field(default_factory=list)  # of each draft, where valved makes the memory sparse itself
 
 

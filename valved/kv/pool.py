@@ -8,7 +8,8 @@ A handle is made by a shim, which may keep a mapping of it whatever it says. So 
 which it was made: across domains it goes back to the driver, and the receiver makes one anew.
 
 Handles are rows of a few arrays, not objects: a reclaim of a GiB may move 512 of them. A handle's name outlives valved:
-shims repeat it to a successor, so names start at the clock and never come again.
+shims repeat it to a successor, so names start at the clock and never come again. A row does: who keeps that of a handle
+which may go back to the driver meanwhile compares names.
 """
 
 from __future__ import annotations

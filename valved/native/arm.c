@@ -150,12 +150,13 @@ int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *
 	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
 }
 
-static int try_order(struct valve_gate *gate, uint32_t gpu, struct valve_client *client)
+/* Taking the order back takes back no stop that its GPU has come to need meanwhile. */
+static int try_order(struct valve_gate *gate, struct valve_client *client)
 {
-	uint32_t seq = order_set(client, gpu, VALVE_ORDER_STOP, true, true);
+	uint32_t seq = order_set(client, ORDER_NO_GPU, VALVE_ORDER_STOP, true, true);
 	int stopped = order_wait(client, seq, gate->config.order_ns), run;
 
-	seq = order_set(client, gpu, VALVE_ORDER_STOP, false, false);
+	seq = order_set(client, ORDER_NO_GPU, VALVE_ORDER_STOP, false, false);
 	run = order_wait(client, seq, gate->config.order_ns);
 	return stopped ? stopped : run;
 }
@@ -177,7 +178,7 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_en
 	if (entry->reach == VALVE_REACH_HOLD)
 		return 0;
 	if (entry->reach == VALVE_REACH_SELF)
-		return try_order(gate, index, entry->client);
+		return try_order(gate, entry->client);
 	if (entry->reach == VALVE_REACH_OWN && gpu->info.status)
 		return gpu->info.status;
 	off = try_switch(gpu, entry, MAIL_OFF);

@@ -36,10 +36,10 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 	return load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
 }
 
-/* A GPU whose channels run, or begin to, is held: nobody enables more of it first. */
+/* A GPU whose channels run, or may after a stop that was refused, is held: nobody enables more of it first. */
 bool gpu_is_awaited(const struct gpu *gpu)
 {
-	return (gpu->state <= VALVE_GPU_WATCHED || gpu->state == VALVE_GPU_ENABLING) &&
+	return gpu->state != VALVE_GPU_STOPPED &&
 	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
 }
 

@@ -28,7 +28,7 @@
 
 enum {
 	MAX_GPUS = 31,
-	ORDER_NO_GPU = 31, /* its bit in the order words is for holds on no GPU's account */
+	ORDER_NO_GPU = 31, /* its bits in the order words are for orders on no GPU's account */
 	MAX_SERVICES = 1024,
 	MAX_CLIENTS = 4096,
 	MAX_PASSED = 16, /* nvidiactl fds that one client may hand over */
@@ -180,8 +180,7 @@ struct service {
 	struct valve_wake_rule rule;
 	struct valve_wake_state wake;
 	uint64_t due_ns;
-	uint32_t
-	        said_reason; /* of the last decision; the caller reads: hinted << 16 | action << 8 | reason */
+	uint32_t said_reason; /* the last decision, for the caller: hinted << 16 | action << 8 | reason */
 	uint64_t said_quiet_ns, said_leaked;
 
 	/* granted time (grant.c). The caller writes most and rest; the others are of whoever opens and closes */
@@ -426,7 +425,8 @@ void waking_fill_requests(const struct service *service, struct valve_stamp *sta
 void waking_kick(struct valve_gate *gate);
 bool waking_is_ordinary(const struct service *service);
 
-/* arm.c */
+/* arm.c; mail.c: issuer's alone */
+int mail_carry_out(struct gpu *gpu, struct mail *mail);
 bool is_stuck(const struct gpu *gpu);
 void mail_spend(struct gpu *gpu, struct mail *mail);
 void mail_reap(struct gpu *gpu);

@@ -196,82 +196,6 @@ static uint64_t follow(struct gpu *gpu)
 	return rest_ns;
 }
 
-static int try_switch(struct gpu *gpu, const struct plan_step *step,
-                      struct nv2080_fifo_disable_channels *lists)
-{
-	int rc = step_issue(gpu, step, lists);
-
-	if (step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu))
-		rc = step_issue(gpu, step, lists);
-	return rm_is_stale(rc) && !own_believes(gpu, step, lists->hClientList[0], lists->hChannelList[0])
-	               ? NV_ERR_INVALID_STATE
-	               : rc;
-}
-
-/* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
-static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held)
-{
-	struct plan_step *step = mail->run_now->step;
-	bool in_plan = plan_has(gpu->plan, step->on.hClientList[0], step->on.hChannelList[0]);
-	int status = -EBUSY;
-
-	if (!unless_held || (gpu->state < VALVE_GPU_STOPPED &&
-	                     gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED)) {
-		status = step->ops->begin(gpu, step, false);
-		if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
-			store_release(&gpu->state, VALVE_GPU_ENABLING);
-		if (!status && !step->on.numChannels)
-			status = NV_ERR_OBJECT_NOT_FOUND;
-	}
-	if (!status || unless_held)
-		late_forget(mail->run_now);
-	return status;
-}
-
-static int change_plan(struct gpu *gpu, const struct mail *mail)
-{
-	int status = 0;
-
-	gpu->owed |= late_join(gpu);
-	if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED) {
-		status = walk_stop(gpu, mail->stop_now);
-		/* A newer plan, taken already, may not name who was held for this one. */
-		order_move(gpu, mail->stop_now, gpu->plan);
-	}
-	if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
-		store_release(&gpu->state, VALVE_GPU_ENABLING); /* what is off is in this plan or leaves it */
-	gpu->owed = false;
-	if (gpu->state < VALVE_GPU_STOPPED)
-		late_forget(mail->run_now);
-	late_run(gpu, mail->run_now, NULL);
-	order_leave(gpu, mail->run_now);
-	return status;
-}
-
-static int carry_out(struct gpu *gpu, struct mail *mail)
-{
-	int status = 0;
-
-	switch (mail->kind) {
-	case MAIL_PLAN:
-		return change_plan(gpu, mail);
-	case MAIL_OFF:
-		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);
-	case MAIL_ON:
-		status = try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
-		gpu->owed |= status && !rm_is_stale(status);
-		return status;
-	case MAIL_CID:
-		return own_unique_id(gpu, mail->h_client, mail->h_channel, &mail->cid);
-	case MAIL_ENABLE_UNLESS_HELD:
-	case MAIL_ENABLE:
-		return enable_one(gpu, mail, mail->kind == MAIL_ENABLE_UNLESS_HELD);
-	case MAIL_SLICE:
-		return rm_slice(&gpu->gate->os, mail->fd, mail->h_client, mail->h_channel, mail->slice_us);
-	}
-	return -EINVAL;
-}
-
 /* A mail that had been given up came back while the GPU is stopped: nobody waits for its answer any more. What it was
  * to stop is in the plan, so a bad answer is mended there; a good one takes back what the watchdog said. */
 static void recover(struct gpu *gpu, int status)
@@ -311,7 +235,7 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 static void answer(struct gpu *gpu, struct mail *mail)
 {
 	take_off(gpu, now_ns());
-	mail->status = carry_out(gpu, mail);
+	mail->status = mail_carry_out(gpu, mail);
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
 	if (!late_keep(gpu, mail))

@@ -40,9 +40,9 @@ int walk_run(struct gpu *gpu, struct plan *plan)
 		if (i && (gpu_is_awaited(gpu) || has_ended(gpu)))
 			return -ECANCELED;
 		rc = step->ops->begin(gpu, step, false);
-		if (rc == -ECANCELED)
-			return rc;
 		plan->next = (plan->next + 1) % plan->steps;
+		if (rc == -ECANCELED) /* cut in its own search: behind the others from now on */
+			return rc;
 		status = status ? status : rc;
 	}
 	order_release(gpu, plan);

@@ -44,13 +44,17 @@ class GateNews(GateListener):
         self._kv = kv
 
     def drained(self) -> None:
-        self.opened()
-        if self._kv is not None:
-            self._kv.turn.gate_drained()
+        try:
+            self.opened()
+        finally:  # a reclaim waits for its stop, whoever could not be let go
+            if self._kv is not None:
+                self._kv.turn.gate_drained()
 
     def opened(self) -> None:
-        self._channels.schedules.release()
-        self._ladder.thaw()
+        try:
+            self._channels.schedules.release()
+        finally:  # nobody stays frozen because a call could not be answered
+            self._ladder.thaw()
 
     def stop_failed(self, stamp: Stamp) -> None:
         self._ladder.gate_failed(stamp)
