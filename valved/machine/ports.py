@@ -417,7 +417,7 @@ class OutsidePort(Protocol):
         ...
 
     def open(self, fd: int, uuid: bytes) -> Door:
-        """Takes the descriptor over."""
+        """Takes the descriptor over. OSError: it does not."""
         ...
 
 
