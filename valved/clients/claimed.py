@@ -104,7 +104,7 @@ class ClaimedRoots:
         if entry is None or entry.clients:
             return
         root = entry.root
-        if root is None or self._processes.start_time(root.pid) != root.start_time:
+        if root is None or self._processes.is_gone(root):
             if root is not None:
                 self._exits.forget(root)
             self._drop_service(service)
