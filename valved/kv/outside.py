@@ -87,11 +87,8 @@ class Outside:
     # Who may be treated so
 
     def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> bool:
-        """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it now, and the uvm
-        descriptor stays the caller's."""
-        before = self._ways.pop((entry.id, gpu), None)
-        if before is not None:
-            self._close(before)
+        """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it now, and the
+        uvm descriptor stays the caller's."""
         scratch = KvRangeBook(
             key=RangeKey(entry.id, body.place),
             gpu=gpu,
@@ -106,6 +103,9 @@ class Outside:
             reason = f"its memory cannot be taken from outside: {error.strerror}"
             self._journal.emit(EventKind.NOTED, client=entry.id, gpus=(gpu,), reason=reason, pid=entry.process.pid)
             return False
+        before = self._ways.pop((entry.id, gpu), None)
+        if before is not None:
+            self._close(before)
         way = Way(entry=entry, gpu=gpu, door=door, scratch=scratch)
         self._ways[entry.id, gpu] = way
         start(self._try(way))
