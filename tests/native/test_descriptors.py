@@ -92,9 +92,7 @@ def a_claim(scope: ExitStack, driver: FakeDriver, folder: Path) -> None:
         raise OSError("the claim cannot be read")
 
 
-OPENERS = {
-    opener.__name__: opener for opener in (a_place_in_line, the_cards, a_gate, an_engine, a_watch, a_claim)
-}
+OPENERS = {opener.__name__: opener for opener in (a_place_in_line, the_cards, a_gate, an_engine, a_watch, a_claim)}
 
 
 @pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
