@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from valved.fds import Fds
+from valved.fds import Fds, is_scarce
 from valved.machine.clock import Clock
 from valved.machine.ports import ProcessPort
 from valved.model.ids import ProcessId
@@ -27,9 +27,9 @@ class Signals:
         self._waiting.pop(process, None)
         try:
             return self._send(process, number)
-        except (ProcessLookupError, PermissionError):
-            return False
-        except OSError:
+        except OSError as error:
+            if not is_scarce(error):
+                return False
             self._waiting[process] = number
             self._clock.call_at_ns(self._clock.now_ns() + AGAIN_NS, lambda: self._again(process, number))
             return True
