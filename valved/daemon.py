@@ -23,17 +23,17 @@ from valved import paths
 from valved.clients.server import LinkServer
 from valved.compose import Daemon, Outer, build
 from valved.config import Config, group_id
-from valved.machine import signals
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Worker
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
+from valved.machine.signals import Signals
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
-from valved.model.ids import Mode, ProcessId
+from valved.model.ids import Mode
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, read_cards, settled
@@ -56,20 +56,17 @@ def _outer(
     books: KubeBooks | None,
 ) -> Outer:
     loop = asyncio.get_running_loop()
-
-    def send(process: ProcessId, number: signal.Signals) -> bool:
-        return signals.send(process, number, processes)
-
+    clock = LoopClock(loop)
     return Outer(
         gate=gate,
         processes=processes,
-        clock=LoopClock(loop),
+        clock=clock,
         reactor=loop,
         prover=prover,
         uvm=UvmDoors(loop),
         work=Worker(loop),
         closer=Closer(),
-        signal=send,
+        signal=Signals(processes, clock).send,
         fd_limit=raise_fd_limit() if config.memory.enabled else 0,
         driver=driver_state(gate.driver_version()),
         boot=state.boot_id(),

@@ -265,7 +265,7 @@ static void list_cards(struct nv_ioctl_card_info *cards)
 static int fake_ioctl(int fd, unsigned long request, void *argument)
 {
 	uint32_t interrupts = load_relaxed(&fake_rules.interrupts);
-	char link[64], name[8];
+	char link[64], name[11];
 
 	if (interrupts) {
 		store_relaxed(&fake_rules.interrupts, interrupts - 1);
@@ -273,7 +273,7 @@ static int fake_ioctl(int fd, unsigned long request, void *argument)
 		return -1;
 	}
 	snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-	if (readlink(link, name, sizeof name) < 7 || strncmp(name, "/memfd:", 7) != 0) {
+	if (readlink(link, name, sizeof name) < 11 || strncmp(name, "/memfd:/dev", 11) != 0) {
 		errno = ENOTTY;
 		return -1;
 	}

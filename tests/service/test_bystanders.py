@@ -49,6 +49,19 @@ def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_li
     assert rig.guarded() == []
 
 
+def test_no_process_that_cannot_be_looked_at_is_taken_for_one_that_has_ended(rig):
+    """/proc of another user, on a machine that hides it (hidepid)."""
+
+    def hidden(pid):
+        raise PermissionError(1, "not permitted")
+
+    rig.world.processes.start_time = hidden
+    rig.look(500)
+
+    assert rig.guarded() == [0]
+    assert rig.guard.has_looked
+
+
 def test_nobody_who_is_registered_or_comes_back_after_a_restart_closes_a_card(rig):
     online, offline = rig.world.online(), rig.world.offline()
     pids = [rig.world.books.clients[client].process.pid for client in (online, offline)]

@@ -10,6 +10,7 @@ import socket
 import pytest
 from fake_gate import FakeGate
 from node_world import World, successor
+from scarce import left
 
 from valved.daemon import take_over
 from valved.errors import InvalidRequest
@@ -276,7 +277,7 @@ def test_a_crash_between_two_lives_without_clients_back_lets_no_gpu_of_a_service
 
     third = successor(second)
 
-    assert third.gating.online[service].away == {200}
+    assert {process.pid for process in third.gating.online[service].away} == {200}
     assert third.gate.is_gated(0)
 
 
@@ -321,6 +322,16 @@ def test_a_torn_state_file_is_set_aside_and_named(tmp_path):
     assert saved is None
     assert "set aside" in problem
     assert (tmp_path / "state.json.bad").exists()
+
+
+def test_what_a_predecessor_left_is_never_forgotten_because_it_cannot_be_opened_now(first):
+    first.offline()
+    first.handover.save()
+    with left(0), pytest.raises(OSError, match="Too many open files"):
+        state.load(first.folder / "state.json")
+
+    saved, _ = state.load(first.folder / "state.json")
+    assert len(saved.clients) == 1
 
 
 def test_a_full_disk_does_not_stop_the_gate(first, monkeypatch):

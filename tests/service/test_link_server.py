@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from lent_fds import lend
 from node_world import World
+from scarce import left, opened
 
 from valved.abi.link import (
     Ack,
@@ -34,6 +35,7 @@ from valved.clients.turns import SHARE
 from valved.config import Config, QuotaTable
 from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
+from valved.model.events import EventKind
 from valved.model.ids import Role
 
 PATIENCE_S = 200.0  # ends only a hung test
@@ -326,6 +328,32 @@ def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
     assert peer.sendmsg.call_count == len(answers)
     assert timers
     assert all(one.cancel.called for one in timers)
+
+
+def test_copies_that_could_not_all_be_made_never_stay_open():
+    peer, broken = mock.Mock(), []
+    peer.sendmsg.side_effect = BlockingIOError
+    box, fd = outbox.Outbox(mock.Mock(), peer, broken.append), os.open(os.devnull, os.O_RDONLY)
+    before = opened()
+
+    with left(2):
+        assert not box.send(b"packet", (fd, fd, fd))
+
+    assert opened() == before
+    assert broken == ["out of descriptors"]
+    os.close(fd)
+
+
+def test_nobody_is_called_malformed_for_what_valved_had_no_descriptor_for(server):
+    sock, welcome, _ = server.welcome()
+    body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+    with left(0):
+        say(sock, LinkType.RM_CLIENT, body, [sock.fileno()])
+        server.until(lambda: welcome.client not in server.world.books.clients)
+
+    assert server.world.gating.counters.malformed == 0
+    assert server.world.events(EventKind.LEFT)[-1].reason == "valved is out of descriptors"
+    sock.close()
 
 
 def test_a_thousand_conversations_leave_no_descriptor_behind(server):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from types import SimpleNamespace
 
 import pytest
 from node_world import World
+from scarce import left
 
 from valved.cli import run as cli_run
 from valved.cli.client import NodeClient
@@ -42,6 +44,45 @@ def test_a_claim_without_sense_never_claims_anything_and_never_stays(world, tmp_
     world.hello(700, wanted=Role.ONLINE)
 
     assert not world.books.claims
+    assert not list((tmp_path / "claims").iterdir())
+
+
+def test_a_claim_is_never_thrown_away_because_it_cannot_be_read_now(world, tmp_path, monkeypatch):
+    world.processes.add(700)
+    assert pending.leave(tmp_path, pending.PendingClaim(pid=700, start_time=7000, name="chat"))
+
+    def cannot_open(*_, **__):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with left(0):
+        assert not list(pending.take(tmp_path))
+    with monkeypatch.context() as scarce:
+        scarce.setattr(os, "open", cannot_open)
+        assert not list(pending.take(tmp_path))
+
+    assert world.hello(700, wanted=Role.ONLINE).client is not None
+
+
+def test_a_claim_is_never_thrown_away_because_its_process_cannot_be_looked_at_now(world, tmp_path):
+    world.processes.add(700)
+    assert pending.leave(tmp_path, pending.PendingClaim(pid=700, start_time=7000, name="chat"))
+
+    def cannot_look(pid):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    world.processes.start_time, found = cannot_look, world.processes.start_time
+    world.register.listener.someone_knocks()
+    world.processes.start_time = found
+
+    assert world.hello(700, wanted=Role.ONLINE).client is not None
+
+
+def test_a_claim_that_fails_by_a_defect_never_keeps_everybody_from_joining(world, tmp_path, monkeypatch):
+    world.processes.add(700)
+    assert pending.leave(tmp_path, pending.PendingClaim(pid=700, start_time=7000, name="chat"))
+    monkeypatch.setattr(world.node, "launch", lambda *_: 1 / 0)
+
+    assert world.offline(pid=701, claimed=False) is not None
     assert not list((tmp_path / "claims").iterdir())
 
 

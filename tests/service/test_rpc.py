@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import stat
 
 import grpc
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli import words
+from valved.cli.client import explain_error
 from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
@@ -77,6 +79,22 @@ def test_only_the_owner_and_the_group_may_call(tmp_path):
         return stat.S_IMODE(api.path.stat().st_mode)
 
     assert with_api(tmp_path, story) == 0o660
+
+
+def test_a_launch_that_valved_cannot_look_at_now_is_answered_as_by_no_valved_at_all(tmp_path):
+    """`valve run --online` leaves a claim then; on any other answer its command would run unprotected for good."""
+
+    async def story(api):
+        def cannot_look(pid):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        api.world.processes.start_time = cannot_look
+        request = node_pb2.LaunchRequest(pid=200, start_time=2000, role=node_pb2.ROLE_ONLINE, name="chat")
+        with pytest.raises(grpc.RpcError) as refused:
+            await api.stub.Launch(request)
+        return explain_error(refused.value, tmp_path)
+
+    assert with_api(tmp_path, story).is_silence
 
 
 def test_a_process_is_claimed_over_the_api(tmp_path):

@@ -10,6 +10,7 @@ from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, MIB, Hook, KvWorld, Shim
 from msgspec.structs import replace
+from scarce import left
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
 from valved.abi.link import LinkType, Malformed
@@ -57,6 +58,32 @@ def test_what_is_missing_is_taken_without_the_processes_help(world):
     assert world.node.status().memory.remap == "sparse"
     offline.shim.catch_up()
     world.run(100)
+
+
+def test_a_process_whose_door_cannot_be_opened_now_is_asked_between_its_steps(world):
+    """Its descriptor goes back to whoever received it, and the server closes that."""
+
+    def cannot_open(fd, uuid):
+        raise OSError(errno.EAGAIN, "no thread")
+
+    world.outside.open = cannot_open
+    shim = world.shim("offline", gpus=(0,))
+    body = KvScratch(gpu_uuid=bytes([1]) * 16, device_instance=0, place=0, base=BASE, bytes=2 * MIB)
+    fds = [lend()]
+    world.outside.memory[fds[0]] = None
+    world.register.handle(shim.client, world.packet(LinkType.KV_SCRATCH, body), fds)
+
+    assert len(fds) == 1
+    assert not world.node.status().memory.trials
+
+
+def test_an_engine_that_there_is_no_descriptor_for_is_answered_and_keeps_what_it_had(world):
+    hook = world.engine("offline", columns=4)
+    before = world.kv.books.engines[hook.shim.entry.service]
+    with left(1):
+        assert hook.attach() == errno.EMFILE
+
+    assert world.kv.books.engines[hook.shim.entry.service] is before
 
 
 def test_neighbours_are_taken_in_one_call():

@@ -51,6 +51,12 @@ class FakeProcesses:
     def start_time(self, pid):
         return self.table[pid][0] if pid in self.table else None
 
+    def is_gone(self, process):
+        try:
+            return self.start_time(process.pid) != process.start_time
+        except OSError:
+            return False
+
     def is_ending(self, pid, start_time):
         return pid in self.ending or self.start_time(pid) != start_time
 

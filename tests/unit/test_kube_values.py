@@ -303,6 +303,16 @@ def test_the_shim_is_installed_beside_older_ones_never_over_them(tmp_path: Path,
     assert shimfiles.install(libraries, folder, "1.0") == new
 
 
+def test_no_version_is_removed_while_some_process_cannot_be_asked_what_it_maps(tmp_path: Path, libraries: Path) -> None:
+    folder, proc = tmp_path / "shim", tmp_path / "proc"
+    for version in ("1", "2"):
+        shimfiles.install(libraries, folder, version)
+    (proc / "77").mkdir(parents=True)
+    (proc / "77/maps").mkdir()  # an OSError to whoever reads it
+
+    assert shimfiles.remove_unused(folder, proc) == []
+
+
 def test_a_version_that_a_process_maps_stays(tmp_path: Path, libraries: Path) -> None:
     folder, proc = tmp_path / "shim", tmp_path / "proc"
     homes = []

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from node_world import FakeReactor
+from scarce import left, opened
 from virtual import VirtualClock
 
 from valved.clients.exits import Exits
 from valved.machine.processes import LinuxProcesses
+from valved.machine.signals import AGAIN_NS, Signals
+from valved.model.ids import ProcessId
 
 
 def world(root: Path, **processes: tuple[str, int, int, str]) -> LinuxProcesses:
@@ -134,6 +137,54 @@ def test_no_lack_of_descriptors_keeps_a_client_from_being_taken_out_of_the_books
     assert not Opened(tmp_path, fails_at).is_ending(5, 777)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
+def test_no_process_is_taken_for_gone_because_it_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    processes = world(tmp_path, p5=("x", 1, 777, "S"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, "no look")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+
+    assert not processes.is_gone(ProcessId(pid=5, start_time=777))
+    assert not processes.is_ending(5, 777)
+    with pytest.raises(OSError, match="no look"):
+        processes.start_time(5)
+
+
+def test_no_process_that_cannot_be_looked_at_is_taken_for_stopped(tmp_path: Path) -> None:
+    thread(tmp_path, 5, 5, "R", 0)
+
+    assert not Opened(tmp_path, fails_at=1).is_stopped(5)
+
+
+def test_a_signal_that_cannot_be_sent_for_want_of_a_descriptor_is_never_lost() -> None:
+    """A process that is not continued stands for ever; one that is not killed runs on with its channels on."""
+    processes, clock = LinuxProcesses(), VirtualClock()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = processes.start_time(child.pid)
+    assert start is not None
+    process, signals = ProcessId(pid=child.pid, start_time=start), Signals(processes, clock)
+    before = opened()
+    for count in range(2):
+        with left(count):
+            assert signals.send(process, signal.SIGSTOP)
+            assert signals.send(process, signal.SIGCONT)
+            assert signals.send(process, signal.SIGTERM)  # the last one counts
+            clock.advance(AGAIN_NS)
+
+        assert opened() == before
+        assert child.poll() is None
+
+    clock.advance(AGAIN_NS)
+
+    assert child.wait() == -signal.SIGTERM
+    assert not signals.send(process, signal.SIGCONT)
+    assert clock.waiting == 0
+
+
 def test_a_real_process_is_ending_when_its_files_are_closed_and_not_before() -> None:
     """An end of file that comes from a kill is told from one that comes from a close."""
     processes = LinuxProcesses()
@@ -208,12 +259,17 @@ def test_no_process_has_ended_while_a_thread_of_it_runs() -> None:
     child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
     exits = Exits(FakeReactor(), processes, VirtualClock())
     assert exits.watch("it", child.pid, lambda: None)
-    while processes.start_time(child.pid) is not None:
+    start = processes.start_time(child.pid)
+    assert start is not None
+    process = ProcessId(pid=child.pid, start_time=start)
+    while ") Z " not in Path(f"/proc/{child.pid}/stat").read_text():
         time.sleep(0.001)
 
     assert not exits.has_ended("it")
+    assert not processes.is_gone(process)
 
-    child.kill()
+    assert Signals(processes, VirtualClock()).send(process, signal.SIGKILL)
     child.communicate()
     assert exits.has_ended("it")
+    assert processes.is_gone(process)
     exits.close()

@@ -8,12 +8,28 @@ import threading
 from types import SimpleNamespace
 
 from valved.machine import possession
-from valved.machine.helpers import Closer
+from valved.machine.helpers import Closer, Helpers
 from valved.machine.possession import THREADS, RmProver
 
 
 class Gpu:
     gpu_id, uuid = 0x100, b"u" * 16
+
+
+def test_no_descriptor_waits_for_ever_for_a_thread_that_could_not_be_started(monkeypatch):
+    refusals, start = [RuntimeError("can't start new thread")], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: start(self) if not refusals else fail(refusals))
+    done, helpers = threading.Barrier(3), Helpers("test", 2)
+
+    helpers.do(lambda: done.wait(100))
+    helpers.do(lambda: None)
+    helpers.do(lambda: done.wait(100))
+
+    done.wait(100)
+
+
+def fail(refusals):
+    raise refusals.pop()
 
 
 def test_a_descriptor_whose_close_never_ends_never_keeps_others_from_their_proof(monkeypatch):

@@ -30,6 +30,7 @@ from valve_abi import KV_TABLE_MAGIC as TABLE_MAGIC
 from valve_abi import KvMode
 
 from valved.abi import region
+from valved.fds import Fds
 from valved.model.figures import plausible
 
 Ints = NDArray[np.int64]
@@ -46,9 +47,11 @@ class KvTable:
     def __init__(self, blocks: int, block_tokens: int) -> None:
         entries_at, columns_at = TABLE_HEAD.itemsize, TABLE_HEAD.itemsize + 4 * blocks
         self.bytes = columns_at + 4 * blocks
-        self.fd = region.create_memfd("valve-kv-table", self.bytes)
-        self._memory = mmap.mmap(self.fd, self.bytes)
-        region.seal_control(self.fd)
+        with Fds() as fds:
+            self.fd = fds.own(region.create_memfd("valve-kv-table", self.bytes))
+            self._memory = mmap.mmap(self.fd, self.bytes)
+            region.seal_control(self.fd)
+            fds.keep()
         self._head = np.frombuffer(self._memory, TABLE_HEAD, 1)
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
@@ -153,9 +156,11 @@ class KvBook:
         heads_at = offered_at + -(-blocks // 64) * 64
         cells_at = heads_at + rows * ROW.itemsize
         self.bytes = cells_at + 4 * rows * row_blocks
-        self.fd = region.create_memfd("valve-kv-book", self.bytes)
-        region.seal_region(self.fd)
-        self._memory = mmap.mmap(self.fd, self.bytes)
+        with Fds() as fds:
+            self.fd = fds.own(region.create_memfd("valve-kv-book", self.bytes))
+            region.seal_region(self.fd)
+            self._memory = mmap.mmap(self.fd, self.bytes)
+            fds.keep()
         head = np.frombuffer(self._memory, BOOK_HEAD, 1)
         places = {"offered_offset": offered_at, "head_offset": heads_at, "cell_offset": cells_at}
         for name, value in {"abi": ABI, "bytes": self.bytes, "rows": rows, "row_blocks": row_blocks, **places}.items():

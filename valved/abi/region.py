@@ -26,6 +26,8 @@ from valve_abi import (
     Field,
 )
 
+from valved.fds import Fds
+
 __all__ = ["CONTROL_BYTES", "GAPS", "GAP_OFFSET", "REGION_BYTES", "REGION_MAGIC"]  # the header's own
 
 ABI = valve_abi.REGION_ABI
@@ -90,8 +92,10 @@ def set_submitted(region: Page, slot: int, count: int) -> None:
 
 def create_memfd(name: str, size: int) -> int:
     """A memory file of a size that nobody can change any more."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
+    with Fds() as fds:
+        fd = fds.own(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.ftruncate(fd, size)
+        fds.keep()
     return fd
 
 

@@ -93,10 +93,13 @@ class ClaimedRoots:
         entry = self._books.services.get(service)
         if entry is None or entry.clients:
             return
-        if entry.root is None:
+        root = entry.root
+        if root is None or self._processes.is_gone(root):
+            if root is not None:
+                self._exits.forget(root)
             self._drop_service(service)
         else:
-            self.watch_root(entry.root)  # anew: one that had ended before its clients is watched no longer
+            self.watch_root(root)  # anew: one that had ended before its clients is watched no longer
 
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._gating.online:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from valved.fds import Fds
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import ProcessPort
 from valved.model.ids import ProcessId
@@ -43,11 +44,9 @@ class Exits:
         fd = self.processes.open_pidfd(pid)
         if fd < 0:
             return False
-        try:
-            self.reactor.add_reader(fd, gone)
-        except OSError:
-            os.close(fd)
-            raise
+        with Fds() as fds:
+            self.reactor.add_reader(fds.own(fd), gone)
+            fds.keep()
         self._fds[key] = fd
         return True
 
@@ -61,7 +60,7 @@ class Exits:
             when_ns = self.clock.now_ns() + AGAIN_NS
             self._again[process] = self.clock.call_at_ns(when_ns, lambda: self.await_end(process, gone))
             return
-        is_another = start_time not in (None, process.start_time)  # none: its first thread is a zombie
+        is_another = start_time not in (None, process.start_time)  # none: the descriptor tells of that end
         if not is_there or is_another or self.has_ended(process):
             self.forget(process)
             gone()

@@ -14,6 +14,8 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+from valved.fds import Fds
+
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
 MOST_FDS = 1024  # duplicates of ours: who handed them in may close them
@@ -76,7 +78,9 @@ class Outbox:
             self._broken("it does not read")
             return False
         try:
-            mine = [os.dup(fd) for fd in fds]
+            with Fds() as copies:
+                mine = [copies.own(os.dup(fd)) for fd in fds]
+                copies.keep()
         except OSError:
             self._broken("out of descriptors")
             return False

@@ -33,6 +33,7 @@ from valved.abi.link import (
 from valved.clients.outbox import Arrived, Outbox, widen
 from valved.clients.register import Register
 from valved.clients.turns import Turns
+from valved.fds import Fds
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
@@ -115,9 +116,12 @@ class LinkConnection:
             raise EOFError from error
         fds = _descriptors(ancillary)
         self.sender = _sender(ancillary, self.sender)
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_CTRUNC:  # there is room for all that can be sent: it is us who had none for them
             self._server.closer.close(fds)
-            raise Malformed("a packet or its descriptors were cut short")
+            raise EOFError("valved is out of descriptors")
+        if flags & socket.MSG_TRUNC:
+            self._server.closer.close(fds)
+            raise Malformed("a packet was cut short")
         if not data:
             self._server.closer.close(fds)
             raise EOFError
@@ -157,7 +161,17 @@ class LinkServer:
 
     def start(self) -> None:
         """Bind under another name and rename: a client never meets a half-made socket or the predecessor's."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        with Fds() as fds:
+            kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            listener = fds.enter_context(socket.socket(socket.AF_UNIX, kind))
+            self._bind(listener)
+            self._loop.add_reader(listener, self._accept)
+            fds.keep()
+        self._listener = listener
+        self._scarce_from = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - KEPT_FDS)
+        self._keep_spare()
+
+    def _bind(self, listener: socket.socket) -> None:
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # who sends, not only who connected
@@ -171,10 +185,6 @@ class LinkServer:
         for_clients.unlink(missing_ok=True)
         for_clients.hardlink_to(fresh)
         fresh.replace(self._path)
-        self._listener = listener
-        self._scarce_from = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - KEPT_FDS)
-        self._keep_spare()
-        self._loop.add_reader(listener, self._accept)
 
     def stop(self) -> None:
         """End every conversation. Clients see the end of the file and look for a successor."""
@@ -291,8 +301,8 @@ class LinkServer:
                 if received is None:
                     return
                 self._take(peer, *received)
-            except EOFError:
-                self._drop(peer, "link closed")
+            except EOFError as end:
+                self._drop(peer, str(end) or "link closed")
                 return
             except Malformed as error:
                 self._register.malformed(peer.pid, peer.uid, str(error))

@@ -16,6 +16,7 @@ from typing import Any
 from valve_abi import CONTROL_BYTES, REGION_BYTES
 
 from valved.abi import region
+from valved.fds import Fds
 from valved.gate import readings
 from valved.gate.armed import GateClient
 from valved.gate.grants import NativeGrants
@@ -88,35 +89,26 @@ class NativeGate:
     # clients
 
     def create_client(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds:
-        made: list[int] = []
-        try:
-            made.append(region.create_memfd("valve-control", CONTROL_BYTES))
-            made.append(region.create_memfd("valve-region", REGION_BYTES))
-            for _ in range(2):
-                made.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            index = self._service_index(service) if role is Role.ONLINE else -1
-        except OSError:
-            for fd in made:
-                os.close(fd)
-            raise
-        control, data, *bells = made
-        fds = ClientFds(control=control, region=data, doorbell=bells[0], order=bells[1])
+        index = self._service_index(service) if role is Role.ONLINE else -1
         if role is Role.HOOK:  # of an online service, which has its place from its claim on; others need none
             index = self._services.get(service, -1)
-        native = lib.valve_client_new(self._gate, client, role, index, service, control, data, *bells)
-        if native == ffi.NULL:
-            for fd in (control, data, *bells):
-                os.close(fd)
-            raise OSError(errno.EMFILE, f"client {client}: no slot, memory or fd left for it")
-        try:
-            region.seal_control(control)  # after our mapping: see region.py
-            region.seal_region(data)
-        except OSError:  # F_SEAL_FUTURE_WRITE is of Linux 5.1
-            lib.valve_client_free(self._gate, native)  # and both bells
-            os.close(control)
-            os.close(data)
-            raise
-        self._clients[client] = GateClient(native=native, role=role, service=service, fds=fds)
+        with Fds() as pages, Fds() as bells:
+            fds = ClientFds(
+                control=pages.own(region.create_memfd("valve-control", CONTROL_BYTES)),
+                region=pages.own(region.create_memfd("valve-region", REGION_BYTES)),
+                doorbell=bells.own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)),
+                order=bells.own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)),
+            )
+            numbers = (fds.control, fds.region, fds.doorbell, fds.order)
+            native = lib.valve_client_new(self._gate, client, role, index, service, *numbers)
+            if native == ffi.NULL:
+                raise OSError(errno.EMFILE, f"client {client}: no slot, memory or fd left for it")
+            bells.keep()  # the native client's
+            pages.callback(lib.valve_client_free, self._gate, native)
+            region.seal_control(fds.control)  # after our mapping: see region.py; F_SEAL_FUTURE_WRITE is of Linux 5.1
+            region.seal_region(fds.region)
+            self._clients[client] = GateClient(native=native, role=role, service=service, fds=fds)
+            pages.keep()
         return fds
 
     def remove_client(self, client: ClientId, *, lives_on: bool = False) -> tuple[ChannelRef, ...]:

@@ -113,8 +113,8 @@ class GateService:
         online = self.online.get(client.service)
         if online is None:
             return
-        if client.process.pid in online.away:  # a predecessor's: the service is not braked on its account any more
-            online.away.discard(client.process.pid)
+        if client.process in online.away:  # a predecessor's: the service is not braked on its account any more
+            online.away.discard(client.process)
             online.back_ns = self._clock.now_ns()
         if client.role is Role.ONLINE:
             self._gate.set_watch(client.id, online.watching)

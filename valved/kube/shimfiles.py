@@ -68,12 +68,15 @@ def _write_loader_list(folder: Path) -> None:
 
 
 def remove_unused(folder: Path, processes: Path = Path("/proc")) -> list[str]:
-    """Versions that are not current and that no process maps. Containers that start later mount the folder anew."""
+    """Versions that are not current and that no process maps: none where some process cannot be asked. Containers that
+    start later mount the folder anew."""
     current = os.readlink(folder / CURRENT) if (folder / CURRENT).is_symlink() else ""
     versions = {path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
     old = versions - {current}
-    if old:
-        old -= _mapped(folder, processes)
+    try:
+        old -= _mapped(folder, processes) if old else set()
+    except OSError:
+        return []
     for name in old:
         shutil.rmtree(folder / name, ignore_errors=True)
     return sorted(old)
@@ -87,5 +90,5 @@ def _mapped(folder: Path, processes: Path) -> set[str]:
 
 def _maps(processes: Path) -> Iterable[str]:
     for path in processes.glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield path.read_text(errors="replace")

@@ -12,6 +12,7 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach
+from valved.fds import Fds
 from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, per_column, queue_of
 from valved.kv.slots import Ints
 from valved.model.ids import ClientId, Role, ServiceId
@@ -29,8 +30,11 @@ class Engine(Columns):
         self.role = role
         self.name = attach.engine
         self.expected_ranks = attach.ranks
-        self.table = KvTable(attach.blocks, attach.block_tokens)
-        self.book = KvBook(attach.rows, attach.row_blocks, attach.blocks, attach.block_tokens)
+        with Fds() as fds:
+            self.table = KvTable(attach.blocks, attach.block_tokens)
+            fds.callback(self.table.close)
+            self.book = KvBook(attach.rows, attach.row_blocks, attach.blocks, attach.block_tokens)
+            fds.keep()
         self.ranks: dict[ClientId, Rank] = {}
         self.is_broken = False
         self.attached_mode = attach.mode

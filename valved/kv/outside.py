@@ -79,11 +79,9 @@ class Outside:
 
     # Who may be treated so
 
-    def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> None:
-        """KV_SCRATCH. The uvm descriptor is ours from here on. Of several contexts of a process the last counts."""
-        before = self._ways.pop((entry.id, gpu), None)
-        if before is not None:
-            self._close(before)
+    def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> bool:
+        """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it now, and the
+        uvm descriptor stays the caller's."""
         scratch = KvRangeBook(
             key=RangeKey(entry.id, body.place),
             gpu=gpu,
@@ -92,9 +90,19 @@ class Outside:
             is_elastic=False,
             at=np.full(1, NO_HANDLE, np.int64),
         )
-        way = Way(entry=entry, gpu=gpu, door=self._port.open(fd, uuid), scratch=scratch)
+        try:
+            door = self._port.open(fd, uuid)
+        except OSError as error:
+            reason = f"its memory cannot be taken from outside: {error.strerror}"
+            self._journal.emit(EventKind.NOTED, client=entry.id, gpus=(gpu,), reason=reason, pid=entry.process.pid)
+            return False
+        before = self._ways.pop((entry.id, gpu), None)
+        if before is not None:
+            self._close(before)
+        way = Way(entry=entry, gpu=gpu, door=door, scratch=scratch)
         self._ways[entry.id, gpu] = way
         start(self._try(way))
+        return True
 
     def forget(self, client: ClientId) -> None:
         """Never holds a descriptor longer than its process has a link."""

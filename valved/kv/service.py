@@ -146,7 +146,8 @@ class KvService:
             raise Malformed(f"KV_SCRATCH of {body.bytes} bytes at {body.base:#x}, device {body.device_instance}")
         if not self._port.is_uvm(fds[-1]):
             raise Malformed("KV_SCRATCH with a descriptor that is not of the uvm file")
-        self._outside.offer(entry, gpu, self._uuids[gpu], body, fds.pop())
+        if self._outside.offer(entry, gpu, self._uuids[gpu], body, fds[-1]):
+            fds.pop()
 
     # What follows from a change of the books
 

@@ -74,11 +74,17 @@ class Tables:
             self.refuse(entry, f"engine refused: {why}")
             self._books.ack(entry.id, seq, status)
             return
+        role = self._books.registry.services[entry.service].role
+        try:
+            engine = Engine(entry.id, entry.service, role, body)
+        except OSError as error:
+            self.refuse(entry, f"engine refused: {error.strerror}")
+            self._books.ack(entry.id, seq, error.errno or errno.ENOMEM)
+            return
         engines = self._books.engines
         if entry.service in engines:
             self.detach(engines[entry.service])
-        role = self._books.registry.services[entry.service].role
-        engine = engines[entry.service] = Engine(entry.id, entry.service, role, body)
+        engines[entry.service] = engine
         for client in list(self._books.registry.clients_of(entry.service)):
             rank = self._books.ranks.get(client.id)
             if rank is not None:

@@ -33,8 +33,18 @@ class Helpers:
             self._threads += fresh
             self._free -= not fresh
         self._work.put(job)
-        if fresh:  # a daemon: a call that never comes back must not keep valved from leaving
+        if fresh:
+            self._begin()
+
+    def _begin(self) -> None:
+        """A daemon: a call that never comes back must not keep valved from leaving. Where there is no thread to be had,
+        the job waits for the one that the next job asks for."""
+        try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._threads -= 1
+                self._free -= 1
 
     def _serve(self) -> None:
         while True:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
-from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Reach, Role, ServiceId
 
 
 class StampKind(enum.IntEnum):
@@ -417,7 +417,7 @@ class OutsidePort(Protocol):
         ...
 
     def open(self, fd: int, uuid: bytes) -> Door:
-        """Takes the descriptor over."""
+        """Takes the descriptor over. OSError: it does not."""
         ...
 
 
@@ -450,7 +450,11 @@ class ProcessPort(Protocol):
     """Processes: who is a peer, and when does it end."""
 
     def start_time(self, pid: int) -> int | None:
-        """Field 22 of /proc/PID/stat; None for a process that is gone."""
+        """Field 22 of /proc/PID/stat; None for a process that is gone. OSError: it cannot be looked at now."""
+        ...
+
+    def is_gone(self, process: ProcessId) -> bool:
+        """Whether nothing of it is left, or its number is another's. One that cannot be looked at is there."""
         ...
 
     def is_ending(self, pid: int, start_time: int) -> bool:

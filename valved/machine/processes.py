@@ -1,12 +1,15 @@
 """ProcessPort: who a process is and whether it still exists, from /proc and pidfds. A process that is gone is an empty
-value, never an error: it may vanish between any two lines."""
+value, never an error: it may vanish between any two lines. One that cannot be looked at (EMFILE, EACCES) is an error,
+never gone."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from valved.model.ids import ProcessId
 
 _FIELD_STATE = 3
 _FIELD_PARENT = 4
@@ -26,7 +29,7 @@ class LinuxProcesses:
     def _read(self, pid: int | str, name: str) -> str | None:
         try:
             return (self._root / str(pid) / name).read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
+        except (FileNotFoundError, ProcessLookupError):
             return None
 
     def _stat(self, pid: int | str) -> list[str] | None:
@@ -39,40 +42,51 @@ class LinuxProcesses:
     def start_time(self, pid: int) -> int | None:
         """None also for a zombie: nothing of it runs any more."""
         fields = self._stat(pid)
-        if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE or fields[0] in ("Z", "X"):
+        if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE:
+            return None
+        if not _is_there(fields) and not self._has_thread(pid, _is_there):
             return None
         return int(fields[_FIELD_START - _FIELD_STATE])
 
+    def is_gone(self, process: ProcessId) -> bool:
+        try:
+            return self.start_time(process.pid) != process.start_time
+        except OSError:
+            return False
+
+    def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool]) -> bool:
+        """A first thread says nothing of the others. No more is read than needed: a process may have thousands."""
+        try:
+            with os.scandir(self._root / str(pid) / "task") as threads:
+                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
+                return any(fields and is_one(fields) for fields in found)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
     def is_ending(self, pid: int, start_time: int) -> bool:
-        """A first thread that is a zombie says nothing of the others, one that runs says it all. No more is read than
-        needed: a process may have thousands. Where it cannot be read, it lives."""
+        """A first thread that runs says it all. Where it cannot be read, it lives."""
         try:
             leader = self._stat(pid)
             if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
                 return True
-            if _runs(leader):
-                return False
-            with os.scandir(self._root / str(pid) / "task") as threads:
-                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
-                return not any(fields and _runs(fields) for fields in found)
-        except (FileNotFoundError, ProcessLookupError):
-            return True
+            return not _runs(leader) and not self._has_thread(pid, _runs)
         except OSError:
             return False
 
     def is_stopped(self, pid: int) -> bool:
-        """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it is."""
+        """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""
         try:
-            with os.scandir(self._root / str(pid) / "task") as threads:
-                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
-                return not any(fields and fields[0] in ("R", "S") for fields in found)
+            return not self._has_thread(pid, lambda fields: fields[0] in ("R", "S"))
         except OSError:
-            return True
+            return False
 
     def ancestors(self, pid: int) -> Sequence[int]:
         chain: list[int] = []
         while pid > 0 and len(chain) < _DEPTH:
-            fields = self._stat(pid)
+            try:
+                fields = self._stat(pid)
+            except PermissionError:  # of another user, on a machine that hides them
+                break
             if fields is None or len(fields) <= _FIELD_PARENT - _FIELD_STATE:
                 break
             chain.append(pid)
@@ -99,6 +113,10 @@ class LinuxProcesses:
             raise
 
 
-def _runs(fields: list[str]) -> bool:
+def _is_there(fields: list[str]) -> bool:
     """Fields of a thread's stat, from the third on."""
-    return fields[0] not in ("Z", "X") and not int(fields[_FIELD_FLAGS - _FIELD_STATE]) & _EXITING
+    return fields[0] not in ("Z", "X")
+
+
+def _runs(fields: list[str]) -> bool:
+    return _is_there(fields) and not int(fields[_FIELD_FLAGS - _FIELD_STATE]) & _EXITING

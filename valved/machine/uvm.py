@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
+from valved.fds import Fds
 from valved.machine.ports import Runs, SparseResult
 from valved.native._gate import ffi, lib
 
@@ -59,13 +60,18 @@ class UvmDoors:
 
 class UvmDoor:
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, uuid: bytes) -> None:
+        """Takes `fd` over if all of it succeeds."""
         self._loop = loop
-        self._native = lib.valve_door_open(fd, uuid)
-        if self._native == ffi.NULL:
-            raise OSError(errno.EAGAIN, "no thread for the memory of another process")
         self._asked: deque[Callable[[SparseResult], None]] = deque()
         self._is_open = True
-        loop.add_reader(lib.valve_door_bell(self._native), self._hear)
+        with Fds() as fds:
+            self._bell = fds.own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            loop.add_reader(self._bell, self._hear)
+            fds.callback(loop.remove_reader, self._bell)
+            self._native = lib.valve_door_open(fd, self._bell, uuid)
+            if self._native == ffi.NULL:
+                raise OSError(errno.EAGAIN, "no thread for the memory of another process")
+            fds.keep()
 
     def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:
         words = ffi.new("uint64_t[]", [word for run in runs for word in run])
@@ -91,6 +97,6 @@ class UvmDoor:
 
     def _leave(self) -> None:
         if not self._is_open and not self._asked and self._native is not None:
-            self._loop.remove_reader(lib.valve_door_bell(self._native))
+            self._loop.remove_reader(self._bell)
             native, self._native = self._native, None
             lib.valve_door_close(native)

@@ -15,6 +15,7 @@
 
 static char nowhere;
 
+/* Without `nothing` there is no gate; without a context nobody is rung. */
 int bell_open(struct ringer *ringer)
 {
 	*ringer = (struct ringer){.nothing = memfd_create("valve-nothing", MFD_CLOEXEC)};
@@ -31,8 +32,7 @@ void bell_close(struct ringer *ringer)
 {
 	if (ringer->context)
 		syscall(SYS_io_destroy, ringer->context);
-	if (ringer->nothing >= 0)
-		close(ringer->nothing);
+	close_fd(ringer->nothing);
 }
 
 /* Takes back what completed, so that there is room for the next. */

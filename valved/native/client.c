@@ -124,32 +124,26 @@ void client_reap(struct valve_client *client)
 {
 	if (!client->dropped || client->refs)
 		return;
-	for (uint32_t i = 0; i < MAX_PASSED; i++) {
-		if (client->passed[i] >= 0)
-			close(client->passed[i]);
-	}
-	close(client->doorbell);
-	close(client->order);
+	for (uint32_t i = 0; i < MAX_PASSED; i++)
+		close_fd(client->passed[i]);
+	close_fd(client->doorbell);
+	close_fd(client->order);
 	unmap(client);
 	free(client);
 }
 
 /* A passed fd keeps the workload's channels and memory alive, so it goes now, even if an ioctl on it still hangs: the
- * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone. */
+ * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone. Putting a file
+ * that is there in its place needs no free number. Where that fails all the same, the file stays until then: a number
+ * that is let go is the next stranger's. */
 static void give_up_passed(struct valve_client *client)
 {
-	int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
-
 	for (uint32_t i = 0; i < MAX_PASSED; i++) {
-		if (client->passed[i] < 0)
-			continue;
-		if (nothing < 0 || dup3(nothing, client->passed[i], O_CLOEXEC) < 0) {
-			close(client->passed[i]);
-			client->passed[i] = -1;
-		}
+		while (client->passed[i] >= 0 &&
+		       dup3(client->ringer->nothing, client->passed[i], O_CLOEXEC) < 0 &&
+		       (errno == EBUSY || errno == EINTR))
+			;
 	}
-	if (nothing >= 0)
-		close(nothing);
 }
 
 void valve_client_free(struct valve_gate *gate, struct valve_client *client)

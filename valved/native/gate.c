@@ -58,23 +58,46 @@ static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve
 	gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->own);
 }
 
-static void open_driver(struct valve_gate *gate)
+/* That nothing could be opened says nothing of what is there. */
+static bool is_scarce(int rc)
+{
+	return rc == -EMFILE || rc == -ENFILE;
+}
+
+/* 0 also where there is no driver, or one that refuses. Else nobody knows: a gate without cards would gate none. */
+static int open_driver(struct valve_gate *gate)
 {
 	struct valve_gpu_info cards[MAX_GPUS];
 	int rc = rm_read_version(&gate->os, gate->version);
 
 	if (rc) {
 		snprintf(gate->refusal, sizeof gate->refusal, "no driver answers on /dev/nvidiactl (%d)", rc);
-		return;
+		return is_scarce(rc) ? rc : 0;
 	}
 	gate->branch = rm_branch(gate->version);
 	if (!gate->branch)
 		snprintf(gate->refusal, sizeof gate->refusal,
 		         "driver %.20s is unknown: branches %u to %u are supported", gate->version,
 		         NV_BRANCH_FIRST, NV_BRANCH_LAST);
-	gate->gpu_count = rm_list_cards(&gate->os, cards, MAX_GPUS);
-	for (uint32_t i = 0; i < gate->gpu_count; i++)
+	rc = rm_list_cards(&gate->os, cards, MAX_GPUS, &gate->gpu_count);
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		open_gpu(gate, i, &cards[i]);
+		if (is_scarce(gate->gpu[i].info.status))
+			rc = gate->gpu[i].info.status;
+	}
+	return is_scarce(rc) ? rc : 0;
+}
+
+/* Where the kernel cannot ring, the gate does without. */
+static int open_files(struct valve_gate *gate)
+{
+	gate->rings = bell_open(&gate->ringer);
+	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
+	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	gate->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+	if (gate->ringer.nothing < 0 || gate->epoll < 0 || gate->wake < 0 || gate->timer < 0)
+		return -errno;
+	return stamps_open(&gate->stamps);
 }
 
 static int start_threads(struct valve_gate *gate)
@@ -100,18 +123,10 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 	gate->os.open = gate->os.open ? gate->os.open : real_open;
 	gate->os.ioctl = gate->os.ioctl ? gate->os.ioctl : real_ioctl;
 	pthread_mutex_init(&gate->roster_lock, NULL);
-	gate->rings = bell_open(&gate->ringer);
-	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
-	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	gate->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+	gate->ringer.nothing = gate->epoll = gate->wake = gate->timer = gate->stamps.fd = -1;
 	gate->look_ns = gate->armed_ns = UINT64_MAX;
-	if (gate->epoll < 0 || gate->wake < 0 || gate->timer < 0 || stamps_open(&gate->stamps) != 0) {
-		free(gate); /* out of fds at the very start: valved does not come up */
-		return NULL;
-	}
-	open_driver(gate);
-	if (start_threads(gate) != 0) {
-		valve_gate_close(gate);
+	if (open_files(gate) || open_driver(gate) || start_threads(gate)) {
+		valve_gate_close(gate); /* of any part of a gate */
 		return NULL;
 	}
 	return gate;
@@ -268,9 +283,9 @@ int valve_gate_close(struct valve_gate *gate)
 		free(gate->service[i].clients);
 	stamps_close(&gate->stamps);
 	bell_close(&gate->ringer);
-	close(gate->wake);
-	close(gate->timer);
-	close(gate->epoll);
+	close_fd(gate->wake);
+	close_fd(gate->timer);
+	close_fd(gate->epoll);
 	pthread_mutex_destroy(&gate->roster_lock);
 	free(gate);
 	return 0;

@@ -231,10 +231,10 @@ int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, u
                      uint32_t unless_held);
 /*
  * Knows no gate. A way into the memory of the process behind `fd`, with a thread of its own that waits in the driver. The
- * thread owns the descriptor and closes it as its last act. NULL: there is no thread for it, and `fd` is still the caller's.
+ * thread owns the descriptor and closes it as its last act; `bell`, an eventfd that is readable when answers wait, is the
+ * door's, too. NULL: there is no thread for it, and both are still the caller's.
  */
-struct valve_door *valve_door_open(int fd, const uint8_t *uuid);
-int valve_door_bell(struct valve_door *door); /* an eventfd, readable when answers wait */
+struct valve_door *valve_door_open(int fd, int bell, const uint8_t *uuid);
 /* Have `count` runs (pairs of address and bytes) made sparse, behind what was asked before. 0 or -ENOMEM. */
 int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count);
 /* The next answer, in their order: 1, and *status is 0, an RM status or -errno; *done: runs made. 0: none waits. */

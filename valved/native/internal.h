@@ -200,7 +200,7 @@ struct service {
 /* What rings order eventfds without ever waiting (bell.c). */
 struct ringer {
 	unsigned long context; /* 0: this kernel has no such thing, and orders are not rung */
-	int nothing;
+	int nothing;           /* always there: what a passed number names once its file is given up */
 };
 
 struct valve_client {
@@ -291,7 +291,7 @@ struct valve_gate {
 /* rm.c: RM sequences */
 int rm_read_version(const struct valve_os *os, char version[64]);
 const struct nv_branch *rm_branch(const char *version);
-uint32_t rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, uint32_t max);
+int rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, uint32_t max, uint32_t *count);
 int rm_open(const struct valve_os *os, struct valve_gpu_info *info, struct rm_client *out);
 void rm_close(const struct valve_os *os, struct rm_client *client);
 int rm_control(const struct valve_os *os, const struct rm_client *client, uint32_t h_object, uint32_t cmd,

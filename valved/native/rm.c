@@ -102,20 +102,22 @@ static int by_bus(const void *a, const void *b)
 }
 
 /* All cards in NVML's order, which is that of the PCI bus. */
-uint32_t rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, uint32_t max)
+int rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, uint32_t max, uint32_t *count)
 {
 	struct nv_ioctl_card_info cards[CARDS];
 	int fd = os->open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-	uint32_t count = 0;
+	int rc;
 
+	*count = 0;
 	if (fd < 0)
-		return 0;
+		return -errno;
 	memset(cards, 0, sizeof cards);
-	if (call(os, fd, NV_ESC_CARD_INFO, cards, sizeof cards) == 0) {
-		for (uint32_t i = 0; i < CARDS && count < max; i++) {
+	rc = call(os, fd, NV_ESC_CARD_INFO, cards, sizeof cards);
+	if (rc == 0) {
+		for (uint32_t i = 0; i < CARDS && *count < max; i++) {
 			if (!cards[i].valid)
 				continue;
-			out[count++] = (struct valve_gpu_info){
+			out[(*count)++] = (struct valve_gpu_info){
 			        .minor = cards[i].minor_number,
 			        .gpu_id = cards[i].gpu_id,
 			        .device_instance = i,
@@ -126,8 +128,8 @@ uint32_t rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, ui
 		}
 	}
 	close(fd);
-	qsort(out, count, sizeof *out, by_bus);
-	return count;
+	qsort(out, *count, sizeof *out, by_bus);
+	return rc;
 }
 
 static int open_objects(const struct valve_os *os, struct valve_gpu_info *info, struct rm_client *client)

@@ -11,7 +11,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 
 struct work {
@@ -72,21 +71,27 @@ static int make_sparse(int fd, const uint8_t *uuid, struct work *work)
 	return 0;
 }
 
+static void door_free(struct valve_door *door)
+{
+	struct work *work;
+
+	while ((work = take(&door->answers)))
+		free(work);
+	pthread_cond_destroy(&door->asked);
+	pthread_mutex_destroy(&door->lock);
+	free(door);
+}
+
 /* With the lock held, which it lets go of. */
 static void leave(struct valve_door *door)
 {
 	bool is_last = --door->owners == 0;
-	struct work *work;
 
 	pthread_mutex_unlock(&door->lock);
 	if (!is_last)
 		return;
-	while ((work = take(&door->answers)))
-		free(work);
 	close(door->bell);
-	pthread_cond_destroy(&door->asked);
-	pthread_mutex_destroy(&door->lock);
-	free(door);
+	door_free(door);
 }
 
 static void *serve(void *argument)
@@ -121,7 +126,7 @@ static void *serve(void *argument)
 	return NULL;
 }
 
-struct valve_door *valve_door_open(int fd, const uint8_t *uuid)
+struct valve_door *valve_door_open(int fd, int bell, const uint8_t *uuid)
 {
 	struct valve_door *door = calloc(1, sizeof *door);
 	pthread_t thread;
@@ -134,21 +139,14 @@ struct valve_door *valve_door_open(int fd, const uint8_t *uuid)
 	door->answers.last = &door->answers.first;
 	memcpy(door->uuid, uuid, sizeof door->uuid);
 	door->fd = fd;
-	door->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	door->bell = bell;
 	door->owners = 2;
-	if (door->bell >= 0 && thread_start(&thread, serve, door) == 0) {
-		pthread_detach(thread);
-		return door;
+	if (thread_start(&thread, serve, door) != 0) {
+		door_free(door);
+		return NULL;
 	}
-	door->owners = 1;
-	pthread_mutex_lock(&door->lock);
-	leave(door);
-	return NULL;
-}
-
-int valve_door_bell(struct valve_door *door)
-{
-	return door->bell;
+	pthread_detach(thread);
+	return door;
 }
 
 int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count)

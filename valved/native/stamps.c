@@ -17,7 +17,7 @@ int stamps_open(struct stamp_ring *ring)
 
 void stamps_close(struct stamp_ring *ring)
 {
-	close(ring->fd);
+	close_fd(ring->fd);
 }
 
 void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool loud)

@@ -69,6 +69,12 @@ static inline void futex_wake_shared(uint32_t *word)
 	syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
+static inline void close_fd(int fd)
+{
+	if (fd >= 0)
+		close(fd);
+}
+
 /* True when epoch a is later than b; epochs wrap (49 days at 1,000 a second). */
 static inline bool is_later(uint32_t a, uint32_t b)
 {

@@ -40,7 +40,8 @@ static void *worker_main(void *argument)
 	return NULL;
 }
 
-/* Native threads take no signals: those are Python's. */
+/* Native threads take no signals: those are Python's. Where there is no thread, nothing is left to be joined: libc may
+ * have written the number of one that never ran. */
 int thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
 {
 	sigset_t all, before;
@@ -50,6 +51,8 @@ int thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
 	pthread_sigmask(SIG_SETMASK, &all, &before);
 	rc = pthread_create(thread, NULL, body, argument);
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	if (rc)
+		*thread = 0;
 	return -rc;
 }
 

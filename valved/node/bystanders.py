@@ -69,7 +69,11 @@ class Bystanders:
                 continue
             users = []
             for pid in cards[gpu.uuid].by_pid:
-                started = self._processes.start_time(pid)
+                try:
+                    started = self._processes.start_time(pid)
+                except PermissionError:  # it is there, and none of ours: whom we cannot look at we do not welcome
+                    users.append(f"process {pid}")
+                    continue
                 if (
                     started is None
                     or pid == os.getpid()

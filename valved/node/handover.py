@@ -184,7 +184,9 @@ class Handover:
         """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
         role = Role(saved.role)
         living = [client for client in clients if self._is_alive(client.pid, client.start_time)]
-        alive = {client.pid for client in living}
+        shims = {
+            ProcessId(pid=client.pid, start_time=client.start_time) for client in living if client.role == Role.ONLINE
+        }
         root = self._root(saved, living)
         if root is None:
             return
@@ -198,15 +200,14 @@ class Handover:
         self._register.claimed.watch_root(root)
         if role is not Role.ONLINE:
             return
-        shims = {client.pid for client in clients if client.role == Role.ONLINE}
-        entry.kept_gpus = gpus if alive & shims else frozenset()
+        entry.kept_gpus = gpus if shims else frozenset()
         entry.refresh_gpus()
         try:
             online = self._gating.add_service(entry.id, entry.gpus)
         except Exception:
             self._books.drop_service(entry.id)  # its clients make it anew
             raise
-        online.away = alive & shims
+        online.away = shims
         _restore_online(online, saved, self._clock.now_ns())
         online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
 
@@ -237,7 +238,7 @@ class Handover:
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
         if (entry := self._books.services.get(online.id)) is None:
             return
-        online.away = {pid for pid in online.away if self._processes.start_time(pid) is not None}
+        online.away = {process for process in online.away if not self._processes.is_gone(process)}
         members = [client.id for client in self._books.clients_of(online.id)]
         has_told = self._register.channels.possession.are_quiet(members, TELL_NS)
         has_told &= self._clock.now_ns() - online.back_ns >= TELL_NS
@@ -250,7 +251,7 @@ class Handover:
             self._register.claimed.drop_if_empty(online.id)
 
     def _is_alive(self, pid: int, start_time: int) -> bool:
-        return self._processes.start_time(pid) == start_time
+        return not self._processes.is_gone(ProcessId(pid=pid, start_time=start_time))
 
 
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:

@@ -51,7 +51,7 @@ class Leaving:
         clients = {entry.process for entry in self._books.with_role(Role.OFFLINE)}
         roots = {claim.root for claim in self._books.claims.values() if claim.role is Role.OFFLINE}
         owners = self._register.channels.leftovers.owners()
-        return clients | {process for process in roots | owners if self._is_alive(process)}
+        return clients | {process for process in roots | owners if not self._processes.is_gone(process)}
 
     def since_s(self) -> float:
         """How long processes that must leave have stayed; 0 while none does."""
@@ -101,7 +101,7 @@ class Leaving:
     def _end_stopped(self, process: ProcessId, until_ns: int) -> None:
         """Once the signal has reached all of its threads, which takes longer on a busy machine."""
         now_ns = self._clock.now_ns()
-        if now_ns < until_ns and self._is_alive(process) and not self._processes.is_stopped(process.pid):
+        if now_ns < until_ns and not self._processes.is_gone(process) and not self._processes.is_stopped(process.pid):
             self._clock.call_at_ns(now_ns + STOP_LOOK_NS, lambda: self._end_stopped(process, until_ns))
             return
         for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
@@ -111,6 +111,3 @@ class Leaving:
             self._gate.channels.enable_foreign(left)
         self._signal(process, signal.SIGKILL)
         self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
-
-    def _is_alive(self, process: ProcessId) -> bool:
-        return self._processes.start_time(process.pid) == process.start_time

@@ -10,7 +10,7 @@ from pathlib import Path
 from valved.abi.link import Feature, Packet
 from valved.clients.register import ClientsListener, Register
 from valved.clients.sharing import SharedWeights
-from valved.errors import ValveError
+from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
 from valved.gate.listener import GateListener
@@ -106,6 +106,8 @@ class ClientsNews(ClientsListener):
             try:
                 said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
                 self._node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
-            except (ValveError, OSError) as error:
+            except Exception as error:  # one that is never taken up must not keep everybody from joining
+                if isinstance(error, OSError) and is_scarce(error):
+                    return  # it stays
                 text = f"claim of process {claim.pid}, left while no valved answered: {error}"
                 self._journal.emit(EventKind.NOTED, reason=text)

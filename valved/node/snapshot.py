@@ -124,7 +124,7 @@ class Snapshots:
         return [
             SavedRequests(process.pid, process.start_time, role, *tally.seen, tally.open_hits())
             for (process, role), tally in told.items()
-            if tally.is_heard and self._is_alive(process.pid, process.start_time)
+            if tally.is_heard and not self._processes.is_gone(process)
         ]
 
     def _saved_clients(self) -> list[SavedClient]:
@@ -148,13 +148,15 @@ class Snapshots:
         their services for such as use no GPU.
         """
         for online in self._gating.online.values():
-            for pid in online.away:
-                started = self._processes.start_time(pid)
-                if started is not None:
-                    yield SavedClient(pid=pid, start_time=started, role=Role.ONLINE, service=online.id, channels=[])
-
-    def _is_alive(self, pid: int, start_time: int) -> bool:
-        return self._processes.start_time(pid) == start_time
+            for process in online.away:
+                if not self._processes.is_gone(process):
+                    yield SavedClient(
+                        pid=process.pid,
+                        start_time=process.start_time,
+                        role=Role.ONLINE,
+                        service=online.id,
+                        channels=[],
+                    )
 
 
 def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests]) -> SavedService:

@@ -162,7 +162,7 @@ class Reporter:
         if not online.holding:
             return "idle: offline work may run"
         if online.away:
-            return f"held: process {min(online.away)} has not come back since the restart"
+            return f"held: process {min(process.pid for process in online.away)} has not come back since the restart"
         if now_ns < online.breaker.open_until_ns:
             rest_s = (online.breaker.open_until_ns - now_ns) // 1_000_000_000
             return f"held: delayed beyond its budget, the breaker rests for {rest_s} s"

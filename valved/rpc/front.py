@@ -18,6 +18,8 @@ from typing import cast
 
 import msgspec
 
+from valved.fds import Fds
+
 PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 PEER_NAME = "valve-api-"
 WELCOME, TURNED_AWAY = "welcome", "turned_away"
@@ -80,16 +82,18 @@ class Front:
     async def start(self, mode: int, gid: int) -> None:
         """The umask closes the moment between bind and chmod."""
         self._path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        before = os.umask(0o117)
-        try:
-            listener.bind(str(self._path))
-        finally:
-            os.umask(before)
-        if gid >= 0:
-            os.chown(self._path, -1, gid)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Outer(self), sock=listener)
+        with Fds() as fds:
+            listener = fds.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            before = os.umask(0o117)
+            try:
+                listener.bind(str(self._path))
+            finally:
+                os.umask(before)
+            if gid >= 0:
+                os.chown(self._path, -1, gid)
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_unix_server(lambda: _Outer(self), sock=listener)
+            fds.keep()
         self._path.chmod(mode)
 
     def stop_listening(self) -> None:
@@ -126,14 +130,12 @@ class Front:
         """The name at which the connection is bound is what gRPC calls its peer; nobody can guess and take it."""
         loop = asyncio.get_running_loop()
         welcome = WELCOME if outer.is_welcome else TURNED_AWAY
-        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
+        with Fds() as fds:
+            inner = fds.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             inner.bind(f"\0{PEER_NAME}{outer.uid}-{welcome}-{secrets.token_hex(16)}")
             await loop.sock_connect(inner, str(self._behind))
-        except OSError:
-            inner.close()
-            raise
-        transport, _ = await loop.create_unix_connection(lambda: _Half(outer.transport), sock=inner)
+            transport, _ = await loop.create_unix_connection(lambda: _Half(outer.transport), sock=inner)
+            fds.keep()
         return transport
 
 
@@ -189,8 +191,10 @@ class _Outer(_Half):
         try:
             self.other = await self._front.connect(self)
         except OSError:
-            self.transport.close()
             return
+        finally:
+            if self.other is None:
+                self.transport.close()
         if self.transport.is_closing():  # it left meanwhile
             self.other.close()
         else:

@@ -15,6 +15,7 @@ import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.errors import InvalidRequest, NotFound, NotNow, ValveError
+from valved.fds import is_scarce
 from valved.model.consent import Said
 from valved.node.api import Node
 from valved.rpc import convert
@@ -180,6 +181,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
             async with self._turn:
                 await asyncio.sleep(0)
                 return call()
+        except OSError as error:
+            if not is_scarce(error):
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"valved cannot look now: {error.strerror}")
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
             problem = node_pb2.Problem(field=error.field, next_step=error.next_step)

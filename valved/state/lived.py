@@ -35,7 +35,8 @@ class Lived:
             return
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            os.close(os.open(self._path(process), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            with contextlib.suppress(FileExistsError):
+                os.mknod(self._path(process), 0o600)  # which takes no descriptor
             self._known.add(process)
 
     def keep(self, is_alive: Callable[[ProcessId], bool]) -> None:

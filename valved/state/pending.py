@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from valved.fds import Fds, is_scarce
+
 FOLDER = "claims"
 MOST_BYTES = 4096
 MOST_FILES = 1024
@@ -53,7 +55,8 @@ def leave(run_dir: Path, claim: PendingClaim) -> bool:
 
 
 def take(run_dir: Path) -> Iterator[PendingClaim]:
-    """Each once, oldest names first. What makes no sense is thrown away."""
+    """Oldest names first. Each is removed once the next is asked for; what makes no sense is thrown away. What cannot
+    be read for want of a descriptor stays, and so does one that the caller stops at."""
     try:
         with os.scandir(run_dir / FOLDER) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
@@ -62,27 +65,28 @@ def take(run_dir: Path) -> Iterator[PendingClaim]:
     for name in names[:MOST_FILES]:
         path = run_dir / FOLDER / name
         try:
-            data = _read_plain(path)
+            yield msgspec.json.decode(_read_plain(path), type=PendingClaim)
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            if isinstance(error, OSError) and is_scarce(error):
+                return
+        with contextlib.suppress(OSError):
             path.unlink()
-            yield msgspec.json.decode(data, type=PendingClaim)
-        except (OSError, msgspec.MsgspecError, ValueError):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def _write_new(path: Path, data: bytes) -> None:
     """Never through a link, nor into a file that somebody else put there."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
+    with Fds() as fds:
+        fd = fds.own(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
 
 
 def _read_plain(path: Path) -> bytes:
-    """Whoever may write there could leave a pipe or a link instead of a claim."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
+    """Whoever may write there could leave a pipe, a folder or a link instead of a claim."""
+    with Fds() as fds:
+        fd = fds.own(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("no plain file")
-        return file.read(MOST_BYTES)
+        return os.read(fd, MOST_BYTES)

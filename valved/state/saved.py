@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from valved.errors import AlreadyRunning
+from valved.fds import Fds, is_scarce
 from valved.model.ids import Mode, ServiceId
 from valved.model.memory import ReservationState
 
@@ -128,7 +129,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return ""
 
 
@@ -142,16 +143,15 @@ def save(path: Path, state: SavedState) -> None:
 
 
 def load(path: Path) -> tuple[SavedState | None, str]:
-    """The predecessor's state, or why there is none. An unreadable file is set aside, never a reason not to start."""
+    """The predecessor's state, or why there is none. An unreadable file is set aside, never a reason not to start. One
+    that cannot be opened for want of a descriptor is no unreadable one (OSError): the next start may read it."""
     try:
-        data = path.read_bytes()
+        state = msgspec.json.decode(path.read_bytes(), type=SavedState)
     except FileNotFoundError:
         return None, ""
-    except OSError as error:
-        return None, f"{path}: {error.strerror}"
-    try:
-        state = msgspec.json.decode(data, type=SavedState)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        if isinstance(error, OSError) and is_scarce(error):
+            raise
         with contextlib.suppress(OSError):
             path.replace(path.with_name(path.name + BAD))
         return None, f"{path} is unreadable and was set aside: {error}"
@@ -198,16 +198,25 @@ class RunFolder:
     def queue(self) -> bool:
         """Take the lock if it is free, else stand next in line for it (`has_successor`). True: it is ours."""
         if self._next < 0:
-            fd = os.open(self.path / NEXT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not _lock(fd):  # somebody else is next
-                os.close(fd)
-                return False
-            self._next = fd
-        if not self._try_lock():
+            self._next = self._stand_in_line()
+        if self._next < 0 or not self._try_lock():
             return False
-        os.close(self._next)
-        self._next = -1
+        self._leave_line()
         return True
+
+    def _stand_in_line(self) -> int:
+        """-1: somebody else is next."""
+        with Fds() as fds:
+            fd = fds.own(os.open(self.path / NEXT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if not _lock(fd):
+                return -1
+            fds.keep()
+        return fd
+
+    def _leave_line(self) -> None:
+        fd, self._next = self._next, -1
+        if fd >= 0:
+            os.close(fd)
 
     def sign(self) -> None:
         (self.path / PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
@@ -220,10 +229,15 @@ class RunFolder:
             return False
 
     def release(self) -> None:
-        if self.is_ours():
-            with contextlib.suppress(OSError):
+        """Safe to call again."""
+        self._leave_line()
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self.is_ours():
                 (self.path / PID_FILE).unlink(missing_ok=True)
-        os.close(self._lock)
+        fd, self._lock = self._lock, -1
+        os.close(fd)
 
     def _try_lock(self) -> bool:
         return _lock(self._lock)
@@ -231,7 +245,7 @@ class RunFolder:
     def _owner(self) -> int:
         try:
             return int((self.path / PID_FILE).read_text(encoding="ascii"))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return 0
 
 
@@ -239,7 +253,7 @@ def has_successor(path: Path) -> bool:
     """Somebody waits to become the valved of this folder."""
     try:
         fd = os.open(path / NEXT_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         return not _lock(fd)
