@@ -14,6 +14,7 @@ from valve_scheduler.model import (
     ThroughputCurve,
     WorkloadProfile,
     forecast,
+    history_s,
     pair_indices,
     peak_mib,
     windows_of,
@@ -76,6 +77,7 @@ class NodeReport:
     recent: FloatArray  # [8] idle share of the last ten minutes, NaN where they were not seen
     hour: FloatArray
     day: FloatArray  # [8] of the last day
+    history_s: FloatArray  # [8] time that stands behind them; 0 where no GPU is
     histogram: FloatArray  # [8, bins]
     online_peak: FloatArray  # [8] MiB that online uses at its peaks; 0: not seen, or its policy lets jobs in anyway
     alignment: FloatArray  # [8, 8]
@@ -306,10 +308,11 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
     count = len(gpus)
     if count > MAX_GPUS:
         raise ValueError(f"{count} GPUs, at most {MAX_GPUS} are handled")
-    windows = np.full((3, MAX_GPUS), np.nan)
+    windows, history = np.full((3, MAX_GPUS), np.nan), np.zeros(MAX_GPUS)
     histogram = np.zeros((MAX_GPUS, HISTOGRAM_BINS))
     for row, gpu in enumerate(gpus):
         windows[:, row] = windows_of(gpu["idle"])
+        history[row] = history_s(gpu["idle"], gpu.get("observedSeconds"))
         histogram[row] = gpu["freeMemory"]
     recent, hour, day = windows
     idle = forecast(recent, hour, day)
@@ -331,6 +334,7 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
         recent=recent,
         hour=hour,
         day=day,
+        history_s=history,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
         online_peak=np.zeros(MAX_GPUS) if resolved.get("allowCrowded") else peaks,
         alignment=_alignment(status.get("alignment") or [], count),

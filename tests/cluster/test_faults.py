@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import pytest
+from cluster_cli import shown
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
@@ -49,13 +50,20 @@ def test_bindings_answered_with_500_are_made_good_once_the_server_can(scheduling
     try:
         scheduling.api.post(PODS, waits_for_nobody())
         wait_for("the 500s", lambda: answers_500(scheduling))
-        submit(scheduling.api, 5)
-        wait_for("a refused Binding", lambda: "failed calling webhook" in json.dumps(scheduling.api.get(PODS)["items"]))
+        submitted = submit(scheduling.api, 5)
+        wait_for("the refused Bindings", lambda: all(lost(scheduling, name) for name in submitted))
         assert not any(pod["spec"].get("nodeName") for pod in scheduling.api.get(PODS)["items"])
+        told = [shown(scheduling, "explain", name) for name in submitted]
+        assert {one["state"] for one in told} == {"undecided"}, "nobody knows whether a 500 was stored"
+        assert all(one["node"].startswith("gpu-") and one["node"] in one["advice"] for one in told)
     finally:
         scheduling.api.delete(f"{HOOKS}/nobody")
 
     assert set(held_gpus(wait_bound(scheduling.api, 5)).values()) == {1}
+
+
+def lost(plane: ControlPlane, name: str) -> bool:
+    return "failed calling webhook" in json.dumps(plane.api.get(f"{PODS}/{name}"))
 
 
 def waits_for_nobody() -> dict[str, Any]:

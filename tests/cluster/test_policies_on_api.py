@@ -1,13 +1,13 @@
 """HarvestPolicies, the brake, accounts and profiles on a real API server, with the rights of the chart."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_cli import shown
 from cluster_helm import Helm
 from cluster_pods import PODS, submit, wait_bound
 from valve_kube import names
@@ -29,14 +29,6 @@ spec:
   standaloneTokensPerSecond: 100
   curve: [{freeMiB: 1000, tokensPerSecond: 100}]
 """
-
-
-def valve(plane: ControlPlane, *arguments: str) -> Any:
-    command = [str(Path(sys.executable).parent / "valve"), "cluster", *arguments, f"--kubeconfig={plane.kubeconfig}"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +131,13 @@ def test_a_pause_reaches_every_node_and_nothing_is_placed_until_resume(controlle
     controlled.spawn("listeners", *arguments, program=sys.executable)
     wait_for("every node to watch", lambda: READY in log.read_text())
 
-    done = valve(controlled, "pause", "--wait=60")
+    done = shown(controlled, "pause", "--wait=60")
     controlled.api.post(PODS, offline_pod("waits"))
     wait_for("the refusal", lambda: controlled.api.get(f"{PODS}/waits")["status"].get("conditions"))
 
     assert (done["nodes"], done["confirmed"]) == (nodes, nodes)
-    assert valve(controlled, "resume")["lifted"]
-    assert not valve(controlled, "resume")["lifted"]
+    assert shown(controlled, "resume")["lifted"]
+    assert not shown(controlled, "resume")["lifted"]
 
     (pod,) = wait_bound(controlled.api, 1)
     assert pod["metadata"]["name"] == "waits"
@@ -190,7 +182,7 @@ def test_an_account_survives_its_pods_and_its_controller(controlled: ControlPlan
     controlled.api.delete(f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
     report(controlled, node, [])
     assert harvested(controlled) == 2.5
-    owners = valve(controlled, "usage", "--by=owner")["owners"]  # of earlier tests too: accounts outlive pods
+    owners = shown(controlled, "usage", "--by=owner")["owners"]  # of earlier tests too: accounts outlive pods
     assert {row["owner"]: row["harvested_gpu_h"] for row in owners}[pod["metadata"]["name"]] == 2.5
 
 
@@ -199,7 +191,7 @@ def report(plane: ControlPlane, node: str, offline: list[Json]) -> None:
 
 
 def harvested(plane: ControlPlane) -> float:
-    rows = {row["namespace"]: row for row in valve(plane, "usage", "--by=namespace")["namespaces"]}
+    rows = {row["namespace"]: row for row in shown(plane, "usage", "--by=namespace")["namespaces"]}
     return float(rows.get("default", {}).get("harvested_gpu_h", 0.0))
 
 
@@ -211,11 +203,11 @@ def test_a_pod_that_waits_for_its_profile_is_placed_once_it_is_brought_by_hand(
     controlled.api.post(PODS, offline_pod("wants", sla="0.05", profile="by-hand"))
     wait_for("the refusal", lambda: "profile is missing" in json.dumps(controlled.api.get(f"{PODS}/wants")["status"]))
 
-    valve(controlled, "profile", f"--from={file}")
+    shown(controlled, "profile", f"--from={file}")
 
     (pod,) = wait_bound(controlled.api, 1)
     assert float(pod["metadata"]["annotations"][names.PREDICTED]) >= 0.05
-    assert valve(controlled, "explain", "wants")["state"] == "placed"
+    assert shown(controlled, "explain", "wants")["state"] == "placed"
 
 
 @pytest.mark.parametrize(

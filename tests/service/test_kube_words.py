@@ -153,6 +153,20 @@ async def test_a_pod_that_is_lent_its_memory_in_steps_is_named_until_it_has_all_
         assert node.api.reports[-1]["mode"] == "harvest"
 
 
+@scenario
+async def test_a_clock_that_is_off_is_never_known_to_an_alert_alone_nor_written_more_often_for_it(tmp_path):
+    async with reporting(tmp_path, report_s=1) as node:
+        node.api.ahead_s = 90.0
+        await until(lambda: said(node, "ClockSkew")[0] == "True", 60)
+        (was,) = (c for c in node.api.reports[-1]["conditions"] if c["type"] == "ClockSkew")
+        assert was["reason"] == "ClockOff"
+        assert was["message"] in ("the clock of the node is 89 s behind", "the clock of the node is 90 s behind")
+
+        node.api.ahead_s, since = 0.0, len(node.api.reports)
+        await until(lambda: said(node, "ClockSkew")[0] == "False", 60)
+        assert len(node.api.reports) <= since + 2  # the one under way, and the next by its own pace
+
+
 class LaterClock(LoopClock):
     """Of a machine that has been up for longer than a day."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
+from datetime import datetime, timezone
 from uuid import UUID
 
 from fake_kubelet import FakeKubelet
@@ -72,6 +74,7 @@ class Api(FakeApi):
         self.reports = []
         self.created = []
         self.is_away = False
+        self.ahead_s = None  # its clock, of the node's; None: it does not say when it stored a report
 
     async def _answer(self, head, body, writer):
         if self.is_away:
@@ -87,6 +90,9 @@ class Api(FakeApi):
                 return await self._say(writer, 404, {"reason": "NotFound", "message": "no such node"})
             answer = json.loads(body)
             self.reports.append(answer["status"])
+            if self.ahead_s is not None:
+                stored = datetime.fromtimestamp(time.time() + self.ahead_s, timezone.utc).isoformat(timespec="seconds")
+                answer["metadata"]["managedFields"] = [{"manager": "valved", "subresource": "status", "time": stored}]
         elif verb == "POST" and path.endswith("/gpuharvestnodes"):
             answer = json.loads(body)
             self.created.append(answer)

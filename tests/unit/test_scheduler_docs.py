@@ -12,6 +12,7 @@ from valve_kube.objects import offline_pod, workload_profile
 from valve_scheduler.controller.conditions import Told
 from valve_scheduler.controller.monitor import MonitorSettings, Verdict
 from valve_scheduler.controller.shadows import Shadow
+from valve_scheduler.placement.promise import YOUNG_TEXT
 from valve_scheduler.placement.rank import REASON_TEXT
 from valve_scheduler.placement.reach import CLOSED, NEVER, PEAKS, TOO_BUSY
 from valve_scheduler.webhook.admission import AdmissionSettings, mutate_offline
@@ -25,14 +26,15 @@ def example(kind: str) -> dict[str, Any]:
     return next(block for block in blocks if block.get("kind") == kind)
 
 
-@pytest.mark.parametrize("text", REASON_TEXT.values())
+@pytest.mark.parametrize("text", [*REASON_TEXT.values(), YOUNG_TEXT])
 def test_every_reason_is_explained(text: str) -> None:
     assert f"| {text.removeprefix('valve: ')} |" in MANUAL
 
 
 def test_every_error_of_the_extender_is_explained() -> None:
     room = ROOT / "scheduler/valve_scheduler"
-    source = (room / "extender/decide.py").read_text() + (room / "placement/namespace_rule.py").read_text()
+    files = ("extender/decide.py", "placement/namespace_rule.py", "placement/undecided.py")
+    source = "".join((room / file).read_text() for file in files)
     texts = re.findall(r'(?:return|raise NoPlace\(|raise NotReady\()\s*\(?\s*f?"([a-z][^"]+ [^"]+)"', source)
 
     unexplained = [
@@ -87,7 +89,7 @@ def test_no_reason_of_a_condition_of_an_owner_is_left_out_of_the_manual_and_none
 def test_every_condition_of_a_node_is_named() -> None:
     kinds = re.findall(r'kind="(\w+)"', (ROOT / "valved/kube/status.py").read_text())
 
-    assert len(kinds) == 9
+    assert len(kinds) == 10
     assert f"| GPUHarvestNode | {', '.join(kinds)}; " in MANUAL
 
 

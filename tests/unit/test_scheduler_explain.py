@@ -1,8 +1,10 @@
 """`valve cluster explain`: the scheduler's own judgement, in words a user can act on."""
 
 import pytest
+from extender_world import World
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
+from valve_kube.client import Unreachable
 from valve_kube.objects import node_report, pod_place
 from valve_kube.policies import read_policies
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
@@ -152,3 +154,38 @@ def test_all_windows_of_a_node_are_shown_beside_what_is_promised() -> None:
 
     assert found.candidates[0][1] == pytest.approx(0.45, abs=0.01)
     assert [(one.node, one.recent, one.hour, one.day) for one in found.windows] == [("n1", 0.4, 0.9, 0.2)]
+
+
+def told_by_kube_scheduler(asks: dict[str, object], error: str) -> dict[str, object]:
+    """As it writes the answer to a bind, or to a filter, into the pod."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": error}
+    return {**asks, "status": {"phase": "Pending", "conditions": [condition]}}
+
+
+def test_a_pod_whose_bind_nobody_knows_is_never_called_placeable() -> None:
+    world = World(harvest_node("n1"), harvest_node("n2"))
+    asks = world.submit()
+    world.filter(nodes=("n1", "n2"))
+    world.failures = [Unreachable("POST /binding: timed out")]
+
+    lost = explain(world.state, told_by_kube_scheduler(asks, f"binding rejected: {world.bind()}"), NOW_S)
+    elsewhere = world.filter(nodes=("n2",))["Error"]
+    again = explain(world.state, told_by_kube_scheduler(asks, elsewhere), NOW_S)
+
+    for found in (lost, again):
+        assert (found.state, found.node, found.candidates) == ("undecided", "n1", ())
+        assert "nobody knows yet whether the pod is there" in found.advice
+    assert world.bind() == ""
+    placed = pod(node="n1", held=world.gpus())
+    assert explain(world.state, told_by_kube_scheduler(placed, elsewhere), NOW_S).state == "placed"
+
+
+def test_an_answer_that_says_nothing_of_a_bind_is_never_taken_for_an_undecided_one() -> None:
+    world = World(harvest_node("n1"))
+    asks = world.submit()
+    world.failures = [Unreachable("GET pod: timed out")]  # the pod is not known yet, and is asked for
+
+    refused = told_by_kube_scheduler(asks, world.bind())
+
+    assert world.state.held.holdings() == []
+    assert explain(world.state, refused, NOW_S).state == "placeable"

@@ -1,5 +1,6 @@
 """What people are shown: the worth of a fleet by the model, pods as their nodes report them, accounts in hours."""
 
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -24,6 +25,20 @@ def test_a_stale_node_and_an_unreadable_one_are_worth_nothing() -> None:
 
     assert node_row(stale, NOW_S)["worth_gpus"] == 0.0
     assert (node_row(broken, NOW_S)["worth_gpus"], node_row(broken, NOW_S)["report_age_s"]) == (0.0, None)
+
+
+@pytest.mark.parametrize(("ahead_s", "text"), [(-120.0, "120 s behind"), (120.0, "120 s ahead")])
+def test_a_node_whose_clock_is_off_is_named_and_never_shown_as_silent(ahead_s: float, text: str) -> None:
+    node, is_off = harvest_node(), {"type": "ClockSkew", "status": "True"}
+    written = datetime.fromtimestamp(NOW_S - 5.0, timezone.utc).isoformat(timespec="seconds")
+    node["metadata"]["managedFields"] = [{"manager": "valved", "subresource": "status", "time": written}]
+    node["status"]["observedAt"] = datetime.fromtimestamp(NOW_S - 5.0 + ahead_s, timezone.utc).isoformat()
+
+    row = node_row({**node, "status": {**node["status"], "conditions": [is_off]}}, NOW_S)
+
+    assert (row["clock"], row["report_age_s"]) == (text, 5.0)
+    assert row["worth_gpus"] == pytest.approx(4.0, abs=0.1)
+    assert node_row(node, NOW_S)["clock"] == ""
 
 
 def test_the_fleet_says_what_the_switch_to_harvest_would_add() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
@@ -15,6 +16,7 @@ from valve_kube.policies import BRAKE, is_brake
 from valve_kube.reflector import Reflector, Sink
 
 from valved.kube import status
+from valved.kube.nodeclock import NodeClock, stored_at_s
 from valved.kube.pods import PodBook
 
 log = logging.getLogger("valved.kube")
@@ -48,11 +50,14 @@ class ApiServer:
         braked: Callable[[bool], None],
         *,
         found: Callable[[Json], None],
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         """`found` gets the node's own object, at every change."""
         self.written = 0
         self.failed = 0
         self.found = found
+        self.clock = NodeClock()
+        self._wall_s = wall_s
         self._client = client
         self._node = node
         self._book = book
@@ -111,7 +116,10 @@ class ApiServer:
     async def _apply(self, report: Json) -> None:
         query = {"fieldManager": MANAGER, "force": "true"}
         body = status.apply_body(self._node, report)
-        await self._client.request("PATCH", f"{self._path}/status", query=query, body=body, content_type=APPLY_PATCH)
+        path, sent_s = f"{self._path}/status", self._wall_s()
+        answer = await self._client.request("PATCH", path, query=query, body=body, content_type=APPLY_PATCH)
+        if (stored_s := stored_at_s(answer, MANAGER)) is not None:
+            self.clock.stored(sent_s, self._wall_s(), stored_s)
 
     async def _create(self) -> None:
         # No mode: what the daemon is configured for must give way to policies and to the operator's word.

@@ -83,6 +83,7 @@ class Reports:
             profiling=tuple(map(self._named, self._offline.levels.under_way())),
             drain=self._follower.drain,
             refused=self._follower.refused,
+            clock_off=self._api.clock.text,
             ungated=self._counting.ungated.facts(live),
             is_serving=not self.missing(),
         )

@@ -81,6 +81,7 @@ class NodeFacts:
     ungated: tuple[UngatedFacts, ...]  # offline pods that use a GPU without the shim
     drain: str  # why the cluster wants no offline work here; empty: it does not mind
     refused: tuple[str, ...]  # words of the cluster that this node cannot obey
+    clock_off: str  # how far; empty: no more than it may be
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
     @property
@@ -154,6 +155,12 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             is_true=bool(facts.refused),
             reason="NotPossibleHere" if facts.refused else "Obeyed",
             message=_some(facts.refused) or "what the HarvestPolicies say is in force",
+        ),
+        Condition(
+            kind="ClockSkew",
+            is_true=bool(facts.clock_off),
+            reason="ClockOff" if facts.clock_off else "ClockRight",
+            message=facts.clock_off or "the clock of the node agrees with the API server's",
         ),
     )
 

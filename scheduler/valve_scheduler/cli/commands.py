@@ -334,7 +334,8 @@ def _print_explanation(found: PodExplanation, achieved: Row) -> None:
     for idle in found.windows:
         shares = (idle.recent, idle.hour, idle.day)
         recent, hour, day = ("unknown" if share is None else f"{share:.2f}" for share in shares)
-        console.print(f"  {idle.node}: idle share of the last ten minutes {recent}, hour {hour}, day {day}")
+        told = f"  {idle.node}: idle share of the last ten minutes {recent}, hour {hour}, day {day}"
+        console.print(f"{told}; {idle.history}" if idle.history else told)
     for refusal in found.refusals:
         console.print(f"  {refusal.nodes:5d}  {refusal.text}, e.g. {', '.join(refusal.examples)}")
     if found.advice:

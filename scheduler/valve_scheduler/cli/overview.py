@@ -35,12 +35,16 @@ def node_row(node: Object, now_s: float) -> Row:
         "worth_gpus": 0.0,
         "offline": len(status.get("offline") or []),
         "report_age_s": None,
+        "clock": "",
     }
     try:
         report = node_report(node)
     except InvalidObject:
         return row
-    row["report_age_s"] = round(now_s - report.observed_at_s, 1)
+    # By the clock of the API server, as placement goes by: a node's own may be wrong.
+    written_at_s = report.observed_at_s if report.written_at_s is None else report.written_at_s
+    row["report_age_s"] = round(now_s - written_at_s, 1)
+    row["clock"] = _clock(status, report.observed_at_s - written_at_s)
     count = len(report.uuids)
     row["idle"] = round(float(report.idle[:count].mean()), 3) if count else 0.0
     row["harvestable"] = sum(report.harvestable)
@@ -48,6 +52,12 @@ def node_row(node: Object, now_s: float) -> Row:
         row["worth_gpus"] = round(worth_gpus(report, _usable(status)), 2)
 
     return row
+
+
+def _clock(status: Object, ahead_s: float) -> str:
+    """How far it is off, where the node has said that it is."""
+    is_off = any((one["type"], one["status"]) == ("ClockSkew", "True") for one in status.get("conditions") or [])
+    return f"{abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}" if is_off else ""
 
 
 def worth_gpus(report: NodeReport, usable: Sequence[int]) -> float:

@@ -21,10 +21,12 @@ from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.namespace_rule import barred
+from valve_scheduler.placement.promise import YOUNG_TEXT, refusal
 from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.served import ServedBases
 from valve_scheduler.placement.state import ClusterState
+from valve_scheduler.placement.undecided import undecided
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +78,17 @@ class Extender:
         if full := self._barred(pod):
             return _filter_error(f"valve: {full}")
         self._remember(pod)
+        pinned = self._state.held.holding(pod.uid)
+        if pinned is not None and pinned.assumed_until_s and pinned.node not in wanted:
+            return _filter_error(f"valve: {undecided(pinned.node)}")  # tried again by itself, which a refusal is not
         ranking = self._rank(pod)
         rows, codes = self._codes(wanted, ranking)
-        pinned = self._state.held.holding(pod.uid)
         if pinned is not None:  # an earlier bind is undecided: only the same place can still be right
             codes = np.where(rows == self._state.row(pinned.node), np.int8(Reason.NONE), np.int8(Reason.NO_FREE_GPUS))
         passed = np.flatnonzero(codes == Reason.NONE)
         _count(codes)
         # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
-        refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
+        refused = {} if len(passed) else self._texts(wanted, rows, codes)
         worth = self._served.worth(ranking.share[rows], wanted, pod.base)
         best = [wanted[index] for index in _best(passed, worth[passed])]
         if best:  # of one node alone kube-scheduler asks for no scores
@@ -133,7 +137,7 @@ class Extender:
         pod = self._pods.get(uid) or await self._read(arguments)
         held = self._state.held.holding(uid)
         if held is not None and held.node != node:
-            raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
+            raise NoPlace(undecided(held.node))
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
         if held is None and (full := self._barred(pod)):
@@ -141,7 +145,10 @@ class Extender:
         gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
         self._state.held.assume(uid, node, gpus, self._now_s(), pod.namespace, share, pod.name)
-        await self._post(pod, node, gpus, share)
+        try:
+            await self._post(pod, node, gpus, share)
+        except Unreachable as error:
+            raise Unreachable(f"{undecided(node)}: {error}") from error
         self._pods.pop(uid, None)
 
     def _reserve(self, pod: OfflinePod, node: str, ranking: Ranking) -> None:
@@ -164,7 +171,7 @@ class Extender:
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
         if row is None or reason is not Reason.NONE:
-            raise NoPlace(f"{node}: {REASON_TEXT[reason]}")
+            raise NoPlace(f"{node}: {REASON_TEXT[reason] if row is None else refusal(reason, self._state.belief[row])}")
         members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
 
         return self._state.uuids(node, members.tolist()), float(ranking.share[row])
@@ -230,6 +237,11 @@ class Extender:
         """Row and Reason of each asked node; row -1 is a node that never reported."""
         rows = self._state.rows(wanted)
         return rows, np.where(rows < 0, np.int8(Reason.STALE), ranking.reason[rows])
+
+    def _texts(self, wanted: list[str], rows: NDArray[np.intp], codes: NDArray[np.int8]) -> dict[str, str]:
+        is_young = ((codes == Reason.SLA) & ~self._state.belief[rows].any(axis=-1)).tolist()
+        judged = zip(wanted, codes.tolist(), is_young, strict=True)
+        return {name: YOUNG_TEXT if young else _TEXTS[code] for name, code, young in judged}
 
     def _remember(self, pod: OfflinePod) -> None:
         self._pods[pod.uid] = pod

@@ -13,6 +13,7 @@ from valve_scheduler.model.alignment import (
 )
 from valve_scheduler.model.curve import ThroughputCurve, WorkloadProfile, prior_profile
 from valve_scheduler.model.forecast import forecast, windows_of
+from valve_scheduler.model.history import belief, history_s
 from valve_scheduler.model.memory import (
     HISTOGRAM_BINS,
     bin_centres,
@@ -34,6 +35,7 @@ __all__ = [
     "ThroughputCurve",
     "WorkloadProfile",
     "admitted_sets",
+    "belief",
     "best_sets",
     "bin_centres",
     "busy_union_bound",
@@ -42,6 +44,7 @@ __all__ = [
     "free_histogram",
     "has_room",
     "held_mib",
+    "history_s",
     "idle_share",
     "memory_factor",
     "memory_weights",

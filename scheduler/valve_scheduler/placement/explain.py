@@ -8,11 +8,14 @@ from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
-from valve_scheduler.model import SPARE_SHARE, held_mib
+from valve_scheduler.model import SPARE_SHARE, belief, held_mib
+from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.grounds import CLOSED_TEXT
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Job, Ranking, Reason, rank, ranked_nodes
+from valve_scheduler.placement.promise import ANY_SLA, promised, refusal
+from valve_scheduler.placement.rank import Fleet, Job, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
+from valve_scheduler.placement.undecided import undecided_node, undecided_told
 
 _EXAMPLES = 3
 
@@ -34,6 +37,7 @@ class NodeIdle:
     recent: float | None
     hour: float | None
     day: float | None
+    history: str  # how far an SLA may count on them; empty: as far as they go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class PodExplanation:
     """`state` in a word, `candidates` best first with predicted shares, `advice` what would change the answer."""
 
     pod: str
-    state: str  # placed | finished | placeable | unplaceable | barred | invalid
+    state: str  # placed | finished | undecided | placeable | unplaceable | barred | invalid
     node: str = ""
     gpus: tuple[str, ...] = ()
     predicted: str = ""
@@ -62,39 +66,48 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Po
         wish = offline_pod(followed(pod))
     except InvalidObject as error:
         return PodExplanation(pod=title, state="invalid", advice=str(error))
+    if node := undecided_node(pod):
+        return PodExplanation(pod=title, state="undecided", node=node, advice=undecided_told(node))
     if why := barred(state, wish):
         return PodExplanation(pod=title, state="barred", advice=why)
     job, fleet, sets = state.asked.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
-    ranking = rank(fleet, sets, job, state.settings)
+    ranking = rank(fleet, promised(sets, state.belief, job), job, state.settings)
     found = ranked_nodes(fleet, ranking)
     advice = ""
     best = found
     if not found:
-        free = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
-        advice = _advice(job.sla, free, len(state.node_names())) or crowded(fleet, ranking, job)
-        best = free
+        best = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
+        asking = replace(job, sla=ANY_SLA)
+        could = ranked_nodes(fleet, rank(fleet, promised(sets, state.belief, asking), asking, state.settings))
+        advice = _advice(job.sla, could, len(state.node_names())) or crowded(fleet, ranking, job)
 
     return PodExplanation(
         pod=title,
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
         windows=tuple(_idle(state, node) for node, _ in best[:most]),
-        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish)),
+        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish), state.belief),
         advice=advice,
     )
 
 
 def _idle(state: ClusterState, node: str) -> NodeIdle:
     recent, hour, day = state.idle_windows(node)
-    return NodeIdle(node=node, recent=recent, hour=hour, day=day)
+    return NodeIdle(node=node, recent=recent, hour=hour, day=day, history=_history(state.history_s(node)))
 
 
-def _refusals(fleet: Fleet, ranking: Ranking, closed: frozenset[str]) -> tuple[Refusal, ...]:
+def _history(seconds: float) -> str:
+    part = float(belief(np.array(seconds)))
+    seen = f"observed for {seconds / 60:.0f} min, "
+    return "" if part == 1.0 else seen + (f"an SLA counts on {part:.0%} of that" if part else "too short for an SLA")
+
+
+def _refusals(fleet: Fleet, ranking: Ranking, closed: frozenset[str], beliefs: FloatArray) -> tuple[Refusal, ...]:
     """The most frequent reason first; unused rows of the arrays are nobody's."""
-    reasons = {name: Reason(ranking.reason[row]) for row, name in enumerate(fleet.names) if name}
+    reasons = {name: (Reason(ranking.reason[row]), beliefs[row]) for row, name in enumerate(fleet.names) if name}
     texts = {
-        name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else REASON_TEXT[reason]
-        for name, reason in reasons.items()
+        name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else refusal(reason, seen)
+        for name, (reason, seen) in reasons.items()
         if reason is not Reason.NONE
     }
     return tuple(
@@ -125,10 +138,10 @@ def crowded(fleet: Fleet, ranking: Ranking, job: Job) -> str:
     )
 
 
-def _advice(sla: float, without_sla: list[tuple[str, float]], nodes: int) -> str:
+def _advice(sla: float, could: list[tuple[str, float]], nodes: int) -> str:
     if not nodes:
         return "no node reports: is the daemon running on the GPU nodes?"
-    if sla and without_sla:
-        name, share = without_sla[0]
+    if sla and could:
+        name, share = could[0]
         return f"the best that can be promised now is {share:.2f} on {name}; the job asks for {sla:.2f}"
     return ""

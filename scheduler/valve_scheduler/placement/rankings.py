@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from valve_scheduler.placement.promise import promised
 from valve_scheduler.placement.rank import Fleet, GpuSets, Job, Ranking, rank
 from valve_scheduler.placement.state import ClusterState
 
@@ -29,7 +30,7 @@ class Rankings:
         fleet, sets = self._state.fleet(now_s), self._state.sets(job.gpus)
         kept = self._kept.pop(job, None)
         if kept is None or len(kept.standing) != len(fleet.standing):
-            kept = _Kept(rank(fleet, sets, job, self._state.settings))
+            kept = _Kept(rank(fleet, promised(sets, self._state.belief, job), job, self._state.settings))
         else:
             kept.renew(fleet, sets, job, self._state)
         kept.generation, kept.standing = self._state.generation, fleet.standing
@@ -54,7 +55,8 @@ class _Kept:
         rows = np.flatnonzero(stale)
         if not len(rows):
             return
-        fresh = rank(fleet_rows(fleet, rows), set_rows(sets, rows), job, state.settings)
+        some = promised(set_rows(sets, rows), state.belief[rows], job)
+        fresh = rank(fleet_rows(fleet, rows), some, job, state.settings)
         self.ranking.share[rows] = fresh.share
         self.ranking.set_index[rows] = fresh.set_index
         self.ranking.reason[rows] = fresh.reason

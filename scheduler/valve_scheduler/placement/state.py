@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from valve_kube.objects import NodeReport
 from valve_kube.policies import Policies
 
-from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, set_members
+from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, belief, set_members
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.asked import Asked
 from valve_scheduler.placement.holdings import HeldGpus
@@ -28,6 +28,7 @@ _ARRAYS = (
     "_gpu_model",
     "_full_mib",
     "_idle",
+    "belief",
     "_histogram",
     "_online_peak",
     "_alignment",
@@ -38,7 +39,7 @@ _ARRAYS = (
 )
 _Windows = tuple[float | None, float | None, float | None]
 """Idle share of a node in the last ten minutes, hour and day."""
-_UNSEEN = np.zeros(0)
+_NOTHING_SEEN = (np.zeros(0),) * 4
 
 
 class ClusterState:
@@ -54,7 +55,7 @@ class ClusterState:
         self._free_rows: list[int] = list(range(capacity))[::-1]
         self._names: list[str] = [""] * capacity
         self._uuids: list[tuple[str, ...]] = [()] * capacity
-        self._seen: dict[str, tuple[FloatArray, FloatArray, FloatArray]] = {}
+        self._seen: dict[str, tuple[FloatArray, FloatArray, FloatArray, FloatArray]] = {}
         self._marks: dict[str, tuple[int, float]] = {}  # of each node's last report
         self._skew_s: dict[str, float] = {}  # a node's clock less ours
         self._off = np.ones(capacity, dtype=np.bool_)
@@ -62,6 +63,7 @@ class ClusterState:
         self._gpu_model = np.full(capacity, "", dtype="<U64")
         self._full_mib = np.zeros(capacity)
         self._idle = np.zeros((capacity, MAX_GPUS), dtype=np.float32)
+        self.belief = np.zeros((capacity, MAX_GPUS), dtype=np.float32)  # share of `idle` that may be promised
         self._histogram = np.zeros((capacity, MAX_GPUS, HISTOGRAM_BINS), dtype=np.float32)
         self._online_peak = np.zeros((capacity, MAX_GPUS), dtype=np.float32)
         self._alignment = np.zeros((capacity, MAX_GPUS, MAX_GPUS), dtype=np.float32)
@@ -84,7 +86,7 @@ class ClusterState:
         if row is None:
             row = self._new_row(report.node)
         self._uuids[row] = report.uuids
-        self._seen[report.node] = report.recent, report.hour, report.day
+        self._seen[report.node] = report.recent, report.hour, report.day, report.history_s[: len(report.uuids)]
         is_off, fresh_at_s = report.phase != "Harvesting", self._fresh_at_s(row, report, received_at_s, is_live)
         if self._standing is not None:
             as_before = self._standing[row] == (Standing.OFF if is_off else Standing.HARVESTING)
@@ -95,6 +97,7 @@ class ClusterState:
         self._gpu_model[row] = report.gpu_model
         self._full_mib[row] = report.full_mib
         self._idle[row] = report.idle
+        self.belief[row] = belief(report.history_s)
         self._histogram[row] = report.histogram
         self._online_peak[row] = report.online_peak
         self._alignment[row] = report.alignment
@@ -162,8 +165,12 @@ class ClusterState:
 
     def idle_windows(self, node: str) -> _Windows:
         """Mean idle share of its GPUs in each window of the forecast, for people."""
-        recent, hour, day = map(_mean, self._seen.get(node, (_UNSEEN, _UNSEEN, _UNSEEN)))
+        recent, hour, day = map(_mean, self._seen.get(node, _NOTHING_SEEN)[:3])
         return recent, hour, day
+
+    def history_s(self, node: str) -> float:
+        """Time that stands behind the forecast of that GPU of its of which the least was seen."""
+        return float(min(self._seen.get(node, _NOTHING_SEEN)[3], default=0.0))
 
     def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
         """The GPUs of each node that has reported lately."""
