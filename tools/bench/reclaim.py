@@ -121,11 +121,12 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
         argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
         online = node.run("online", argv, name="chat", out=folder / "on")
         samples: list[ReclaimTimes] = []
+        clients: dict[int, int] = {}
         seen = 0
         while online.poll() is None:
             time.sleep(0.5)  # each page keeps the last calls only: read them soon
             events = [event for event in read_lines(trace) if event["kind"] == "reclaimed"]
-            clients = {client.role: client.pid for client in node.status().clients}
+            clients |= {client.role: client.pid for client in node.status().clients}  # the service may have ended
             for event in events[seen:]:
                 samples += _sample(event, node, clients, case)
             seen = len(events)
