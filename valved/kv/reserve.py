@@ -66,7 +66,8 @@ class Online:
     giving: bool = False
     blocked_until_ns: int = 0
     had_blocks: int = 0  # a wish for more than that stops ...
-    ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as the last look foresaw
+    ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as a look foresaw ...
+    foreseen_by: object = None  # ... and foresees again if this has changed
     target_columns: int = 0
 
 
@@ -136,6 +137,10 @@ class Reserve:
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
         """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
+        seen = engine.changes, memory.free_handles, most
+        if seen == online.foreseen_by:
+            return
+        online.foreseen_by = seen
         had = memory.mapped_handles + memory.free_handles
         online.had_blocks = had * engine.blocks_per_column
         online.ahead = frozenset()
