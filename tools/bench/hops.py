@@ -45,7 +45,8 @@ def hops_ns(
     giving_ns, _ = _stretch(giving, taken_ns, mapped_ns)
     edges = (asked_ns, gated_ns, stopped_ns, told_ns, first_ns, last_ns, taken_ns, giving_ns, mapped_ns)
     intervals = [(call.begin_ns, call.end_ns) for of in calls.values() for call in of]
-    found, before = {}, begin_ns
+    found: dict[str, int] = {}
+    before = begin_ns
     for name, edge in zip(HOPS, edges, strict=True):
         after = max(before, edge)
         found[name] = after - before - union_ns(intervals, before, after)
