@@ -67,6 +67,37 @@ def test_who_waits_for_memory_never_waits_for_a_decision_before_the_stop(world, 
     assert not is_held(world)
 
 
+def test_who_waits_for_memory_never_waits_for_a_look_before_the_stop(world, said, monkeypatch):
+    """What the last look foresaw is enough to stop offline work."""
+    _, online = beside(world)
+    observe = reserve.Reserve._observe
+    monkeypatch.setattr(reserve.Reserve, "_observe", lambda *arguments: said.append("look") or observe(*arguments))
+    said.clear()
+
+    rings(online, 40)
+
+    assert said[:2] == ["stop", "look"]
+    assert said.count("stop") == 1
+    world.run(100)
+    assert not is_held(world)
+
+
+def test_what_was_foreseen_never_stops_offline_work_once_it_is_not_so(world, said):
+    """Between the look and the ring memory became free, and nobody has looked since."""
+    offline, online = beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    foreseen = world.kv.reserve.online[engine.service].ahead
+    assert foreseen
+    offline.shim.die()
+    said.clear()
+
+    rings(online, 40)
+
+    assert "stop" not in said
+    world.run(1000)
+    assert not is_held(world)
+
+
 def test_a_need_that_free_memory_serves_never_stops_offline_work(world, said):
     offline = world.engine("offline", columns=4)
     world.run(500)
@@ -172,7 +203,7 @@ def test_a_hook_that_rings_again_and_again_is_never_looked_at_more_than_twice_in
     _, online = beside(world)
     looks = []
     look = world.kv.looks.look
-    monkeypatch.setattr(world.kv.looks, "look", lambda: (looks.append(1), look()))
+    monkeypatch.setattr(world.kv.looks, "look", lambda **more: (looks.append(1), look(**more)))
 
     for _ in range(32):
         rings(online, 8)

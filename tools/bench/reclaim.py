@@ -2,10 +2,11 @@
 
 Our own share is the wall time from the KV_NEED of the online engine's hook up to the last mapping call, less the time
 in which some process of the node stood in a driver call: the gate, unmapping, mapping. The daemon's event says when the
-hook rang, by the hook's clock (`hear` is what passed until a reclaim was asked for); the emulator's pages give the
-calls; the product knows of neither. Behind the last mapping call only the card is at work, zeroing: the emulator writes
-those bytes with this host's cores, so that stretch is reported apart (an H100 takes 0.4 ms a GiB). What the driver
-takes is what the choice of a handle size is about: `model` is the cost model's sum, without what the emulator adds.
+hook rang, by the hook's clock; the emulator's pages give the calls; the product knows of neither. The note of a row has
+the share of each hop (bench/hops.py). Behind the last mapping call only the card is at work, zeroing: the emulator
+writes those bytes with this host's cores, so that stretch is reported apart (an H100 takes 0.4 ms a GiB). What the
+driver takes is what the choice of a handle size is about: `model` is the cost model's sum, without what the emulator
+adds.
 
 Layouts: `packed`, all layers of a block side by side, one handle holds whole blocks; `layers`, sixteen planes (8
 layers, K and V), so that a column is sixteen handles. `helper`, the default here, has the offline process's own thread
@@ -17,16 +18,19 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from valve.v1 import node_pb2
+from valve_tools.bench.hops import HOPS, hops_ns
 from valve_tools.bench.row import Row, row_of
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE
 from valve_tools.emulator.node import Options
-from valve_tools.emulator.process import ProcessPage, ThreadCall, inside_ns
+from valve_tools.emulator.process import ProcessPage, ThreadCall, union_ns
 
 from valved.state.trace import read_lines
 
@@ -96,12 +100,8 @@ class ReclaimTimes:
     model_ms: float
     zero_ms: float
     total_ms: float
-    hear_ms: float
-    select_ms: float
-    gate_ms: float
-    take_ms: float
-    give_ms: float
     mib: float
+    hops_ms: dict[str, float]  # of `own_ms`
 
 
 def run(case: Case, folder: Path) -> list[ReclaimTimes]:
@@ -121,14 +121,14 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
         argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
         online = node.run("online", argv, name="chat", out=folder / "on")
         samples: list[ReclaimTimes] = []
+        clients: dict[int, int] = {}
         seen = 0
         while online.poll() is None:
             time.sleep(0.5)  # each page keeps the last calls only: read them soon
             events = [event for event in read_lines(trace) if event["kind"] == "reclaimed"]
-            clients = {client.role: client.pid for client in node.status().clients}
-            pids = [*clients.values(), node.valved.pid] if node.valved is not None else []
+            clients |= {client.role: client.pid for client in node.status().clients}  # the service may have ended
             for event in events[seen:]:
-                samples += _sample(event, node, pids, case)
+                samples += _sample(event, node, clients, case)
             seen = len(events)
         offline.kill()
         offline.wait()
@@ -152,39 +152,40 @@ def model_ms(handles: float, case: Case) -> float:
     return handles * (out + back) / 1e3
 
 
-def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case: Case) -> list[ReclaimTimes]:
+def _sample(event: Mapping[str, Any], node: EmulatedNode, clients: Mapping[int, int], case: Case) -> list[ReclaimTimes]:
+    """`clients`: processes by role."""
     detail = event["detail"]
     if "take_ns" not in detail:
         return []
     end_ns = event["t_ns"]
-    begin_ns = end_ns - detail["total_ns"] - detail["heard_ns"]
-    pages = [ProcessPage(node.folder / "emu", pid) for pid in pids if (node.folder / "emu" / f"process-{pid}").exists()]
-
-    def counts(call: ThreadCall) -> bool:
-        """An engine's own thread may wait for its own work all the while; the shim's threads wait for zeroing."""
-        return call.kind != "wait" or call.thread not in pids
-
+    total_ns = int(detail["total_ns"]) + int(detail["heard_ns"])
+    pids = [*clients.values(), node.valved.pid] if node.valved is not None else []
     try:
-        calls = [call for page in pages for call in page.intervals(begin_ns) if call.begin_ns < end_ns]
-        mapped_ns = max((call.end_ns for call in calls if call.kind == "access"), default=end_ns)
-        inside = inside_ns(pages, begin_ns, mapped_ns, counts)
+        calls = {pid: _calls(node, pid, end_ns - total_ns, end_ns, pids) for pid in pids}
     except LookupError:  # more calls than the page keeps
         return []
-    total = int(detail["total_ns"]) + int(detail["heard_ns"])
+    everything = [call for of in calls.values() for call in of]
+    mapped_ns = max((call.end_ns for call in everything if call.kind == "access"), default=end_ns)
+    hops = hops_ns(detail, end_ns, calls, clients[node_pb2.ROLE_ONLINE], mapped_ns)
+    inside_ns = union_ns(((call.begin_ns, call.end_ns) for call in everything), end_ns - total_ns, mapped_ns)
     return [
         ReclaimTimes(
-            own_ms=(mapped_ns - begin_ns - inside) / 1e6,
+            own_ms=(mapped_ns - end_ns + total_ns - inside_ns) / 1e6,
             model_ms=model_ms(int(detail["freed"]), case),
             zero_ms=(end_ns - mapped_ns) / 1e6,
-            total_ms=total / 1e6,
-            hear_ms=int(detail["heard_ns"]) / 1e6,
-            select_ms=int(detail["select_ns"]) / 1e6,
-            gate_ms=int(detail["gate_ns"]) / 1e6,
-            take_ms=int(detail["take_ns"]) / 1e6,
-            give_ms=int(detail["give_ns"]) / 1e6,
+            total_ms=total_ns / 1e6,
             mib=int(detail["bytes"]) / MIB,
+            hops_ms={name: spent_ns / 1e6 for name, spent_ns in hops.items()},
         )
     ]
+
+
+def _calls(node: EmulatedNode, pid: int, begin_ns: int, end_ns: int, pids: Collection[int]) -> list[ThreadCall]:
+    """An engine's own thread may wait for its own work all the while; the shim's threads wait for zeroing."""
+    if not (node.folder / "emu" / f"process-{pid}").exists():
+        return []
+    calls = ProcessPage(node.folder / "emu", pid).intervals(begin_ns)
+    return [call for call in calls if call.begin_ns < end_ns and (call.kind != "wait" or call.thread not in pids)]
 
 
 def bench_reclaim() -> Iterator[Row]:
@@ -197,11 +198,11 @@ def bench_reclaim() -> Iterator[Row]:
             yield row_of("reclaim", f"{name}-own", "ms", [float("nan")], case.budget_ms, judged="p50", note=note)
             continue
         moved = sum(sample.mib for sample in samples) / len(samples) / 1024
-        phases = " ".join(
-            f"{phase} {sorted(getattr(one, f'{phase}_ms') for one in samples)[len(samples) // 2]:.1f}"
-            for phase in ("model", "hear", "gate", "select", "take", "give", "zero")
+        hops = " ".join(f"{hop} {median(one.hops_ms[hop] for one in samples):.2f}" for hop in HOPS)
+        driver = (
+            f"model {median(one.model_ms for one in samples):.1f} zero {median(one.zero_ms for one in samples):.1f}"
         )
-        note = f"{moved:.2f} GiB in columns of {case.column_mib} MiB; ms: {phases}"
+        note = f"{moved:.2f} GiB in columns of {case.column_mib} MiB; ms: {hops}; {driver}"
         own = [sample.own_ms for sample in samples]
         yield row_of("reclaim", f"{name}-own", "ms", own, case.budget_ms, judged="p50", note=note)
         total = [sample.total_ms for sample in samples]

@@ -50,6 +50,8 @@ BEHIND_S = (
 )
 SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
 CREDENTIALS = struct.Struct("3i")
+RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 _SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 FDS_MOST = {
     LinkType.RM_CLIENT: 1,
@@ -105,11 +107,8 @@ class LinkConnection:
 
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
-        room = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(
-                MAX_PACKET + 1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._sock.recvmsg(MAX_PACKET + 1, ANCILLARY, RECEIVE)
         except (BlockingIOError, InterruptedError):
             return None
         except OSError as error:

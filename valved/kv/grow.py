@@ -11,6 +11,7 @@ from valved.kv.reclaim import Reclaimer
 from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
+from valved.model.ids import GpuIndex
 
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
 
@@ -23,14 +24,16 @@ class Growth:
         self._moves = moves
         self._reclaimer = reclaimer
 
-    def hurry(self, engine: Engine, columns: int) -> None:
-        """So many at least are about to be asked for: where they cannot be had, offline work is stopped meanwhile. Ends
-        with `calm`, in this turn of the loop."""
+    def would_stop(self, engine: Engine, columns: int) -> frozenset[GpuIndex]:
+        """The GPUs whose offline work a need for so many more columns stops; none where they can be had without."""
         bare = engine.bare_columns()[: max(0, columns)]
-        if len(bare):
-            short = [gpu for gpu in engine.gpus if self._supply.is_short(engine, bare, gpu)]
-            if short:
-                self._reclaimer.stop_ahead(frozenset(short))
+        short = frozenset(gpu for gpu in engine.gpus if len(bare) and self._supply.is_short(engine, bare, gpu))
+        return self._reclaimer.would_stop(short) if short else short
+
+    def hurry(self, gpus: frozenset[GpuIndex]) -> None:
+        """A need is about to be told that stops these: that begins meanwhile. Ends with `calm`, in this turn of the
+        loop."""
+        self._reclaimer.stop_ahead(gpus)
 
     def calm(self) -> None:
         self._turn.calm()

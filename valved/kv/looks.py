@@ -40,10 +40,11 @@ class Looks:
         self._is_wanted = False  # a look in the next turn
         self._ticker = Ticker(self._clock, self._on_tick)
 
-    def look_now(self) -> None:
-        """A hook rang that waits for memory: at once, and however often it rings, once in this turn of the loop."""
+    def look_now(self, engine: Engine, wanted_blocks: int) -> None:
+        """Its hook rang, and waits for memory: at once, and however often it rings, once in this turn of the loop."""
         if self._soon is None:
-            self.look()
+            self._reserve.rung(engine, wanted_blocks)
+            self.look(served=engine)
             self._in_next_turn()
         else:
             self._is_wanted = True
@@ -62,10 +63,11 @@ class Looks:
         if self._is_wanted:
             self.look()
 
-    def look(self) -> None:
+    def look(self, served: Engine | None = None) -> None:
         self._is_wanted = False
         for engine in self._books.engines_with(Role.ONLINE):  # first of all: somebody may wait for memory
-            self._reserve.serve(engine)
+            if engine is not served:
+                self._reserve.serve(engine)
         self._rungs.heed()
         for engine in self._books.engines_with(Role.OFFLINE):
             self._lender.serve(engine)

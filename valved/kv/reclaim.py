@@ -92,11 +92,17 @@ class Reclaimer:
             start(self._serve())
         return need
 
-    def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
-        """Somebody is about to ask for memory that is missing there: see `GateTurn.stop_ahead`."""
+    def would_stop(self, gpus: frozenset[GpuIndex]) -> frozenset[GpuIndex]:
+        """What a reclaim of memory that is missing there stops; nothing where nobody loses any by a way that stops."""
         engines = self._supply.losers(gpus)
-        if engines and not self._is_running and self._ways.way_of(engines) is not Remap.COOPERATIVE:
-            self._turn.stop_ahead(gpus.union(*(engine.gpus for engine in engines)))
+        if not engines or self._ways.way_of(engines) is Remap.COOPERATIVE:
+            return frozenset()
+        return gpus.union(*(engine.gpus for engine in engines))
+
+    def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
+        """Somebody is about to ask for memory whose reclaim stops these: see `GateTurn.stop_ahead`."""
+        if gpus and self._supply.is_allowed and not self._is_running:
+            self._turn.stop_ahead(gpus)
 
     async def _serve(self) -> None:
         """Needs that came together are served together."""

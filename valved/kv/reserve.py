@@ -65,6 +65,9 @@ class Online:
     growing: bool = False
     giving: bool = False
     blocked_until_ns: int = 0
+    had_blocks: int = 0  # a wish for more than that stops ...
+    ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as a look foresaw ...
+    foreseen_by: object = None  # ... and foresees again if this has changed
     target_columns: int = 0
 
 
@@ -87,23 +90,53 @@ class Reserve:
         self.budget = ReclaimBudget(uuids)
         self.target_per_hour = self._config.memory.target_per_hour
 
+    def rung(self, engine: Engine, wanted_blocks: int) -> None:
+        """Its hook waits for memory. Offline work that must give is stopped before all else, by what the last look
+        foresaw."""
+        online = self.online.get(engine.service)
+        try:
+            if online is not None and wanted_blocks > online.had_blocks and not self._rests(online):
+                self._growth.hurry(online.ahead)
+            self.serve(engine)
+        finally:
+            self._growth.calm()
+
     def serve(self, engine: Engine) -> None:
         """One look at an online engine."""
         online = self.online.get(engine.service) or self._first(engine)
         if online.growing:
             return
         self._accept_offers(engine, online)
-        now_ns = self._clock.now_ns()
-        if now_ns < online.blocked_until_ns:
+        if self._rests(online):
             return
+        now_ns = self._clock.now_ns()
         memory = self._observe(engine)
         bare = memory.pool_handles - memory.mapped_handles
         begins = max(0, min(bare, online.state.headroom_handles - memory.mapped_handles))
         try:
-            self._growth.hurry(engine, min(memory.unmet_handles, begins or bare))
+            if memory.unmet_handles > memory.free_handles:
+                self._growth.hurry(self._growth.would_stop(engine, min(memory.unmet_handles, begins or bare)))
             self._decide(engine, online, memory, begins, now_ns)
         finally:
             self._growth.calm()
+        if not online.growing:
+            self._foresee(engine, online, memory, begins or bare)
+
+    def _rests(self, online: Online) -> bool:
+        """What grows is asked for, and what was short a moment ago is not asked for again."""
+        return online.growing or self._clock.now_ns() < online.blocked_until_ns
+
+    def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
+        """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
+        seen = engine.changes, memory.free_handles, most
+        if seen == online.foreseen_by:
+            return
+        online.foreseen_by = seen
+        had = memory.mapped_handles + memory.free_handles
+        online.had_blocks = had * engine.blocks_per_column
+        online.ahead = frozenset()
+        if most > memory.free_handles:
+            online.ahead = self._growth.would_stop(engine, memory.free_handles + 1)
 
     def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, begins: int, now_ns: int) -> None:
         """`begins`: columns of its headroom that have not come yet."""

@@ -101,7 +101,7 @@ class KvService:
         body, seq = packet.body, packet.seq
         match body:
             case KvNeed():
-                self._rung(entry, packet.sent_ns)
+                self._rung(entry, packet.sent_ns, body.wanted_blocks)
             case KvDone():
                 self._check_handles(fds)
                 self._books.orders.answered(entry.id, body, fds)
@@ -125,12 +125,12 @@ class KvService:
             case KvStep():
                 self._books.ack(entry.id, seq, self._unheeded.step(entry, body.range))
 
-    def _rung(self, hook: ClientEntry, sent_ns: int) -> None:
+    def _rung(self, hook: ClientEntry, sent_ns: int, wanted_blocks: int) -> None:
         engine = self._books.engines.get(hook.service)
         if engine is not None and not engine.rung_ns:
             engine.rung_ns = sent_ns
         if engine is not None and engine.role is Role.ONLINE:
-            self._looks.look_now()
+            self._looks.look_now(engine, wanted_blocks)
         else:
             self._looks.look_soon()
 
