@@ -406,7 +406,7 @@ def test_a_pod_to_which_its_node_cannot_give_its_gpus_is_moved_by_the_word_of_th
             wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
             denied_pod(node, name)
             assert words in wait_for("its eviction", lambda name=name: why_evicted(name))
-            wait_for("its end", lambda name=name: is_away(node, name))
+            wait_for("its end", lambda name=name: node.pods.is_gone(name))
             description = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}
             toolkit.write_text(json.dumps(description))
         online.close()
@@ -425,14 +425,6 @@ def denied_pod(node: RealNode, name: str) -> None:
     pod = node.pods.make(name, ["/box/sleep", "1000"], labels={names.ROLE: names.OFFLINE}, **placed(node))
     pod["metadata"]["ownerReferences"] = [{**kind, "name": name, "uid": uid, "controller": True}]
     node.pods.create(pod)
-
-
-def is_away(node: RealNode, name: str) -> bool:
-    try:
-        node.pods.get(name)
-    except ApiRefused as refused:
-        return refused.status == 404
-    return False
 
 
 def test_a_user_may_not_forge_a_placement(scheduled: RealNode) -> None:
