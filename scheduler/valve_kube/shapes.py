@@ -6,11 +6,12 @@ form of the JSON it came from, less everything else, and one value more: which n
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from valve_kube import names
+from valve_kube.devices import as_status, denied_devices
 from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import KEPT_REPORT, node_report, start_text
@@ -82,13 +83,21 @@ class _Running(msgspec.Struct, omit_defaults=True):
     startedAt: str | None = None
 
 
+class _Why(msgspec.Struct, omit_defaults=True):
+    reason: str | None = None
+    message: str | None = None
+
+
 class _State(msgspec.Struct, omit_defaults=True):
     running: _Running | None = None
+    waiting: _Why | None = None
+    terminated: _Why | None = None
 
 
 class _ContainerStatus(msgspec.Struct, omit_defaults=True):
     name: str = ""
     state: _State | None = None
+    lastState: _State | None = None
 
 
 class _Status(msgspec.Struct, omit_defaults=True):
@@ -96,6 +105,7 @@ class _Status(msgspec.Struct, omit_defaults=True):
     startTime: str | None = None
     conditions: list[_Condition] | None = None
     containerStatuses: list[_ContainerStatus] | None = None
+    initContainerStatuses: list[_ContainerStatus] | None = None
 
 
 class _Pod(msgspec.Struct, omit_defaults=True):
@@ -131,19 +141,9 @@ class _PageMetadata(msgspec.Struct, rename={"next_token": "continue", "version":
     next_token: str = ""
 
 
-class _Page(msgspec.Struct):
+class _Page(msgspec.Struct, Generic[T]):
     metadata: _PageMetadata
-    items: list[_Pod] | None = None
-
-
-class _NodePage(msgspec.Struct):
-    metadata: _PageMetadata
-    items: list[_Node] | None = None
-
-
-class _RawPage(msgspec.Struct):
-    metadata: _PageMetadata
-    items: list[msgspec.Raw] | None = None
+    items: list[T] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -177,48 +177,40 @@ class Shape:
         return found
 
 
-class PodShape(Shape):
+class _TypedShape(Shape):
+    """Objects of which only some fields are decoded."""
+
+    def __init__(self, kind: type[msgspec.Struct], slim: Callable[[Any], Json]) -> None:
+        self._pages, self._items = msgspec.json.Decoder(_Page[kind]), msgspec.json.Decoder(kind)  # type: ignore[valid-type]
+        self._events = msgspec.json.Decoder(_Event)
+        self._slim = slim
+
+    def page(self, raw: bytes) -> ListPage:
+        found = self._pages.decode(raw)
+        items = [self._slim(item) for item in found.items or []]
+
+        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
+
+    def event(self, line: bytes) -> Json:
+        found = self._events.decode(line)
+        if found.type == "ERROR":  # a Status, not such an object
+            return {"type": found.type, "object": msgspec.json.decode(found.object)}
+
+        return {"type": found.type, "object": self._slim(self._items.decode(found.object))}
+
+
+class PodShape(_TypedShape):
     """Pods, with what Valve reads of them."""
 
     def __init__(self) -> None:
-        self._pages = msgspec.json.Decoder(_Page)
-        self._events = msgspec.json.Decoder(_Event)
-        self._pods = msgspec.json.Decoder(_Pod)
-
-    def page(self, raw: bytes) -> ListPage:
-        found = self._pages.decode(raw)
-        items = [_slim(pod) for pod in found.items or []]
-
-        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
-
-    def event(self, line: bytes) -> Json:
-        found = self._events.decode(line)
-        if found.type == "ERROR":  # a Status, not a pod
-            return {"type": found.type, "object": msgspec.json.decode(found.object)}
-
-        return {"type": found.type, "object": _slim(self._pods.decode(found.object))}
+        super().__init__(_Pod, _slim)
 
 
-class NodeShape(Shape):
+class NodeShape(_TypedShape):
     """Nodes, with what says who may use them: of one's thirty kilobytes a few hundred bytes."""
 
     def __init__(self) -> None:
-        self._pages = msgspec.json.Decoder(_NodePage)
-        self._events = msgspec.json.Decoder(_Event)
-        self._nodes = msgspec.json.Decoder(_Node)
-
-    def page(self, raw: bytes) -> ListPage:
-        found = self._pages.decode(raw)
-        items = [_shared(node) for node in found.items or []]
-
-        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
-
-    def event(self, line: bytes) -> Json:
-        found = self._events.decode(line)
-        if found.type == "ERROR":
-            return {"type": found.type, "object": msgspec.json.decode(found.object)}
-
-        return {"type": found.type, "object": _shared(self._nodes.decode(found.object))}
+        super().__init__(_Node, _shared)
 
 
 class ReportShape(Shape):
@@ -226,7 +218,7 @@ class ReportShape(Shape):
     figures of one node with eight GPUs take thirty kilobytes."""
 
     def __init__(self) -> None:
-        self._pages = msgspec.json.Decoder(_RawPage)
+        self._pages = msgspec.json.Decoder(_Page[msgspec.Raw])
 
     def page(self, raw: bytes) -> ListPage:
         """One report after another: the objects of all of a page would leave holes between what is kept."""
@@ -311,12 +303,13 @@ def _slim_spec(spec: _Spec, working: list[Json]) -> Json:
 
 
 def _slim_status(status: _Status, working: list[Json]) -> Json:
-    """Of all starts the one that counts; of the conditions the one by which kube-scheduler says that it refused."""
-    told = {"startTime": status.startTime, "containerStatuses": msgspec.to_builtins(status.containerStatuses)}
+    """Of all starts the one that counts; of the conditions the one by which kube-scheduler says that it refused; of
+    containers that wait, whether they lack devices."""
+    told = msgspec.to_builtins(status)
     started = start_text({"spec": {"containers": working}, "status": told})
     is_refused = any((one.type, one.status) == _REFUSED for one in status.conditions or ())
 
-    return _status((status.phase, started, is_refused))
+    return _status((status.phase, started, is_refused, denied_devices(told)))
 
 
 def _working(containers: Sequence[_Container] | None, *, is_named: bool = True) -> list[Json]:
@@ -354,9 +347,10 @@ def _containers(parts: tuple[tuple[str, type, str | int | float], ...]) -> list[
 
 
 @_alike
-def _status(parts: tuple[str | None, str, bool]) -> Json:
-    phase, started, is_refused = parts
+def _status(parts: tuple[str | None, str, bool, str]) -> Json:
+    phase, started, is_refused, denied = parts
     found: Json = {key: text for key, text in (("phase", phase), ("startTime", started)) if text}
+    found |= as_status(denied)
     if is_refused:
         found["conditions"] = [dict(zip(("type", "status"), _REFUSED, strict=True))]
 

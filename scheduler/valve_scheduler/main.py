@@ -107,6 +107,13 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "Judge an SLA over this many seconds.",
         metavar="SECONDS",
     )
+    controller.add_argument(
+        "--stuck-after",
+        type=float,
+        default=ControllerSettings().patience_s,
+        metavar="SECONDS",
+        help="Move a pod that cannot run where it was placed after this many seconds. Default: %(default)g.",
+    )
 
 
 def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -200,6 +207,7 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
             probe_port=options.probe_port,
             lease_s=options.lease,
             monitor_every_s=options.monitor_every,
+            patience_s=options.stuck_after,
             monitor=MonitorSettings(window_s=options.sla_window),
             placement=PlacementSettings(theta=options.alignment_threshold),
         )

@@ -4,12 +4,15 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster_pods import PODS, submit, wait_bound
 from valve_kube import names
+from valve_scheduler.controller.workloads import KEPT_AVOIDED as MOST_AVOIDED
+from valve_scheduler.controller.workloads import KEPT_EVICTIONS as MOST_EVICTIONS
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
 
@@ -25,7 +28,7 @@ BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
 
 @pytest.fixture(scope="module")
 def watched(scheduling: ControlPlane) -> Iterator[ControlPlane]:
-    scheduling.start_controller("--namespace=default", "--monitor-every=0.2")
+    scheduling.start_controller("--namespace=default", "--monitor-every=0.2", "--stuck-after=1")
     profile = {
         "apiVersion": names.API_VERSION,
         "kind": "OfflineProfile",
@@ -89,13 +92,14 @@ def ready() -> list[Json]:
     return [{"type": "Ready", "status": "True", "lastTransitionTime": "2020-01-01T00:00:00Z"}]
 
 
-def report_windows(plane: ControlPlane, pod: Json, tokens_per_s: float) -> Iterator[None]:
+def report_windows(plane: ControlPlane, tokens_per_s: float, *pods: Json) -> Iterator[None]:
     """One window of demand after another, each with the same throughput."""
-    path = f"{HARVEST_NODES}/{pod['spec']['nodeName']}/status"
     for window in itertools.count():
-        demand_s = 901.0 * window
-        entry = {"podUID": pod["metadata"]["uid"], "demandSeconds": demand_s, "usefulTokens": tokens_per_s * demand_s}
-        plane.api.patch(path, {"status": {"offline": [entry]}})
+        figures = {"demandSeconds": 901.0 * window, "usefulTokens": tokens_per_s * 901.0 * window}
+        for node in {pod["spec"]["nodeName"] for pod in pods}:
+            here = [pod["metadata"]["uid"] for pod in pods if pod["spec"]["nodeName"] == node]
+            offline = [{"podUID": uid, **figures} for uid in here]
+            plane.api.patch(f"{HARVEST_NODES}/{node}/status", {"status": {"offline": offline}})
         yield
 
 
@@ -106,9 +110,9 @@ def status_of(plane: ControlPlane, owner_uid: str) -> Json:
     return found
 
 
-def reported_until(plane: ControlPlane, pod: Json, tokens_per_s: float, check: Any) -> Any:
+def reported_until(plane: ControlPlane, tokens_per_s: float, check: Any, *pods: Json) -> Any:
     """Report window after window until something came of it; a window per look, each look after a round."""
-    windows = report_windows(plane, pod, tokens_per_s)
+    windows = report_windows(plane, tokens_per_s, *pods)
 
     def look() -> Any:
         next(windows)
@@ -127,7 +131,7 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
         found = watched.api.get(f"{PODS}/{first['metadata']['name']}")
         return found if found["metadata"].get("deletionTimestamp") else None
 
-    gone = reported_until(watched, first, 10.0, evicted)
+    gone = reported_until(watched, 10.0, evicted, first)
     assert any(c["type"] == "DisruptionTarget" for c in gone["status"]["conditions"])
     (said,) = wait_for("an event that says why", lambda: told(watched, first["metadata"]["name"]))
     watched.api.patch(f"{PODS}/{first['metadata']['name']}/status", {"status": {"phase": "Failed"}})
@@ -141,6 +145,88 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
     assert second["spec"]["nodeName"] != first["spec"]["nodeName"]
     watched.api.delete(f"{JOBS}/slow", {"propagationPolicy": "Background"})
     wait_for("the workload to go with its job", lambda: is_gone(watched, owner))
+
+
+def test_an_owner_that_avoids_as_many_nodes_as_it_can_is_never_evicted_beyond_its_rounds(watched: ControlPlane) -> None:
+    """Its record is full: what the next eviction adds must still be stored, or back-off and rounds are forgotten."""
+    api, now = watched.api, datetime.now(timezone.utc)
+    owner = api.post(JOBS, job("everywhere"))["metadata"]["uid"]
+    pod = placed(watched, "everywhere")
+    start(watched, pod)
+    reported_until(watched, 500.0, lambda: status_of(watched, owner), pod)
+    hours = [(now - timedelta(hours=1 + number % 20)).isoformat(timespec="seconds") for number in range(MOST_EVICTIONS)]
+    until = (now + timedelta(hours=1)).isoformat(timespec="seconds")
+    avoided = [{"node": f"away-{number}", "until": until} for number in range(MOST_AVOIDED)]
+    record = {"evictions": MOST_EVICTIONS, "evictionTimes": hours, "avoidNodes": avoided}
+    path = f"{GROUP}/offlineworkloads/owner-{owner}/status"
+    refusals = watched.log("controller").count("patch refused")
+
+    def is_read() -> bool:
+        """The controller writes it anew in its own form of times; a round under way, without what it did not know."""
+        found = status_of(watched, owner).get("avoidNodes") or []
+        if len(found) < MOST_AVOIDED:
+            api.patch(path, {"status": record})
+        return len(found) == MOST_AVOIDED and all(entry["until"].endswith("Z") for entry in found)
+
+    wait_for("the controller to know the record", is_read)
+    reported_until(watched, 10.0, lambda: is_going(watched, pod["metadata"]["name"]), pod)
+    status = status_of(watched, owner)
+
+    assert (len(status["avoidNodes"]), len(status["evictionTimes"])) == (MOST_AVOIDED, MOST_EVICTIONS)
+    assert pod["spec"]["nodeName"] in {entry["node"] for entry in status["avoidNodes"]}
+    assert status["evictions"] == MOST_EVICTIONS + 1
+    assert datetime.fromisoformat(status["backoffUntil"].replace("Z", "+00:00")) > now
+    assert watched.log("controller").count("patch refused") == refusals
+    api.delete(f"{JOBS}/everywhere", {"propagationPolicy": "Background"})
+
+
+def test_a_container_that_has_just_started_anew_never_counts_as_one_that_missed(watched: ControlPlane) -> None:
+    """Its pod is of long ago; its weights load again."""
+    api, begun = watched.api, datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    owner = api.post(JOBS, job("anew"))["metadata"]["uid"]
+    api.post(JOBS, job("long-ago"))
+    anew, other = placed(watched, "anew"), placed(watched, "long-ago")
+    for pod, started in ((anew, begun), (other, "2020-01-01T00:00:00Z")):
+        start(watched, pod)
+        tell_container(watched, pod, {"running": {"startedAt": started}})
+
+    reported_until(watched, 10.0, lambda: is_going(watched, other["metadata"]["name"]), anew, other)
+
+    (condition,) = status_of(watched, owner)["conditions"]
+    assert (condition["type"], condition["status"], condition["reason"]) == ("SLAMet", "Unknown", "WarmingUp")
+    assert not is_going(watched, anew["metadata"]["name"])
+    for name in ("anew", "long-ago"):
+        api.delete(f"{JOBS}/{name}", {"propagationPolicy": "Background"})
+
+
+def test_a_pod_whose_node_cannot_give_it_its_gpus_is_made_anew_on_another(watched: ControlPlane) -> None:
+    """As its kubelet tells it; one that nothing would make anew stays. (What kubelets say: test_real_node.py.)"""
+    api, owner = watched.api, watched.api.post(JOBS, job("denied"))["metadata"]["uid"]
+    first = placed(watched, "denied")
+    [name] = submit(api, 1)
+    bare = next(pod for pod in wait_bound(api, 2) if pod["metadata"]["name"] == name)
+    why = "failed to create containerd container: CDI device injection failed: unresolvable CDI devices valve.gpu/slot"
+    for pod in (bare, first):
+        tell_container(watched, pod, {"waiting": {"reason": "CreateContainerError", "message": why}})
+
+    wait_for("the eviction", lambda: is_going(watched, first["metadata"]["name"]))
+    (said,) = wait_for("an event that says why", lambda: told(watched, first["metadata"]["name"], "PlaceLost"))
+    api.patch(f"{PODS}/{first['metadata']['name']}/status", {"status": {"phase": "Failed"}})
+    api.delete(f"{PODS}/{first['metadata']['name']}", {"gracePeriodSeconds": 0})
+    second = placed(watched, "denied")
+
+    assert "unresolvable CDI devices" in said["message"]
+    assert [entry["node"] for entry in status_of(watched, owner)["avoidNodes"]] == [first["spec"]["nodeName"]]
+    assert second["spec"]["nodeName"] != first["spec"]["nodeName"]
+    assert not is_going(watched, name)
+    api.delete(f"{JOBS}/denied", {"propagationPolicy": "Background"})
+
+
+def tell_container(plane: ControlPlane, pod: Json, state: Json) -> None:
+    """What a kubelet says of the one that has the GPUs."""
+    container = {"name": "work", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+    path = f"{PODS}/{pod['metadata']['name']}/status"
+    plane.api.patch(path, {"status": {"containerStatuses": [container]}})
 
 
 def test_the_report_of_a_node_that_left_goes_and_those_of_the_others_stay(watched: ControlPlane) -> None:
@@ -260,7 +346,7 @@ def test_a_disruption_budget_keeps_the_pod_and_the_condition_says_it_misses(watc
         conditions = status_of(watched, owner).get("conditions") or []
         return any(c["reason"] == "PersistentlyMissed" for c in conditions)
 
-    reported_until(watched, pod, 10.0, persistently)
+    reported_until(watched, 10.0, persistently, pod)
     wait_for("a refused eviction", lambda: "eviction refused" in watched.log("controller"))
 
     assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
@@ -278,7 +364,7 @@ def test_a_job_that_gets_what_it_was_promised_is_left_alone(watched: ControlPlan
         conditions = status_of(watched, owner).get("conditions") or []
         return any((c["type"], c["status"]) == ("SLAMet", "True") for c in conditions)
 
-    reported_until(watched, pod, 500.0, met)
+    reported_until(watched, 500.0, met, pod)
 
     assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
     watched.api.delete(f"{JOBS}/good", {"propagationPolicy": "Background"})

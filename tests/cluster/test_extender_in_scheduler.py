@@ -3,6 +3,9 @@
 import itertools
 import json
 import re
+import time
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ import pytest
 import yaml
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_kube import names
+from valve_scheduler.placement.holdings import RESERVED_FOR_S
 from valve_scheduler.placement.rank import REASON_TEXT, Reason
 from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
-from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
+from valve_tools.cluster.fleet import bound_pods, create_nodes, delete_pods, node_name, offline_pod, report
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -52,9 +56,9 @@ def test_node_and_annotation_appear_together_in_one_version(control_plane: Contr
     assert all(names.GPUS in pod["metadata"]["annotations"] for pod in with_node.values())
 
 
-def left_to_us(name: str) -> Json:
+def left_to_us(name: str, *, gpus: int = 1) -> Json:
     """A pod that no scheduler of the session takes."""
-    pod = offline_pod(name)
+    pod = offline_pod(name, gpus=gpus)
     pod["spec"]["schedulerName"] = "nobody"
 
     return pod
@@ -93,6 +97,54 @@ def test_every_gpu_of_the_fleet_is_given_exactly_once(scheduling: ControlPlane, 
 
     assert set(held_gpus(pods).values()) == {1}
     assert len(held_gpus(pods)) == nodes * 8
+
+
+@pytest.fixture
+def asked_by_hand(control_plane: ControlPlane) -> Iterator[int]:
+    """The port of an extender without a scheduler, beside two nodes of its own."""
+    create_nodes(control_plane.api, 2, first=980)
+    port, probes = control_plane.start_extender(name="extender-played")
+    wait_for("the extender", lambda: urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz"))
+    yield port
+    control_plane.kill("extender-played")
+    for index in (980, 981):
+        for path in ("/api/v1/nodes", f"{names.API_PATH}/gpuharvestnodes"):
+            control_plane.api.delete(f"{path}/{node_name(index)}")
+
+
+def test_two_pods_in_flight_are_never_led_to_the_same_gpus(control_plane: ControlPlane, asked_by_hand: int) -> None:
+    """All are filtered and scored before any is bound, as kube-scheduler does while its binds are under way."""
+    api, two = control_plane.api, [node_name(980), node_name(981)]
+
+    def asked(verb: str, arguments: Json) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{asked_by_hand}/scheduler/{verb}", json.dumps(arguments).encode()
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def chosen(pod: Json) -> str:
+        passed = asked("filter", {"Pod": pod, "NodeNames": two})["NodeNames"]
+        scores = asked("prioritize", {"Pod": pod, "NodeNames": passed})
+        return str(max(scores, key=lambda one: one["Score"])["Host"])
+
+    def bound(pod: Json, node: str) -> str:
+        name = {"PodName": pod["metadata"]["name"], "PodNamespace": "default", "PodUID": pod["metadata"]["uid"]}
+        return str(asked("bind", {**name, "Node": node})["Error"])
+
+    for attempt in itertools.count():  # until none of them took longer than a place is kept for
+        pods = [api.post(PODS, left_to_us(f"flies-{attempt}-{number}", gpus=4)) for number in range(4)]
+        begin_s = time.monotonic()
+        nodes_chosen = [chosen(pod) for pod in pods]
+        with ThreadPoolExecutor(4) as pool:
+            errors = list(pool.map(bound, pods, nodes_chosen))
+        if time.monotonic() - begin_s < RESERVED_FOR_S:
+            break
+        delete_pods(api)
+
+    assert errors == [""] * 4
+    assert sorted(nodes_chosen) == sorted(two * 2)
+    assert set(held_gpus(list(bound_pods(api))).values()) == {1}
 
 
 def test_gang_sized_pods_get_aligned_sets_of_one_node(scheduling: ControlPlane) -> None:

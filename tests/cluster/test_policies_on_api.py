@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cluster_cli import shown
 from cluster_helm import Helm
 from cluster_pods import PODS, submit, wait_bound
 from valve_kube import names
+from valve_scheduler.controller.accounts import MOST_SEEN
 from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
-from valve_tools.cluster.fleet import node_name, offline_pod
+from valve_tools.cluster.fleet import harvest_node, node_name, offline_pod
+from valve_tools.cluster.fleet import report as fleet_report
 from valve_tools.cluster.listeners import READY, heard
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -50,6 +53,8 @@ def policy(plane: ControlPlane, name: str, **spec: Any) -> None:
     )
 
 
+MORE = {f"more{index}" for index in range(4)}
+CAPPED = "of the 3 harvested GPUs its HarvestPolicy allows"
 GRANTED = {"slo": "ttft=500ms,tpot=40ms,gap=100ms", "grant": True}
 
 
@@ -136,6 +141,7 @@ def test_a_pause_reaches_every_node_and_nothing_is_placed_until_resume(controlle
     wait_for("the refusal", lambda: controlled.api.get(f"{PODS}/waits")["status"].get("conditions"))
 
     assert (done["nodes"], done["confirmed"]) == (nodes, nodes)
+    assert shown(controlled, "explain", "waits")["state"] == "barred"
     assert shown(controlled, "resume")["lifted"]
     assert not shown(controlled, "resume")["lifted"]
 
@@ -150,21 +156,23 @@ def test_a_namespace_gets_no_more_gpus_than_its_policy_allows(controlled: Contro
     submit(controlled.api, 1)
     wait_bound(controlled.api, 1)
 
-    submit_more(controlled, 4)
+    submit_more(controlled)
     wait_for("the cap", lambda: len(wait_bound(controlled.api, 3)) == 3 and told(controlled))
 
-    assert len(wait_bound(controlled.api, 3)) == 3
+    bound = {pod["metadata"]["name"] for pod in wait_bound(controlled.api, 3)}
+    explained = [shown(controlled, "explain", name) for name in sorted(MORE - bound)]
+    assert [(one["state"], CAPPED in one["advice"]) for one in explained] == [("barred", True)] * 2
     controlled.api.delete(f"{POLICIES}/caps")
     wait_bound(controlled.api, 5)
 
 
-def submit_more(plane: ControlPlane, count: int) -> None:
-    for index in range(count):
-        plane.api.post(PODS, offline_pod(f"more{index}"))
+def submit_more(plane: ControlPlane) -> None:
+    for name in sorted(MORE):
+        plane.api.post(PODS, offline_pod(name))
 
 
 def told(plane: ControlPlane) -> bool:
-    return "of the 3 harvested GPUs its HarvestPolicy allows" in json.dumps(plane.api.get(PODS)["items"])
+    return CAPPED in json.dumps(plane.api.get(PODS)["items"])
 
 
 def test_an_account_survives_its_pods_and_its_controller(controlled: ControlPlane) -> None:
@@ -184,6 +192,41 @@ def test_an_account_survives_its_pods_and_its_controller(controlled: ControlPlan
     assert harvested(controlled) == 2.5
     owners = shown(controlled, "usage", "--by=owner")["owners"]  # of earlier tests too: accounts outlive pods
     assert {row["owner"]: row["harvested_gpu_h"] for row in owners}[pod["metadata"]["name"]] == 2.5
+
+
+def test_no_namespace_is_too_large_for_its_account(controlled: ControlPlane) -> None:
+    """One object of the API server holds 4,096 pods; with more the account once stood still."""
+    api, crowd = controlled.api, range(800, 866)
+    many, accounts = 64 * len(crowd), f"/apis/{names.API_VERSION}/namespaces/crowd/harvestaccounts"
+    api.post("/api/v1/namespaces", {"metadata": {"name": "crowd"}})
+    refusals = controlled.log("controller").count("patch refused")
+    for index in crowd:
+        api.post(NODES, harvest_node(index))
+
+    def lend(seconds: float) -> None:
+        """What their daemons would say of all the pods of a service."""
+        for index in crowd:
+            pods = [{"podUID": f"u-{index}-{pod}", "namespace": "crowd", "service": "web"} for pod in range(64)]
+            services = [pod | {"lentSeconds": seconds} for pod in pods]
+            status = fleet_report(index, np.random.default_rng(1), idle=0.5) | {"services": services}
+            api.patch(f"{NODES}/{node_name(index)}/status", {"status": status})
+
+    def lent() -> float:
+        found = [item.get("status") or {} for item in api.get(accounts)["items"]]
+        return sum(float((status.get("online") or {}).get("lentSeconds", 0.0)) for status in found)
+
+    try:
+        for seconds in (10.0, 25.0):
+            lend(seconds)
+            wait_for("all of it on the account", lambda seconds=seconds: lent() == many * seconds)
+        followed = [len(item["status"]["seen"]) for item in api.get(accounts)["items"]]
+        assert (sum(followed), max(followed)) == (many, MOST_SEEN)
+        assert many > 4096
+        assert controlled.log("controller").count("patch refused") == refusals
+    finally:
+        for index in crowd:
+            api.delete(f"{NODES}/{node_name(index)}")
+        api.delete("/api/v1/namespaces/crowd")
 
 
 def report(plane: ControlPlane, node: str, offline: list[Json]) -> None:

@@ -378,6 +378,55 @@ def test_late_cdi_devices_reach_the_container(node: RealNode, valved: RealNode) 
         node.start_valved()
 
 
+def test_a_pod_to_which_its_node_cannot_give_its_gpus_is_moved_by_the_word_of_the_kubelet(
+    node: RealNode, valved: RealNode
+) -> None:
+    """No CDI description, so valved refuses the pod; then one of a device file that is gone, so containerd does."""
+    api, folder = node.plane.api, node.folder / "cdi"
+    folder.mkdir(exist_ok=True)
+    toolkit = folder / "nvidia.json"
+    toolkit.unlink(missing_ok=True)
+    gone = {"deviceNodes": [{"path": "/dev/nvidia-gone"}]}
+    devices = [{"name": node.uuids[0], "containerEdits": gone}]
+    often = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": "often"}}
+    api.post(f"{names.API_PATH}/harvestpolicies", often | {"spec": {"eviction": {"budgetSeconds": 1}}})
+    node.plane.kill("valved")
+    node.start_valved(backend="cdi")
+    node.plane.start_controller("--namespace=default", "--monitor-every=0.5", "--stuck-after=1")
+
+    def why_evicted(name: str) -> str:
+        events = api.get("/api/v1/namespaces/default/events")["items"]
+        said = [one for one in events if (one["reason"], one["involvedObject"]["name"]) == ("PlaceLost", name)]
+        return str(said[0]["message"]) if said else ""
+
+    try:
+        online = OnlinePod(node, "chat-denied", annotations=ONLINE)
+        online.wait_ready()
+        for name, words in (("undescribed", "keeps no CDI description"), ("fileless", "/dev/nvidia-gone")):
+            wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
+            denied_pod(node, name)
+            assert words in wait_for("its eviction", lambda name=name: why_evicted(name))
+            wait_for("its end", lambda name=name: node.pods.is_gone(name))
+            description = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}
+            toolkit.write_text(json.dumps(description))
+        online.close()
+    finally:
+        toolkit.unlink(missing_ok=True)
+        api.delete(f"{names.API_PATH}/harvestpolicies/often")
+        node.plane.kill("controller")
+        node.plane.kill("valved")
+        node.start_valved()
+
+
+def denied_pod(node: RealNode, name: str) -> None:
+    """One that something would make anew: its owner exists, or the garbage collector would take the pod away."""
+    kind, path = {"apiVersion": "v1", "kind": "ConfigMap"}, "/api/v1/namespaces/default/configmaps"
+    uid = node.plane.api.post(path, kind | {"metadata": {"name": name}})["metadata"]["uid"]
+    pod = node.pods.make(name, ["/box/sleep", "1000"], labels={names.ROLE: names.OFFLINE}, **placed(node))
+    pod["metadata"]["ownerReferences"] = [{**kind, "name": name, "uid": uid, "controller": True}]
+    node.pods.create(pod)
+
+
 def test_a_user_may_not_forge_a_placement(scheduled: RealNode) -> None:
     forged = scheduled.pods.make(
         "thief", ["/box/sh"], annotations={names.ROLE: names.OFFLINE, names.GPUS: scheduled.uuids[0]}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
+from valve_kube.devices import denied_devices
 from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import node_wish
 from valve_kube.objects import (
@@ -61,12 +62,23 @@ def realistic(name: str = "p1") -> Json:
     return found
 
 
+def started_last_with(message: str) -> Json:
+    """Its container has been tried again and again."""
+    one = realistic()
+    ended = {"terminated": {"reason": "StartError", "message": message, "exitCode": 128}}
+    one["status"]["initContainerStatuses"] = [{"name": "init", "state": {"terminated": {"reason": "Completed"}}}]
+    one["status"]["containerStatuses"] = [{"name": "work", "state": {"waiting": {"reason": "x"}}, "lastState": ended}]
+    return one
+
+
 VARIANTS = {
     "running": realistic(),
     "bound": {**realistic(), "spec": {**realistic()["spec"], "nodeSelector": {"pool": "a"}}},
     "bare": {"metadata": {"name": "a", "namespace": "b", "uid": "u", "labels": None}, "spec": {}, "status": {}},
     "small": pod(),
     "refused": {**pod(), "status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "x"}]}},
+    "without its devices": started_last_with(f"OCI: {'unresolvable CDI devices ' * 90}"),
+    "without its command": started_last_with("executable file not found"),
     "deleted": {**pod(), "metadata": {**pod()["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}},
 }
 
@@ -95,6 +107,7 @@ READ = [
     lambda one: new_workload(one, 0.3),
     lambda one: event(one, Told.SLA_MISSED, "note", NOW_S),
     lambda one: one["metadata"].get("deletionTimestamp"),
+    lambda one: denied_devices(one.get("status") or {}),
     lambda one: [c["type"] for c in (one.get("status") or {}).get("conditions") or [] if c["status"] == "False"],
 ]
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from controller_world import World
 from reports import harvest_node, pod, uuids
-from valve_scheduler.controller.stuck import PATIENCE_S
+from valve_scheduler.controller.rounds import ControllerSettings
 
 Json = dict[str, Any]
 FIRST, SECOND = uuids("n1")[:2]
+PATIENCE_S = ControllerSettings().patience_s
 
 
 def evicted(world: World) -> list[tuple[str, str]]:

@@ -87,9 +87,9 @@ class WorkPods:
 
     def delete(self, name: str) -> None:
         self._api.delete(f"{PODS}/{name}", {"gracePeriodSeconds": 1})
-        wait_for(f"{name} to go", lambda: self._is_gone(name), 60)
+        wait_for(f"{name} to go", lambda: self.is_gone(name), 60)
 
-    def _is_gone(self, name: str) -> bool:
+    def is_gone(self, name: str) -> bool:
         try:
             self.get(name)
         except ApiRefused as refused:

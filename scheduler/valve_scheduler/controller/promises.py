@@ -15,6 +15,7 @@ from valve_scheduler.controller.belief import Belief
 from valve_scheduler.controller.better import Better
 from valve_scheduler.controller.caches import Caches
 from valve_scheduler.controller.conditions import Told
+from valve_scheduler.controller.denials import Denials, denied_track
 from valve_scheduler.controller.given import memory_given
 from valve_scheduler.controller.guarded import Guards
 from valve_scheduler.controller.hands import Hands
@@ -44,16 +45,19 @@ class Promises:
         belief: Belief,
         now_s: Callable[[], float],
         settings: MonitorSettings,
+        denials: Denials,
     ) -> None:
         self._caches, self._hands, self._book = caches, hands, book
         self._waiting, self._belief, self._now_s, self._settings = waiting, belief, now_s, settings
         self._tracks: dict[str, Track] = {}  # by UID of the pod
         self._records, self._guards, self._better = Records(), Guards(), Better(caches.state)
+        self._denials = denials
 
     async def round(self) -> None:
         await self._belief.look()
         now_s, rules = self._now_s(), self._rules()
-        running = self._caches.running()
+        denied = await self._denied(now_s)
+        running = [pod for pod in self._caches.running() if pod["metadata"]["uid"] not in self._denials.of]
         samples = [sample for _, sample in await each(running, self._sample)]
         known = self._tracks
         self._tracks = {
@@ -64,11 +68,12 @@ class Promises:
         stored = {workload_key(item): one for item, one in await each(workloads.values(), owner_of)}
         owners = self._records.merged(stored, now_s, rules)
         homes = {workload_key(item): item["metadata"]["namespace"] for item in workloads.values()}
-        pods = {pod["metadata"]["uid"]: pod for pod in running}
+        pods = {pod["metadata"]["uid"]: pod for pod in [*running, *(pod for pod, _ in denied)]}
         self._guards.look(running, self._caches.fresh_nodes(now_s), self._rules, now_s)
         waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
-        chosen = choose(movable, owners, len(running), now_s, rules, homes)
+        without = [track for _, track in denied]
+        chosen = choose(movable, owners, len(running), now_s, rules, homes, without)
         for uid, tracks in _by_owner(chosen).items():
             with apart(pods[tracks[0].sample.pod_uid]):
                 owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
@@ -89,12 +94,26 @@ class Promises:
         done = before
         for track in tracks:
             pod = track.sample.pod_uid
-            why = (Told.GPU_GUARDED, f"{guarded[pod].why}; moved") if pod in guarded else moved_for(track)
-            if await self._hands.evict(pods[pod], *why):
+            if await self._hands.evict(pods[pod], *self._why(track)):
                 done = gone(done, track, now_s, rules, was_guarded=pod in guarded)
                 self._records.keep(uid, done)
 
         return done
+
+    def _why(self, track: Track) -> tuple[Told, str]:
+        """Reason and note of the event with which a pod goes."""
+        pod = track.sample.pod_uid
+        if pod in self._denials.of:
+            return Told.PLACE_LOST, self._denials.of[pod].note
+        return (Told.GPU_GUARDED, f"{self._guards.of[pod].why}; moved") if pod in self._guards.of else moved_for(track)
+
+    async def _denied(self, now_s: float) -> list[tuple[Json, Track]]:
+        """Pods that have lacked their devices for long enough. An eviction is stored with their owner, who needs an
+        object for it."""
+        self._denials.look(self._caches.pods.items.values(), now_s)
+        found = await each(self._denials.lasting(now_s), denied_track)
+        await self._book.open(pod for pod, _ in found)
+        return found
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""

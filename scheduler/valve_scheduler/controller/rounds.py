@@ -17,6 +17,7 @@ from valve_scheduler.controller.belief import Belief
 from valve_scheduler.controller.caches import Caches
 from valve_scheduler.controller.clearing import HARMFUL, ghosts, hidden_leavers, leavers, unseen
 from valve_scheduler.controller.conditions import Told
+from valve_scheduler.controller.denials import Denials
 from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.measuring import Measuring
 from valve_scheduler.controller.monitor import MonitorSettings
@@ -46,6 +47,9 @@ class ControllerSettings:
     clear_every_s: float = 5.0
     afresh_every_s: float = 30.0
     monitor_every_s: float = 30.0
+    # How long a pod may be unable to run where it was placed. A daemon that has just begun may not see every card yet,
+    # and a pod that ends needs its grace period.
+    patience_s: float = 300.0
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
@@ -63,8 +67,17 @@ class Controller:
         self.policies = PolicyWords(caches, self._hands, now_s, settings.afresh_every_s)
         self.measuring = Measuring(client, self._hands, caches, self._belief, now_s)
         workloads = WorkloadBook(client, self._hands, caches.workloads)
-        self.promises = Promises(caches, self._hands, workloads, self.waiting, self._belief, now_s, settings.monitor)
-        self._tally, self._stuck = SavedCounter(), Stuck()
+        self.promises = Promises(
+            caches,
+            self._hands,
+            workloads,
+            self.waiting,
+            self._belief,
+            now_s,
+            settings.monitor,
+            Denials(settings.patience_s),
+        )
+        self._tally, self._stuck = SavedCounter(), Stuck(settings.patience_s)
         self.book = AccountBook(
             client, self._hands, caches.state, self._tally, caches.pods, caches.nodes, caches.accounts
         )

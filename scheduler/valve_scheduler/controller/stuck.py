@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from valve_kube.objects import Object, PodPlace, pod_place
 
-# A daemon that has just begun may not see every card yet, and a pod that ends needs its grace period.
-PATIENCE_S = 300.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misplaced:
@@ -21,7 +18,8 @@ class Misplaced:
 class Stuck:
     """Remembers since when each pod has had no place to run."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._since_s: dict[str, float] = {}
 
     def find(self, pods: Iterable[Object], gpus: Mapping[str, frozenset[str]], now_s: float) -> list[Misplaced]:
@@ -39,7 +37,7 @@ class Stuck:
                 found[place.uid] = Misplaced(pod=pod, note=note)
         self._since_s = {uid: self._since_s.get(uid, now_s) for uid in found}
 
-        return [one for uid, one in found.items() if now_s - self._since_s[uid] >= PATIENCE_S]
+        return [one for uid, one in found.items() if now_s - self._since_s[uid] >= self._patience_s]
 
 
 def _why(

@@ -13,18 +13,23 @@ def choose(
     now_s: float,
     settings: MonitorSettings,
     namespaces: Mapping[str, str],
+    denied: Sequence[Track] = (),
 ) -> list[Track]:
-    """Who goes now: of all namespaces those that were promised something, then best effort from what is left."""
+    """Who goes now: of all namespaces those that were promised something, then best effort from what is left, then who
+    is denied its devices: a tenant can make a container fail with any words."""
     promised = [track for track in tracks if not track.sample.is_best_effort]
-    chosen = choose_evictions(promised, owners, running, now_s, settings, namespaces)
-    after = dict(owners)
-    for track in chosen:
-        uid = track.sample.owner_uid
-        after[uid] = gone(after.get(uid, Owner()), track, now_s, settings)
     rest = [track for track in tracks if track.sample.is_best_effort]
-    homes = {**namespaces, **{track.sample.owner_uid: track.sample.namespace for track in chosen}}
+    chosen: list[Track] = []
+    after, homes = dict(owners), dict(namespaces)
+    for waiting in (promised, rest, denied):
+        found = choose_evictions(waiting, after, running, now_s, settings, homes)
+        for track in found:
+            uid = track.sample.owner_uid
+            after[uid] = gone(after.get(uid, Owner()), track, now_s, settings)
+            homes[uid] = track.sample.namespace
+        chosen += found
 
-    return chosen + choose_evictions(rest, after, running, now_s, settings, homes)
+    return chosen
 
 
 def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings, *, was_guarded: bool = False) -> Owner:

@@ -1,7 +1,7 @@
 """Writes what each owner of offline pods shall read, and what must outlive the controller: its OfflineWorkload."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
@@ -47,6 +47,12 @@ class WorkloadBook:
         status = status_of(owner, tracks, before, now_s, rules, guarded=guarded)
         return await self._write(namespace, name, status, before)
 
+    async def open(self, pods: Iterable[Json]) -> None:
+        """Make the objects of their owners."""
+        for pod in self._unwritten(pods):
+            with apart(pod):
+                await self._create(pod)
+
     async def round(
         self,
         running: Sequence[Json],
@@ -58,13 +64,11 @@ class WorkloadBook:
         guarded: Mapping[str, Guarded],
     ) -> None:
         """`tracks`, `lost` (a pod that no node could serve, and why) and `guarded` are by owner."""
-        for pod in [*running, *(pod for pod, _ in lost.values())]:
+        for pod in self._unwritten([*running, *(pod for pod, _ in lost.values())]):
             uid = owner_key(pod)
-            key = (pod["metadata"]["namespace"], workload_name(owner_uid(pod)))
             judged = any(not one.sample.is_best_effort or is_starved(one) for one in tracks.get(uid, ()))
-            if key not in self._workloads.items and (judged or uid in lost or uid in guarded):
-                with apart(pod):
-                    await self._create(pod)
+            if judged or uid in lost or uid in guarded:
+                await self.open([pod])
         async for (namespace, name), workload in unhurried(self._workloads.items.items()):
             uid = workload_key(workload)
             before = workload.get("status") or {}
@@ -78,6 +82,12 @@ class WorkloadBook:
             await self._hands.tell_once(one.pod, Told.GPU_GUARDED, one.note)
         for pod, why in lost.values():
             await self._hands.tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
+
+    def _unwritten(self, pods: Iterable[Json]) -> Iterator[Json]:
+        """Those whose owners have no object when their turn comes."""
+        for pod in pods:
+            if (pod["metadata"]["namespace"], workload_name(owner_uid(pod))) not in self._workloads.items:
+                yield pod
 
     async def _write(self, namespace: str, name: str, status: Json, before: Json) -> bool:
         path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"

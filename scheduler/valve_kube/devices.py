@@ -1,0 +1,51 @@
+"""Whether a node fails to give a container its devices, as its kubelet says in the status of the pod. Pure.
+
+The kubelet tries such a container for ever. What else keeps a container from being made (a Secret that is missing, a
+command that does not exist) is as true on any other node."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Object = Mapping[str, Any]
+
+# Reasons of a kubelet for a container that it did not get as far as running; the last two are of runtimes.
+_NOT_STARTED = frozenset(
+    {
+        "CreateContainerConfigError",  # the device plugin refused it, valved among others
+        "PreCreateHookError",
+        "CreateContainerError",  # containerd and CRI-O do not find what the name of a CDI device stands for
+        "PreStartHookError",
+        "RunContainerError",  # NVIDIA's runtime does not, or its hook fails
+        "StartError",
+        "ContainerCannotRun",
+    }
+)
+_OF_DEVICES = re.compile(r"\bCDI\b|\bdevice plugin\b|\bnvidia-(?:container|cdi|ctk)|/dev/nvidia")
+_MOST_TEXT = 256  # characters: events show it, and the views of pods keep it
+
+
+def denied_devices(status: Object) -> str:
+    """The kubelet's words from the first on that speaks of devices; empty where no container lacks them."""
+    for reason, message in _troubles(status):
+        if reason in _NOT_STARTED and (found := _OF_DEVICES.search(message)):
+            return message[found.start() :][:_MOST_TEXT]
+
+    return ""
+
+
+def as_status(denied: str) -> dict[str, Any]:
+    """The part of a status of which `denied_devices` says the same."""
+    waiting = {"reason": "CreateContainerError", "message": denied}
+    return {"containerStatuses": [{"state": {"waiting": waiting}}]} if denied else {}
+
+
+def _troubles(status: Object) -> Iterator[tuple[str, str]]:
+    """Reasons and messages of containers that do not run. Between two tries the last one says why."""
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for one in status.get(kind) or []:
+            state = one.get("state") or {}
+            if state.get("running") is None:
+                last = (one.get("lastState") or {}).get("terminated")
+                for told in (state.get("waiting"), state.get("terminated"), last):
+                    yield (told or {}).get("reason") or "", (told or {}).get("message") or ""

@@ -1,0 +1,169 @@
+"""Pods to which their node cannot give their GPUs move on like those that miss their SLA, and no other pod does."""
+
+from typing import Any
+
+import pytest
+from controller_world import World, achieved, running
+from reports import pod, uuids
+from valve_kube import names
+from valve_kube.client import ApiError
+from valve_scheduler.controller.rounds import ControllerSettings
+
+Json = dict[str, Any]
+PATIENCE_S = ControllerSettings().patience_s
+
+DENIED = {
+    "valved refuses it": (
+        "CreateContainerConfigError",
+        "device plugin PreStartContainer rpc failed with err: rpc error: code = FailedPrecondition desc = valve: "
+        "NVIDIA's toolkit keeps no CDI description on this node; use the backend envvar",
+    ),
+    "the runtime finds no such device": (
+        "CreateContainerError",
+        "failed to create containerd container: CDI device injection failed: unresolvable CDI devices valve.gpu/slot=1",
+    ),
+    "nor does NVIDIA's": (
+        "RunContainerError",
+        "failed to create containerd task: failed to create shim task: OCI runtime create failed: could not apply "
+        "required modification to OCI specification: error modifying OCI spec: failed to inject CDI devices: "
+        "unresolvable CDI devices runtime.nvidia.com/gpu=all",
+    ),
+    "its hook fails": (
+        "RunContainerError",
+        "OCI runtime create failed: runc create failed: error during container init: error running hook #0: stdout: , "
+        "stderr: Auto-detected mode as 'legacy' nvidia-container-cli: device error: GPU-1: unknown device: unknown",
+    ),
+}
+# What would be as it is on any other node, and what may take its time.
+OF_ITS_OWN = {
+    "a Secret": ("CreateContainerConfigError", 'secret "key" not found'),
+    "a command": ("RunContainerError", 'runc create failed: exec: "nvidia-smi": executable file not found in $PATH'),
+    "a disk": ("CreateContainerError", "failed to create containerd container: no space left on device"),
+    "an image": ("ImagePullBackOff", "Back-off pulling image registry/CDI"),
+    "a pull": ("ContainerCreating", ""),
+}
+
+
+def denied(name: str, why: tuple[str, str], *, node: str = "n1", sla: str = "", owner: str = "job-1") -> Json:
+    """A pod of a Job as its kubelet tells of it. One that is started anew and again looks as if it ran."""
+    asked = {names.SLA: sla, names.PROFILE: "m"} if sla else {}
+    found = pod(name, annotations=asked, node=node, held=uuids(node)[0], owner=owner)
+    reason, message = why
+    state: Json = {"state": {"waiting": {"reason": reason, "message": message}}}
+    if reason == "RunContainerError":
+        found["status"]["phase"] = "Running"
+        back_off = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
+        ended = {"terminated": {"reason": "StartError", "message": message, "exitCode": 128}}
+        state = {"state": {"waiting": back_off}, "lastState": ended}
+    found["status"]["containerStatuses"] = [{"name": "work", **state}]
+    if owner:
+        found["metadata"]["ownerReferences"][0] |= {"apiVersion": "batch/v1", "kind": "Job", "name": owner}
+
+    return found
+
+
+def moved(world: World) -> list[tuple[str, str]]:
+    """By name, and why; of a controller that looks at all pods."""
+    world.round()
+    return [(body["regarding"]["name"], body["reason"]) for _, path, body in world.calls if path.endswith("/events")]
+
+
+@pytest.mark.parametrize("sla", ["", "0.3"])
+@pytest.mark.parametrize("why", DENIED)
+def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, sla: str) -> None:
+    world = World()
+    world.pods.sink.put(denied("p1", DENIED[why], sla=sla))
+    assert moved(world) == []
+    world.now_s += PATIENCE_S - 1
+    assert moved(world) == []
+
+    world.now_s += 1
+    assert moved(world) == [("p1", "PlaceLost")]
+    (said,) = [body["note"] for _, path, body in world.calls if path.endswith("/events")]
+    assert said.startswith("n1 cannot give it its GPUs: ")
+    (stored,) = [item["status"] for item in world.controller.caches.workloads.items.values()]
+    assert ([one["node"] for one in stored["avoidNodes"]], stored["evictions"]) == (["n1"], 1)
+
+
+@pytest.mark.parametrize("why", OF_ITS_OWN)
+def test_a_pod_that_would_start_nowhere_else_either_is_left_where_it_is(why: str) -> None:
+    world = World()
+    world.pods.sink.put(denied("p1", OF_ITS_OWN[why]))
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+def test_a_bare_pod_is_never_lost_for_want_of_its_gpus() -> None:
+    world = World()
+    for number, why in enumerate(DENIED.values()):
+        world.pods.sink.put(denied(f"p{number}", why, owner=""))
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
+    world, why = World(), DENIED["valved refuses it"]
+    for name in ("starts", "ends", "leaves"):
+        world.pods.sink.put(denied(name, why, owner=name))
+    moved(world)
+    world.now_s += PATIENCE_S
+    started, ended, leaving = (denied(name, why, owner=name) for name in ("starts", "ends", "leaves"))
+    started["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2026-01-01T00:05:00Z"}}
+    ended["status"]["phase"] = "Failed"
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:05:00Z"
+    for one in (started, ended, leaving):
+        world.pods.sink.put(one)
+    assert moved(world) == []
+
+    world.pods.sink.put(denied("starts", why, owner="starts"))
+    assert moved(world) == []  # a new five minutes
+
+
+def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> None:
+    """Nor those of one owner faster than its back-off: they would come back, and be moved again."""
+    world, why = World(), DENIED["the runtime finds no such device"]
+    for number in range(4):
+        world.pods.sink.put(denied(f"p{number}", why, owner="job-1" if number < 2 else f"job-{number}"))
+    moved(world)
+    gone = []
+    for _ in range(12):  # a quarter of an hour each
+        world.now_s += 900.0
+        for name, reason in moved(world):
+            assert reason == "PlaceLost"
+            gone.append(name)
+            world.pods.sink.drop(denied(name, why))
+
+    assert sorted(gone) == [f"p{number}" for number in range(4)]
+    rounds = [item["status"]["evictions"] for item in world.controller.caches.workloads.items.values()]
+    assert sorted(rounds) == [1, 1, 2]
+
+
+def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus() -> None:
+    """A tenant can name its command so that the runtime's words are of devices, and use up the budget of others."""
+    world = World()
+    world.profile()
+    world.pods.sink.put(running())
+    world.pods.sink.put(denied("p0", DENIED["its hook fails"], node="n2", sla="0.9", owner="job-2"))
+    world.report(offline=achieved(0.0, 0.0))
+    moved(world)
+    world.now_s += 900.0
+    world.report(offline=achieved(90_000.0, 900.0))
+
+    assert moved(world) == [("p1", "SLAMissed")]
+    world.pods.sink.drop(running())
+    world.now_s += 900.0
+    assert moved(world) == [("p0", "PlaceLost")]
+
+
+def test_nothing_is_moved_that_cannot_be_stored() -> None:
+    world = World()
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
+    moved(world)
+    world.now_s += PATIENCE_S
+    world.refusals["status"] = ApiError(422, "Invalid", "status")
+
+    assert moved(world) == []
