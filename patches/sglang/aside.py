@@ -18,10 +18,7 @@ class QueueAside:
     """One per Scheduler. Every rank decides alike: by its queue and by what is withheld."""
 
     def __init__(self, scheduler: Any, engine: SglangEngine) -> None:
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
         self._scheduler, self._engine = scheduler, engine
-        self._most_new = int(CLIP_MAX_NEW_TOKENS)
         self._aside: list[Any] = []
 
     def before_choose(self) -> None:
@@ -52,9 +49,9 @@ class QueueAside:
 
     def _need(self, request: Any) -> int:
         """Tokens that have to be free or cached before SGLang lets it begin, should nobody else run."""
-        page, ahead = self._engine.page_tokens, request.sampling_params.max_new_tokens - len(request.output_ids)
+        page = self._engine.page_tokens
         known = -(-(len(request.origin_input_ids) + len(request.output_ids)) // page) * page
-        return int(known + min(max(ahead, 0), self._most_new) + page)
+        return known + self._engine.answer_tokens(request) + page
 
     def _is_sorted(self) -> bool:
         """By priority or by what is cached: any place may become the first."""

@@ -34,7 +34,10 @@ class SglangEngine:
     """`valve_hook.reconciler.EngineAdapter` over a Scheduler. Blocks are pages; page 0 is padding."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
         self.scheduler = scheduler
+        self._most_new = int(CLIP_MAX_NEW_TOKENS)
         self.ranks = ranks
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.tree = scheduler.tree_cache
@@ -48,7 +51,7 @@ class SglangEngine:
         self.drops_all = False
         self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
-        self.has_sent_back = False  # anybody, ever
+        self.has_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
@@ -129,11 +132,23 @@ class SglangEngine:
         scheduler = self.scheduler
         free = self.allocator.available_size() // self.page_tokens
         used = self.pages - 1 - free - self.free_pages.taken_pages
+        running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
         wanted = used + sum(
             -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
-            for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
+            for each in waiting[:LOOK_AT_WAITING]
         )
-        return used, wanted, len(scheduler.running_batch.reqs), len(scheduler.waiting_queue)
+        if waiting and self.free_pages.taken_pages:
+            wanted += self._set_apart(waiting[0], running)
+        return used, wanted, len(running), len(waiting)
+
+    def _set_apart(self, first: Any, running: Sequence[Any]) -> int:
+        """Pages for answers that SGLang wants to see free, beside its prompt's, before it lets the first one begin."""
+        expected = self.scheduler.new_token_ratio_tracker.current * sum(map(self.answer_tokens, running))
+        return int(self.answer_tokens(first) + expected) // self.page_tokens + 2
+
+    def answer_tokens(self, request: Any) -> int:
+        """Those to come, as many of them as SGLang counts."""
+        return min(max(request.sampling_params.max_new_tokens - len(request.output_ids), 0), self._most_new)
 
     # ---- what a step says ----
 
