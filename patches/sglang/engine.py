@@ -22,11 +22,11 @@ import numpy as np
 from valve_hook.sglang.cache import evict
 from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.prefixes import KeptPrefixes
+from valve_hook.sglang.room import AnswerRoom
 from valve_hook.sglang.steps import Launched, StepLedger, launched, note_computed
 from valve_hook.shared import Blocks
 
 WHY_ENDED = "its KV memory was taken, and what it held could not be computed again"
-LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 MANY = 32  # running requests, beyond which they are not looked at one by one
 
 
@@ -34,15 +34,13 @@ class SglangEngine:
     """`valve_hook.reconciler.EngineAdapter` over a Scheduler. Blocks are pages; page 0 is padding."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
         self.scheduler = scheduler
-        self._most_new = int(CLIP_MAX_NEW_TOKENS)
         self.ranks = ranks
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.tree = scheduler.tree_cache
         self.free_pages = free = FreePages(scheduler)
         self.pages, self.page_tokens = free.pages, free.page_tokens
+        self.room = AnswerRoom(scheduler, free.page_tokens)
         self.ledger = StepLedger(
             block_tokens=self.page_tokens,
             requests=lambda: list(self._holding().values()),
@@ -129,26 +127,10 @@ class SglangEngine:
         return self.free_pages.columns()
 
     def gauges(self) -> tuple[int, int, int, int]:
-        scheduler = self.scheduler
-        free = self.allocator.available_size() // self.page_tokens
-        used = self.pages - 1 - free - self.free_pages.taken_pages
-        running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
-        wanted = used + sum(
-            -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
-            for each in waiting[:LOOK_AT_WAITING]
-        )
-        if waiting and self.free_pages.taken_pages:
-            wanted += self._set_apart(waiting[0], running)
-        return used, wanted, len(running), len(waiting)
-
-    def _set_apart(self, first: Any, running: Sequence[Any]) -> int:
-        """Pages for answers that SGLang wants to see free, beside its prompt's, before it lets the first one begin."""
-        expected = self.scheduler.new_token_ratio_tracker.current * sum(map(self.answer_tokens, running))
-        return int(self.answer_tokens(first) + expected) // self.page_tokens + 2
-
-    def answer_tokens(self, request: Any) -> int:
-        """Those to come, as many of them as SGLang counts."""
-        return min(max(request.sampling_params.max_new_tokens - len(request.output_ids), 0), self._most_new)
+        running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
+        taken = self.free_pages.taken_pages
+        used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
+        return used, used + self.room.wanted(running, waiting, is_short=taken > 0), len(running), len(waiting)
 
     # ---- what a step says ----
 
