@@ -5,7 +5,7 @@ which may be two steps and a preemption ago; so each step in flight is kept unti
 blocks of a request that leaves meanwhile are kept with it.
 
 An engine that keeps one list of blocks per request, which only grows while the request runs, hands over that list
-(`follow`). Its numbers are read when a loss asks for them, and for the book by the link's thread (`tend`), while the
+(`note`). Its numbers are read when a loss asks for them, and for the book by the link's thread (`tend`), while the
 engine waits for its GPU: a step costs the same whether one request took a block or all of them did, or none.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
 MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
-MOST_TURNED = 4096  # rows that wait to be opened or closed: the link's thread does it, if it lives
+MOST_TURNED = 4096  # rows, and steps, that wait for the link's thread, if it lives; more of them are done at once
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -69,6 +69,10 @@ class Step:
         return starts
 
 
+Noted = tuple[int, Collection[str], Collection[str], Sequence[tuple[str, Sequence[Any]]]]
+"""Steps launched by then; who has ended; who was sent back, if he held anything; who starts, with whose blocks."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
     block_tokens: int
@@ -77,7 +81,8 @@ class Ledger:
     read: Callable[[Any], Facts] = unread  # what the engine's own record of a step says
     in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
-    left: dict[int, list[Held]] = field(default_factory=dict)  # who left while this record was the newest in flight
+    believed: int = 0  # steps, ever: with those in flight, all that were launched
+    left: list[tuple[int, Held]] = field(default_factory=list)  # who left when so many had been launched
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     grown: OrderedDict[int, str] | None = (
@@ -86,6 +91,7 @@ class Ledger:
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
+    _noted: deque[Noted] = field(default_factory=deque)
     _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
     _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
@@ -105,20 +111,45 @@ class Ledger:
     def admit(self, request: str, blocks: Iterable[int]) -> None:
         """The request starts with these blocks, or starts again."""
         self.dismiss(request)
-        held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1)
+        self._begin(request, blocks)
+
+    def note(
+        self, ended: Collection[str], preempted: Collection[str], started: Sequence[tuple[str, Sequence[Any]]]
+    ) -> None:
+        """Who comes and who goes with the step that is launched next. It is taken in when somebody asks, or by who
+        tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
+        """
+        self._noted.append((self.believed + len(self.in_flight), ended, preempted, started))
+        if len(self._noted) > MOST_TURNED:
+            with self._lock:
+                self._take_in()
+
+    def _begin(self, request: str, blocks: Iterable[int], source: Any = None) -> None:
+        held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1, source=source)
         self._index.begin(held)
         self._turned.append(held)
 
-    def follow(self, request: str, source: Sequence[Any]) -> None:
-        """`admit`, with the engine's own list: what is appended to it is the request's, too."""
-        self.admit(request, [block.block_id for block in source])
-        self.held[request].source = source
+    def _take_in(self, most: int = 1 << 30) -> None:
+        """What was noted, in its order; under the lock."""
+        for _ in range(min(most, len(self._noted))):
+            launched, ended, preempted, started = self._noted.popleft()
+            for name in ended:
+                self._dismiss(name, launched)
+            for name in preempted:
+                if name in self.held:
+                    self._dismiss(name, launched)
+            for name, source in started:
+                self._dismiss(name, launched)
+                self._begin(name, [block.block_id for block in source], source)
+        if self.left:
+            self.left = [each for each in self.left if each[0] > self.believed]
 
     def tend(self, most: int = TENDED) -> bool:
         """Bring the rows of a few requests up to date: of those that have grown, who waits the longest first, else of
         all, round and round. Whether there is more to do, in this round. Any thread may.
         """
         with self._lock:
+            self._take_in(most)
             self._turn_rows(most)
             if self.grown is not None:
                 read = 0
@@ -127,30 +158,34 @@ class Ledger:
                     read += held is not None and self._catch_up(held)
                     if read == most:
                         break
-                return self._index.settle(most) or bool(self.grown) or bool(self._turned)
+                return self._index.settle(most) or bool(self.grown) or bool(self._turned) or bool(self._noted)
             if not self._tour:
                 self._tour = list(self.held.values())
             tour = self._tour
             for _ in range(min(most, len(tour))):
                 self._catch_up(tour.pop())
             self._index.settle(most)
-            return bool(tour) or bool(self._turned)
+            return bool(tour) or bool(self._turned) or bool(self._noted)
 
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
         with self._lock:
-            kept = self.kept.pop(request, None)
-            if kept is not None:
-                self._turned.append(kept)
-            held = self.held.pop(request, None)
-            if held is None:
-                return
-            self._index.end(held)
-            if self.in_flight:  # what it held, and in which of the steps, is asked when something is lost
-                self.left.setdefault(id(self.in_flight[-1]), []).append(held)
-            self._turned.append(held)
-            if len(self._turned) > MOST_TURNED:
-                self._turn_rows(MOST_TURNED)
+            self._take_in()
+            self._dismiss(request, self.believed + len(self.in_flight))
+
+    def _dismiss(self, request: str, launched: int) -> None:
+        kept = self.kept.pop(request, None)
+        if kept is not None:
+            self._turned.append(kept)
+        held = self.held.pop(request, None)
+        if held is None:
+            return
+        self._index.end(held)
+        if launched > self.believed:  # what it held, and in which of the steps, is asked when something is lost
+            self.left.append((launched, held))
+        self._turned.append(held)
+        if len(self._turned) > MOST_TURNED:
+            self._turn_rows(MOST_TURNED)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
@@ -166,8 +201,8 @@ class Ledger:
     def _tell_who_left(self) -> None:
         """To each step in flight: who left after its launch, and was in it. Of one that left twice the first counts."""
         later: list[Held] = []
-        for step in reversed(self.steps):
-            later = [*self.left.get(id(step.key), ()), *later]
+        for number, step in reversed(list(enumerate(self.steps, self.believed + 1))):
+            later = [*(held for launched, held in self.left if launched == number), *later]
             step.left = {}
             for held in later:
                 if held.request in step.facts.requests:
@@ -193,15 +228,16 @@ class Ledger:
         is_in = False
         while not is_in:
             record = records.popleft()
+            self.believed += 1
             is_in = record is key
             self.asked.pop(id(record), None)
-            self.left.pop(id(record), None)
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:
             return self._judge(lost, blocks)
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:
+        self._take_in()
         self._refresh(lost)
         self._tell_who_left()
         left = list({id(held): held for step in self.steps for held in step.left.values()}.values())
@@ -216,14 +252,7 @@ class Ledger:
             if {id(held) for held in present}.issuperset(map(id, more)):
                 break
             present = more
-        is_bad = np.zeros(blocks + 1, dtype=bool)
-        is_bad[bad] = True
-        hit = sorted(verdict.hit)
-        return Judgement(
-            running={present[at].request: _sound(present[at].blocks, is_bad) for at in hit if at < len(present)},
-            left=frozenset(left[at - len(present)].request for at in hit if at >= len(present)),
-            bad=bad,
-        )
+        return _judgement(verdict, present, left, blocks)
 
     def holders(self, blocks: Blocks) -> list[Held]:
         """Those who may hold one of these blocks now."""
@@ -287,18 +316,31 @@ class Ledger:
             self._turn_row(self._turned.popleft())
 
     def _turn_row(self, held: Held) -> None:
-        """Open the row of who holds something, close that of who has left."""
-        book, name = self.book, held.request
-        is_here = held is self.held.get(name) or held is self.kept.get(name)
-        if book is None or is_here == (held.row >= 0):
-            return
-        if not is_here:
-            book.close_row(held.row)
-            self._free_rows.append(held.row)
-            held.row = -1
-        elif self._free_rows:
-            held.row = self._free_rows.pop()
-            book.open_row(held.row, hash(name) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
+        is_here = held is self.held.get(held.request) or held is self.kept.get(held.request)
+        if self.book is not None and is_here != (held.row >= 0):
+            _turn_row(self.book, self._free_rows, held)
+
+
+def _turn_row(book: Book, free: list[int], held: Held) -> None:
+    """Open the row of who holds something, close that of who has left."""
+    if held.row >= 0:
+        book.close_row(held.row)
+        free.append(held.row)
+        held.row = -1
+    elif free:
+        held.row = free.pop()
+        book.open_row(held.row, hash(held.request) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
+
+
+def _judgement(verdict: Spread, present: list[Held], left: list[Held], blocks: int) -> Judgement:
+    is_bad = np.zeros(blocks + 1, dtype=bool)
+    is_bad[verdict.bad] = True
+    hit = sorted(verdict.hit)
+    return Judgement(
+        running={present[at].request: _sound(present[at].blocks, is_bad) for at in hit if at < len(present)},
+        left=frozenset(left[at - len(present)].request for at in hit if at >= len(present)),
+        bad=verdict.bad,
+    )
 
 
 def _sound(table: array[int], bad: NDArray[np.bool_]) -> int:

@@ -231,13 +231,20 @@ class Lifecycle:
             if self.page is not None:
                 self.page.write(*self._told)
 
-    def tell_first(self, open_requests: int, useful_tokens: int) -> None:
-        """By the link's thread, while the engine's own has told nothing yet; from then on the tokens alone."""
+    def tell_beside(self, open_requests: int, ended: int, useful_tokens: int) -> None:
+        """By the link's thread. How many are open is the engine's own word, once it has told any; `ended`: while there
+        were as many.
+        """
         with self._lock:
-            if self.page is not None and self._told is None:
-                self.page.write(open_requests, 0, useful_tokens)
-            elif self.page is not None:
-                self.page.write_tokens(useful_tokens)
+            if self._told is not None and ended > self._told[1]:
+                self._told = self._told[0], ended, useful_tokens
+                open_requests = self._told[0]
+            elif self._told is not None:
+                if self.page is not None:
+                    self.page.write_tokens(useful_tokens)
+                return
+            if self.page is not None:
+                self.page.write(open_requests, ended, useful_tokens)
 
     def begin(self, page: Region) -> None:
         with self._lock:

@@ -18,10 +18,7 @@ class QueueAside:
     """One per Scheduler. Every rank decides alike: by its queue and by what is withheld."""
 
     def __init__(self, scheduler: Any, engine: SglangEngine) -> None:
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
         self._scheduler, self._engine = scheduler, engine
-        self._most_new = int(CLIP_MAX_NEW_TOKENS)
         self._aside: list[Any] = []
 
     def before_choose(self) -> None:
@@ -32,14 +29,14 @@ class QueueAside:
             return
         room = scheduler.max_total_num_tokens - engine.free_pages.taken_pages * engine.page_tokens
         chunked = scheduler.chunked_req
-        if chunked is not None and self._need(chunked) >= room:
+        if chunked is not None and engine.room.needed(chunked) >= room:
             engine.discard({chunked.rid: 0}, ())
             scheduler.waiting_queue.sort(key=lambda each: each is not chunked)
         queue = scheduler.waiting_queue
         places = range(len(queue))
         if not self._is_sorted():
-            places = range(next((at for at in places if self._need(queue[at]) < room), len(queue)))
-        aside = {at for at in places if self._need(queue[at]) >= room}
+            places = range(next((at for at in places if engine.room.needed(queue[at]) < room), len(queue)))
+        aside = {at for at in places if engine.room.needed(queue[at]) >= room}
         if aside:
             rest = [each for at, each in enumerate(queue) if at not in aside]
             self._aside, scheduler.waiting_queue = [queue[at] for at in sorted(aside)], rest
@@ -49,12 +46,6 @@ class QueueAside:
         if self._aside:
             self._scheduler.waiting_queue[:0] = self._aside
             self._aside = []
-
-    def _need(self, request: Any) -> int:
-        """Tokens that have to be free or cached before SGLang lets it begin, if no other request runs."""
-        page, ahead = self._engine.page_tokens, request.sampling_params.max_new_tokens - len(request.output_ids)
-        known = -(-(len(request.origin_input_ids) + len(request.output_ids)) // page) * page
-        return int(known + min(max(ahead, 0), self._most_new) + page)
 
     def _is_sorted(self) -> bool:
         """Whether SGLang sorts the queue, by priority or by what is cached: then any place may become the first."""

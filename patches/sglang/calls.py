@@ -265,6 +265,7 @@ def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any
     """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
     if _current is None or not _current.engine.free_pages.taken_pages:
         return retracted, aborted
+    _current.engine.has_sent_back = True  # with all its memory SGLang had gone on; till they run again it may be back
     kept = [each for each in aborted if each.beam_group is None]
     for request in kept:
         request.to_finish = None

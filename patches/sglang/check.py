@@ -22,6 +22,7 @@ SCHEDULER_NAMES = (
     "_add_request_to_queue",
     "device_module",
     "send_abort_output",
+    "new_token_ratio_tracker",
 )
 ROWS_NAMES = ("req_to_token", "write", "free")
 TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "tree_components")

@@ -22,11 +22,11 @@ import numpy as np
 from valve_hook.sglang.cache import evict
 from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.prefixes import KeptPrefixes
+from valve_hook.sglang.room import AnswerRoom
 from valve_hook.sglang.steps import Launched, StepLedger, launched, note_computed
 from valve_hook.shared import Blocks
 
 WHY_ENDED = "its KV memory was taken, and what it held could not be computed again"
-LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 MANY = 32  # running requests, beyond which they are not looked at one by one
 
 
@@ -40,6 +40,7 @@ class SglangEngine:
         self.tree = scheduler.tree_cache
         self.free_pages = free = FreePages(scheduler)
         self.pages, self.page_tokens = free.pages, free.page_tokens
+        self.room = AnswerRoom(scheduler, free.page_tokens)
         self.ledger = StepLedger(
             block_tokens=self.page_tokens,
             requests=lambda: list(self._holding().values()),
@@ -48,7 +49,7 @@ class SglangEngine:
         self.drops_all = False
         self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
-        self.has_sent_back = False  # anybody, ever
+        self.has_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
@@ -126,14 +127,10 @@ class SglangEngine:
         return self.free_pages.columns()
 
     def gauges(self) -> tuple[int, int, int, int]:
-        scheduler = self.scheduler
-        free = self.allocator.available_size() // self.page_tokens
-        used = self.pages - 1 - free - self.free_pages.taken_pages
-        wanted = used + sum(
-            -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
-            for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
-        )
-        return used, wanted, len(scheduler.running_batch.reqs), len(scheduler.waiting_queue)
+        running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
+        taken = self.free_pages.taken_pages
+        used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
+        return used, used + self.room.wanted(running, waiting, is_short=taken > 0), len(running), len(waiting)
 
     # ---- what a step says ----
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+BY_TOKEN = {f"Batched{kind.title()}Penalizer": kind for kind in ("frequency", "presence", "repetition")}
+
 
 def put_back(batch: Any, *, overlap: bool) -> None:
     """Before a step of prompts is launched. What each penalizer keeps, a row a request, becomes what it is when the
@@ -27,11 +29,26 @@ def put_back(batch: Any, *, overlap: bool) -> None:
             if penalizer.is_prepared():
                 single = kind(told)
                 single.prepare()
-                for at in range(len(tokens)):
-                    single.cumulate_output_tokens(tokens[at : at + 1])
+                tell(single, tokens)
                 for name, kept in vars(single).items():
                     if hasattr(kept, "shape"):
                         getattr(penalizer, name)[place] = kept[0]
+
+
+def tell(penalizer: Any, tokens: Any) -> None:
+    """One request's, as if told one by one, and the same to the last bit: what is added for a token is added as often,
+    and not multiplied. A kind that is not known here is told one by one.
+    """
+    kind = BY_TOKEN.get(type(penalizer).__name__)
+    if kind is not None:
+        row, each = (getattr(penalizer, name) for name in (f"cumulated_{kind}_penalties", f"{kind}_penalties"))
+        put = row.scatter_add_ if kind == "frequency" else row.scatter_
+        put(1, tokens[None], each.expand(1, len(tokens)))
+    elif type(penalizer).__name__ == "BatchedMinNewTokensPenalizer":
+        penalizer.len_output_tokens += len(tokens)
+    else:
+        for at in range(len(tokens)):
+            penalizer.cumulate_output_tokens(tokens[at : at + 1])
 
 
 def begun_again(batch: Any) -> Iterator[tuple[int, Any]]:

@@ -203,6 +203,7 @@ class VllmHook:
         calm, queue = self._calm, engine.pool.free_block_queue
         if calm is not None and calm.session is session and calm.seen is self._seen and calm.queue is queue:
             calm.open_requests, calm.most_used = open_requests, engine.most_used
+            calm.is_asked = session.is_asked(reconciler.backed)
             return calm
         self._calm = Calm(
             scheduler=scheduler,
@@ -216,10 +217,12 @@ class VllmHook:
             words=self._words,
             seen=self._seen,
             reconciler=reconciler,
+            ledger=self.ledger,
             in_flight=self.ledger.in_flight,
             asked=self.ledger.asked,
-            left=self.ledger.left,
+            engine=engine,
             progress=self.progress,
+            is_asked=session.is_asked(reconciler.backed),
         )
         return self._calm
 

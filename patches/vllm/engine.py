@@ -228,23 +228,20 @@ class VllmEngine:
     # ---- what a step says ----
 
     def record(self, ledger: Ledger, output: Any) -> int:
-        """Take the requests that come and go with a step into the ledger. Returns how many tokens are computed a second
-        time by those who come back.
+        """Note the requests that come and go with a step. Returns how many tokens are computed a second time by those
+        who come back.
         """
-        for name in output.finished_req_ids:
-            ledger.dismiss(name)
-            self.prefixes.end(name)
-        for name in output.preempted_req_ids or ():
-            if name in ledger.held:
-                ledger.dismiss(name)
-        for new in output.scheduled_new_reqs:
-            ledger.follow(new.req_id, self._table(new.req_id))
-        cached, again = output.scheduled_cached_reqs, 0
+        ended, cached, again = output.finished_req_ids, output.scheduled_cached_reqs, 0
+        started = [(new.req_id, self._table(new.req_id)) for new in output.scheduled_new_reqs]
+        if self.prefixes.computed:
+            for name in ended:
+                self.prefixes.end(name)
         if cached.resumed_req_ids:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if name in cached.resumed_req_ids:
-                    ledger.follow(name, self._table(name))
+                    started.append((name, self._table(name)))
                     again += self.prefixes.resume(name, computed)
+        ledger.note(ended, output.preempted_req_ids or (), started)
         return again
 
     def _table(self, request: str) -> Sequence[Any]:

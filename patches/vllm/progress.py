@@ -9,13 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from valve_hook.link import Link
 
 log = logging.getLogger("valve")
 MOST_ROWS = 256  # steps whose tokens wait to be counted
+Row = tuple[Any, Sequence[int]]
+"""A step's sampled tokens, and the places of those who have ended since it was launched."""
+
+
+def tokens_of(sampled: Any, late: Sequence[int]) -> int:
+    return sum(map(len, sampled)) - sum(len(sampled[place]) for place in late)
 
 
 class Progress:
@@ -26,10 +32,10 @@ class Progress:
     def __init__(self, scheduler: Any, link: Link) -> None:
         self._scheduler = scheduler
         self._link = link
-        self.ended = 0
+        self.ended = self._ended_beside = 0
         self._counted = 0  # rows that wait are not in it, what is to be taken out of them is
         self._last_useful = 0
-        self._rows: deque[list[Any]] = deque()  # a step's sampled tokens, one or none in a row, not counted yet
+        self._rows: deque[Row] = deque()  # of steps that are not counted yet
         self._lock = threading.Lock()
         self._gone: set[str] = set()  # ended, and may be in a step in flight
         self.told_open = -1
@@ -41,7 +47,7 @@ class Progress:
         """Any thread may ask, and counts what is left to count."""
         with self._lock:
             while self._rows:
-                self._counted += sum(map(len, self._rows.popleft()))
+                self._counted += tokens_of(*self._rows.popleft())
             self._last_useful = self._counted
             return self._counted
 
@@ -66,6 +72,15 @@ class Progress:
             self._tell()
         return self.unheeded
 
+    def note_ended(self, names: Collection[str]) -> None:
+        """As many have come as ended: of an offline engine the link's thread tells it."""
+        self.ended += len(names)
+        self._gone.update(names)
+        if self._link.is_offline:
+            self._ended_beside = self.ended
+        elif names:
+            self._tell()
+
     def _tell(self) -> None:
         """In a step's way the tokens as they were counted last: the link's thread counts and tells them."""
         self.told_open = len(self._scheduler.requests)
@@ -74,42 +89,47 @@ class Progress:
 
     def tell_tokens(self) -> None:
         """On the link's thread, between two changes of what is open; and what is, before the first step."""
-        self._link.lifecycle.tell_first(len(self._scheduler.requests), self.useful_tokens)
+        self._link.lifecycle.tell_beside(len(self._scheduler.requests), self._ended_beside, self.useful_tokens)
 
     def before_update(self, output: Any, result: Any) -> None:
         self.count(output, result)
 
     def count_plain(self, output: Any, result: Any) -> bool:
-        """Take it in where each row is one token or none, of a request that is open; whether it was."""
+        """Take it in where each row is one token or none; whether it was."""
         rows = self._rows
         if (
-            self._gone
-            or output.scheduled_spec_decode_tokens
+            output.scheduled_spec_decode_tokens
             or getattr(result, "pooler_output", None)
             or len(rows) >= MOST_ROWS  # the link's thread, which counts them, has no connection
         ):
             return False
-        rows.append(result.sampled_token_ids)
+        rows.append(self._row(output, result))
         return True
+
+    def _row(self, output: Any, result: Any) -> Row:
+        sampled, late = result.sampled_token_ids, list[int]()
+        if self._gone:
+            self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
+            if sampled:  # none of prompts that go on
+                scheduled, row_of = output.num_scheduled_tokens, result.req_id_to_index
+                late = [row_of[name] for name in self._gone if name in scheduled]
+        return sampled, late
 
     def count(self, output: Any, result: Any, dropped: Collection[str] = ()) -> int:
         """Take a step's output into the sum. Returns the tokens of requests whose output is `dropped`."""
-        sampled, wasted, requests = result.sampled_token_ids, 0, self._scheduler.requests
-        late: Collection[str] = ()
-        if self._gone:
-            self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
-            late = [name for name in self._gone if name in output.num_scheduled_tokens and name not in requests]
+        sampled, late = row = self._row(output, result)
+        wasted, requests = 0, self._scheduler.requests
         if sampled:  # without drafts a row holds one token or none
             if output.scheduled_spec_decode_tokens:  # of several in a row vLLM may yet take some out
-                self._count(sum(map(len, sampled)))
+                self._count(tokens_of(*row))
             else:
-                self._rows.append(sampled)
+                self._rows.append(row)
                 if len(self._rows) >= MOST_ROWS:  # the link's thread, which counts them, has no connection
                     self.tell_tokens()
-            if dropped or late:
-                row_of = result.req_id_to_index
-                wasted = sum(len(sampled[row_of[name]]) for name in dropped)
-                self._count(-wasted - sum(len(sampled[row_of[name]]) for name in late if name not in dropped))
+            if dropped:
+                places = [result.req_id_to_index[name] for name in dropped]
+                wasted = sum(len(sampled[place]) for place in places)
+                self._count(-sum(len(sampled[place]) for place in places if place not in late))
         pooled = getattr(result, "pooler_output", None)
         if pooled:
             index = result.req_id_to_index

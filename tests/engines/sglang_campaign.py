@@ -257,6 +257,7 @@ def main() -> None:
         page_size=plan.get("page", 1),
         chunked_prefill_size=128,
         disable_overlap_schedule=not plan.get("overlap", True),
+        enable_mixed_chunk=plan.get("mixed", False),
         tp_size=plan.get("ranks", 1),
     )
     asks, logprobs = plan.get("asks", {}), plan.get("logprobs", False)

@@ -20,6 +20,7 @@ PATCH = Path(__file__).resolve().parents[2] / "patches" / "sglang" / "scheduler.
 FULL = 2
 TRIALS = [{"seed": seed, "events": 24, "held": held} for seed, held in ((1, 4), (2, 2), (3, 0))]
 STARVED = {"seed": 5, "after": 12, "events": 1, "held": 1 << 30, "requests": 1, "starve": True}
+MIXED = {"overlap": True, "mixed": True, "tokens": 6000}  # every step takes the running ones along: see engines.md
 NO_HANDLING = {"seed": 1, "events": 24, "held": 4, "remove": "everything"}
 
 
@@ -74,10 +75,15 @@ def test_tokens_are_identical_after_reclaims_and_change_without_a_protection(eng
     [
         ({"overlap": False, "asks": {"frequency_penalty": 0.7}}, "putting_back"),
         ({"overlap": False, "asks": {"repetition_penalty": 1.3, "presence_penalty": 0.4}}, "putting_back"),
+        ({**MIXED, "asks": {"frequency_penalty": 0.7}}, "putting_back"),
+        ({**MIXED, "asks": {"repetition_penalty": 1.3, "presence_penalty": 0.4}}, "putting_back"),
         ({"overlap": True, "logprobs": True}, "everything"),
         ({"overlap": False, "logprobs": True}, "everything"),
     ],
-    ids=["frequency", "repetition and presence", "logprobs, overlap", "logprobs, no overlap"],
+    ids=[
+        *("frequency", "repetition and presence", "frequency, overlap", "repetition and presence, overlap"),
+        *("logprobs, overlap", "logprobs, no overlap"),
+    ],
 )
 def test_what_goes_with_an_answers_tokens_is_never_otherwise_after_reclaims(engines, tmp_path, plan, ablation):
     """Penalties count the answer of who was sent back; log probabilities are those of one's own prompt and answer."""
@@ -85,6 +91,16 @@ def test_what_goes_with_an_answers_tokens_is_never_otherwise_after_reclaims(engi
 
     assert held(trials) >= 3 * 15
     assert trials[-1]["wrong"] > 0
+
+
+def test_an_answer_told_at_once_never_counts_otherwise_than_one_told_token_by_token(engines):
+    """SGLang's own four penalizers, answers of up to 600 tokens that repeat: all that they keep is equal bit by bit."""
+    if not (engines.folder / "stubs").is_dir():
+        pytest.skip("SGLang is not installed: make test-engines")
+    out = engines.run("sglang_penalties.py", paths=(engines.folder / "stubs",), OMP_NUM_THREADS="1")
+    (told,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+    assert told["same"] == told["of"] == 40
 
 
 def test_both_tree_cores_forget_chosen_pages_and_nothing_else_and_keep_what_waits(engines):

@@ -28,7 +28,7 @@ def functions() -> list[tuple[type, str]]:
     called = {
         VllmHook: ["before_schedule", "after_schedule", "before_update", "_note_idle"],
         Reconciler: ["sync", "publish", "_heed", "_safely", "_act", "_discard"],
-        Ledger: ["admit", "follow", "tend", "retain", "dismiss", "launch", "believe", "judge", "first_written"],
+        Ledger: ["note", "_take_in", "tend", "retain", "dismiss", "launch", "believe", "judge", "first_written"],
         VllmEngine: ["discard", "forget", "withhold", "release", "reset", "gauges", "record"],
         Prefixes: ["keep", "drop", "resume"],
         Table: ["read", "accept"],

@@ -303,6 +303,7 @@ class Scheduler:
         self.result_queue: deque[tuple[Batch, SimpleNamespace]] = deque()
         self.batch_result_processor = Processor(overlap)
         self.device_module = SimpleNamespace(synchronize=lambda: None)
+        self.new_token_ratio_tracker = SimpleNamespace(current=1.0)
         self.max_total_num_tokens = self.allocator.size
         self.invariant_checker = SimpleNamespace(max_total_num_tokens=self.max_total_num_tokens)
         self.memory = [[0] * page_size for _ in range(pages)]

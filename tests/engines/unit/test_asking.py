@@ -159,7 +159,7 @@ def test_no_row_of_the_book_ever_waits_for_ever_while_others_grow():
     tables = {f"r{number}": [Block(number)] for number in range(1024)}
     ledger = Ledger(block_tokens=16, current=tables.get, grown=OrderedDict())
     for name, table in tables.items():
-        ledger.follow(name, table)
+        ledger.note((), (), [(name, table)])
     number, behind = 1024, 0
     for step in range(640):
         for name in list(tables)[step % 16 :: 16]:

@@ -89,6 +89,34 @@ def test_a_step_in_which_something_happens_is_never_told_as_a_calm_one(node, cal
     assert node.book()["running"] == len(calm.running)
 
 
+@pytest.mark.parametrize("happens", ["nothing else", "it does not fit", "a target"])
+def test_one_that_ends_and_one_that_comes_with_a_step_are_never_lost_in_it(node, calm, happens, monkeypatch):
+    """By the short way where nothing else happens: who it is, the link's thread finds; and a loss, if it is first."""
+    long, publish, hook = [], Reconciler.publish, calm._valve
+    monkeypatch.setattr(Reconciler, "publish", lambda each: long.append(1) or publish(each))
+    monkeypatch.setattr(hook.link, "on_tick", None)
+    calm.abort("r1")
+    calm.add("late", range(100, 106 if happens != "it does not fit" else 500), 30)
+    if happens == "a target":
+        node.aim(30)
+    calm.launch()
+    told = node.book()
+
+    assert bool(long) == (happens != "nothing else")
+    assert (told["running"], told["waiting"]) == ((2, 1) if happens == "it does not fit" else (3, 0))
+    assert told["used"] == hook.engine.gauges()[0]
+    if happens == "it does not fit":
+        return
+    lost = [block.block_id for block in calm.req_to_blocks["late"]]
+    node.take(lost)
+    hook.before_schedule()
+
+    assert hook.reconciler.receipts.hit_requests == 1
+    assert "late" not in {each.request_id for each in calm.running}
+    assert set(hook.ledger.held) == {"r0", "r2"}
+    assert hook.progress.ended == 1
+
+
 def test_a_step_that_schedules_nothing_is_never_in_flight(calm):
     """vLLM asks for no output of such a step: it would stay for ever."""
     output = calm.schedule()

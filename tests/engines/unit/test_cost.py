@@ -43,7 +43,7 @@ def world(tmp_path):
         scheduler.req_to_blocks[name] = table
         request = SimpleNamespace(request_id=name, num_computed_tokens=BLOCKS_EACH * 16, num_stale_output_tokens=0)
         scheduler.requests[name] = request
-        hook.ledger.follow(name, table)
+        hook.ledger.note((), (), [(name, table)])
     yield node, scheduler, names
     close(scheduler)
     node.stop()
@@ -123,13 +123,15 @@ def test_a_request_that_goes_or_comes_never_costs_a_look_at_the_steps_in_flight_
 
     for owner, name in ((Ledger, "_step"), (Ledger, "_catch_up"), (Book, "open_row"), (Book, "close_row")):
         monkeypatch.setattr(owner, name, asked)
-    ledger.dismiss(names[0])
-    ledger.admit("another", [5])
+    ledger.note({names[0]}, (), [("another", [])])
     monkeypatch.undo()
+    while ledger.tend():
+        pass
 
-    assert [held.request for held in ledger.left[id(output)]] == [names[0]]
+    assert [(launched, held.request) for launched, held in ledger.left] == [(ledger.believed + 1, names[0])]
     ledger.believe(output)
-    assert ledger.left == {}
+    ledger.tend()
+    assert ledger.left == []
 
 
 def test_the_bench_is_never_broken_where_there_is_no_vllm():

@@ -25,7 +25,10 @@ CALLED = {
         *("before_schedule", "after_schedule", "before_update", "is_quiet", "_look_whole", "_note_idle", "_dropped")
     ],
     Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
-    Ledger: ["admit", "follow", "tend", "retain", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
+    Ledger: [
+        *("admit", "note", "_take_in", "tend", "retain", "dismiss", "launch", "believe", "judge", "holders"),
+        "first_written",
+    ],
     VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
     Prefixes: ["use", "keep", "drop", "end", "resume", "clear"],
     ColumnQueue: ["keep", "let_go", "last_whole"],

@@ -71,7 +71,7 @@ def test_who_left_before_a_new_session_never_writes_into_a_row_of_its_book():
     ledger = Ledger(block_tokens=1, read=lambda _: Facts(requests={"a": 1}, first_tokens=[(["a"], [0])], copies=()))
     ledger.open_book(Book())
     blocks = [SimpleNamespace(block_id=3)]
-    ledger.follow("a", blocks)
+    ledger.note((), (), [("a", blocks)])
     ledger.turn_rows()
     ledger.launch(object())
     blocks.append(SimpleNamespace(block_id=4))

@@ -82,6 +82,15 @@ def test_the_token_of_a_request_that_ended_while_one_more_step_of_it_was_in_flig
     assert progress.useful_tokens == 2
 
 
+def test_the_prompt_of_a_request_that_ended_never_counts_although_a_step_of_it_gives_no_token(progress):
+    told = step()
+    told.finished_req_ids = {"gone"}
+    progress.after_schedule(told)
+
+    assert progress.count_plain(step("gone"), result(["gone"]))
+    assert progress.useful_tokens == 0
+
+
 def test_an_embedding_counts_its_prompt_once_when_it_is_there(progress):
     """A prompt in chunks gives no output before its last one."""
     progress.before_update(step("a", "c"), result("ac", pooled=["vector", None]))

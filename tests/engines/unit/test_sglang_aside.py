@@ -107,3 +107,30 @@ def test_valved_is_told_what_stands_aside(world, overlap):
     scheduler.turn()
 
     assert node.book()["wanted"] >= 25
+
+
+@both
+def test_a_request_never_waits_for_room_for_its_answer_that_nobody_was_asked_for(world, overlap):
+    """SGLang lets nobody begin without room for all of its answer. Its prompt fits, and more is not in use: what is
+    wanted must be what it needs, or it waits for ever.
+    """
+    work = ("waits", list(range(8)), 200)
+    scheduler, node = shrunken(world, overlap=overlap, pages=12, work=[work])
+    scheduler.turn()
+    scheduler.turn()
+    assert not scheduler.running_batch.reqs
+    give(node, scheduler, list(range(12, node.book()["wanted"] + 1)))
+
+    assert finish(scheduler, ["waits"]) == undisturbed([work])
+
+
+def test_what_is_wanted_never_leaves_out_the_answers_of_those_that_run(world):
+    """SGLang sets apart what it expects of them before it lets another one begin."""
+    scheduler, node = shrunken(world, overlap=True, pages=30, work=[("runs", list(range(8)), 80)])
+    for _ in range(3):
+        scheduler.turn()
+    scheduler.add("waits", list(range(20, 28)), 40)
+    scheduler._valve.reconciler.publish()
+    left = 80 - len(request_of(scheduler, "runs").output_ids)
+
+    assert node.book()["wanted"] * 4 >= 8 + left + 8 + 40

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kv_node import restart
-from sglang_world import Reclaimer, finish, lose, run, undisturbed
+from sglang_world import Reclaimer, finish, give, lose, run, undisturbed
 from toy_sglang import Batch
 from toy_tensor import Tensor, tensor
 from toy_world import prompts
@@ -134,6 +134,32 @@ def test_who_is_sent_back_for_a_dropped_output_never_begins_without_its_penaltie
 
     assert finish(scheduler, "a") == undisturbed([("a", list(range(10)), 20)])
     assert put == ["a"]
+
+
+@pytest.mark.parametrize("taken", ["for good", "until one is sent back", "never"])
+def test_whom_sglang_sends_back_for_want_of_taken_memory_never_begins_without_his_penalties(world, monkeypatch, taken):
+    """An online engine, by SGLang's own rule: nothing of his was lost. With all its memory it is as without Valve."""
+    scheduler, node = world(pages=20)
+    put, gone = [], set()
+    scheduler._valve.link.is_offline = False
+    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(each.rid for each in batch.reqs))
+    add = scheduler._add_request_to_queue
+
+    def sent_back(one, **how):
+        if taken == "until one is sent back" and not gone:
+            give(node, scheduler, [15, 16, 17, 18])
+        gone.add(one.rid)
+        add(one, **how)
+
+    monkeypatch.setattr(scheduler, "_add_request_to_queue", sent_back)
+    if taken != "never":
+        lose(node, scheduler, [15, 16, 17, 18])
+        scheduler.turn()
+    work = [(name, range(start, start + 10), 30) for name, start in (("a", 0), ("b", 100))]
+
+    assert run(scheduler, work) == undisturbed(work)
+    assert gone
+    assert set(put) == (set() if taken == "never" else gone)
 
 
 def a_loss_before_the_output_of_two_prompts(world):
