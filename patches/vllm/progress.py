@@ -103,7 +103,7 @@ class Progress:
             or len(rows) >= MOST_ROWS  # the link's thread, which counts them, has no connection
         ):
             return False
-        rows.append(self._row(output, result))
+        rows.append(self._row(output, result) if self._gone else (result.sampled_token_ids, ()))
         return True
 
     def _row(self, output: Any, result: Any) -> Row:
