@@ -50,7 +50,7 @@ class Ladder:
         return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
 
     def to_release(self) -> set[ProcessId]:
-        """Whom a successor has to let go: who is frozen, or may be by then, and who is to go on and has not been told."""
+        """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
         return {*self.frozen(), *self._ending.values(), *self._signals.waiting(signal.SIGCONT)}
 
     def release(self, process: ProcessId) -> None:

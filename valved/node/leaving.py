@@ -51,8 +51,8 @@ class Leaving:
         self._ticker = Ticker(self._clock, self._look)
 
     def present(self) -> set[ProcessId]:
-        """Offline processes: welcomed, claimed and not here yet, a predecessor's that have not come back, or about to be
-        killed or let go, whatever has become of their links."""
+        """Offline processes: welcomed, claimed and not here yet, a predecessor's that have not come back, or about to
+        be killed or let go, whatever has become of their links."""
         clients = {entry.process for entry in self._books.with_role(Role.OFFLINE)}
         roots = {claim.root for claim in self._books.claims.values() if claim.role is Role.OFFLINE}
         owners = self._register.channels.leftovers.owners()
