@@ -17,7 +17,7 @@ from valved.clients.identity import ClaimSource
 from valved.clients.register import Register
 from valved.clients.sharing import SharedWeights
 from valved.config import Config
-from valved.gate.freeze import Ladder, Signaller
+from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
 from valved.gate.permits import GateSettings
 from valved.gate.slices import Slices
@@ -26,6 +26,7 @@ from valved.gate.worth import Worths
 from valved.kv.lend import Shares
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, ProverPort, WorkPort
+from valved.machine.signals import SignalPort
 from valved.model.events import EventKind
 from valved.model.states import DriverState
 from valved.node.api import Node
@@ -61,7 +62,7 @@ class Outer:
     uvm: OutsidePort
     work: WorkPort
     closer: CloserPort  # of memory alone: descriptors of strangers may hang for ever, and memory must go back
-    signal: Signaller
+    signals: SignalPort
     fd_limit: int
     driver: DriverState
     boot: str
@@ -110,9 +111,9 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
     limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir))
     register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
-    ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signal, register.leave)
+    ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, register.leave)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
-    leaving = Leaving(config, gate, books, register, journal, clock, processes, outer.signal)
+    leaving = Leaving(config, gate, books, register, journal, clock, processes, outer.signals)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
     handover = Handover(
         run_dir / state.STATE_FILE,

@@ -66,7 +66,7 @@ def _outer(
         uvm=UvmDoors(loop),
         work=Worker(loop),
         closer=Closer(),
-        signal=Signals(processes, clock).send,
+        signals=Signals(processes, clock),
         fd_limit=raise_fd_limit() if config.memory.enabled else 0,
         driver=driver_state(gate.driver_version()),
         boot=state.boot_id(),
@@ -139,18 +139,23 @@ async def run(
         await server.stop(grace=0.5)
     if metrics is not None:
         metrics.close()
-    await settled(gate)
+    await settled(gate.is_turning)
     daemon.handover.save()
-    link.stop()
-    daemon.register.close()
-    if daemon.kv is not None:
-        daemon.kv.close()
-    daemon.journal.close()
+    await _close(daemon, link)
     loop.remove_reader(gate.stamps_fd())
     notify.close()
     beat.stop()
     if not daemon.brake.leaving.present():  # asked again: the link is closed, and somebody may have come meanwhile
         gate.close()
+
+
+async def _close(daemon: Daemon, link: LinkServer) -> None:
+    link.stop()
+    daemon.register.close()
+    if daemon.kv is not None:
+        daemon.kv.close()
+    await settled(daemon.leaving.owes_signals)  # what waited for a descriptor has one now
+    daemon.journal.close()
 
 
 def _kube_books(config: Config) -> KubeBooks | None:

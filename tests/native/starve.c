@@ -3,7 +3,7 @@
  * in the second, until a round needs no more of them. Whatever comes of it, nothing stays open and nothing is left to
  * the leak detector. The calls are wrapped by the linker (test_starved.py).
  *
- *     starve
+ *     starve ERRNO
  */
 #include "fake_rm.h"
 #include "internal.h"
@@ -19,12 +19,13 @@
 #include <sys/timerfd.h>
 
 static uint32_t calls, fails_at;
+static int why;
 
 static bool fails(void)
 {
 	if (__atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) != load_relaxed(&fails_at))
 		return false;
-	errno = EMFILE;
+	errno = why;
 	return true;
 }
 
@@ -164,10 +165,11 @@ static void live(void)
 		exit(1);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
 	uint32_t before, after;
 
+	why = argc > 1 ? atoi(argv[1]) : EMFILE;
 	fake_reset();
 	fails_at = UINT32_MAX;
 	live(); /* what is opened once for all */

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import subprocess
@@ -228,7 +229,7 @@ def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver:
             uvm=UvmDoors(loop),
             work=Worker(loop),
             closer=closer,
-            signal=Signals(processes, clock).send,
+            signals=Signals(processes, clock),
             fd_limit=65536,
             driver=driver_state(gate.driver_version()),
             boot="boot",
@@ -240,6 +241,7 @@ def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver:
         link.start()
         heard = [await talk(child, tmp_path / paths.LINK_SOCKET)]
         await settle(daemon.books.clients)
+        gc.collect()  # what tests before this one left
         before = opened()
         for count in range(MOST):
             with left(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -14,8 +15,9 @@ FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
 def test_no_call_that_fails_leaves_a_descriptor_of_the_gate_open_or_lets_go_of_one_that_is_in_use(
-    repository: Path, tmp_path: Path
+    repository: Path, tmp_path: Path, number: int
 ) -> None:
     """The first call fails in the first round, the second in the second. A leak of memory ends it, too."""
     native = sorted((repository / "valved/native").glob("*.c"))
@@ -23,6 +25,7 @@ def test_no_call_that_fails_leaves_a_descriptor_of_the_gate_open_or_lets_go_of_o
     compile_c(tmp_path / "starve", native + ours, *FLAGS, *(f"-Wl,--wrap={name}" for name in WRAPPED))
     environment = {**os.environ, "LD_PRELOAD": ""}
 
-    done = subprocess.run([tmp_path / "starve"], capture_output=True, text=True, env=environment, check=False)
+    command = [tmp_path / "starve", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]

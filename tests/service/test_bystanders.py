@@ -62,6 +62,19 @@ def test_no_process_that_cannot_be_looked_at_is_taken_for_one_that_has_ended(rig
     assert rig.guard.has_looked
 
 
+def test_no_client_closes_its_own_card_because_it_hides_itself(rig):
+    """It is not dumpable any more, on a machine with hidepid."""
+    pids = [rig.world.books.clients[client].process.pid for client in (rig.world.online(), rig.world.offline())]
+
+    def hidden(pid):
+        raise PermissionError(1, "not permitted")
+
+    rig.world.processes.start_time = hidden
+    rig.look(*pids)
+
+    assert rig.guarded() == []
+
+
 def test_nobody_who_is_registered_or_comes_back_after_a_restart_closes_a_card(rig):
     online, offline = rig.world.online(), rig.world.offline()
     pids = [rig.world.books.clients[client].process.pid for client in (online, offline)]

@@ -127,6 +127,39 @@ def test_no_claim_ends_with_the_last_link_for_want_of_a_descriptor(world, monkey
     assert not world.books.claims
 
 
+def hide(monkeypatch, processes):
+    def hidden(pid):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(processes, "start_time", hidden)
+
+
+def test_no_claim_outlives_a_process_that_hides_itself_after_it_was_watched(world, monkeypatch):
+    client, process = claimed(world)
+    hide(monkeypatch, world.processes)
+    world.register.leave(client, "link closed")
+    assert process in world.books.claims
+
+    world.processes.end(process.pid)
+
+    assert not world.books.claims
+
+
+def test_no_claim_is_kept_for_ever_because_its_number_is_a_hidden_process_s_by_now(world, monkeypatch):
+    pid = world.processes.add(500)
+    with monkeypatch.context() as scarce:
+        without_descriptors(world, scarce)
+        assert world.node.launch(pid, 5000, Role.ONLINE, "chat")
+    hide(monkeypatch, world.processes)
+    world.run(3000)
+    assert world.books.claims, "it may be the one that was claimed"
+    monkeypatch.setattr(world.processes, "is_gone", lambda process: process.pid == pid)
+
+    world.run(1000)
+
+    assert not world.books.claims
+
+
 def test_a_claim_whose_process_ended_first_ends_with_the_last_link(world):
     root = world.processes.add(500)
     assert world.node.launch(root, 5000, Role.ONLINE, "chat")

@@ -94,7 +94,11 @@ def test_a_launch_that_valved_cannot_look_at_now_is_answered_as_by_no_valved_at_
             await api.stub.Launch(request)
         return explain_error(refused.value, tmp_path)
 
-    assert with_api(tmp_path, story).is_silence
+    found = with_api(tmp_path, story)
+
+    assert found.is_silence
+    assert "Too many open files" in str(found), "valved runs, and says itself what it lacks"
+    assert "valve up" not in found.next_step
 
 
 def test_a_process_is_claimed_over_the_api(tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import signal
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, RefusedMe
 from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
+from valved.machine.signals import Signals
 from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
 from valved.state import saved as state
@@ -170,9 +171,23 @@ class Shares:
         return self.share
 
 
+class FakeSignals(Signals):
+    """Waits as the real one does; what would be sent goes to its world."""
+
+    def __init__(self, world):
+        super().__init__(world.processes, world.clock)
+        self._world = world
+
+    def _send(self, process, queue):
+        if self._world.is_scarce:
+            raise OSError(errno.EMFILE, "too many open files")
+        return [self._world._signal(process, number) for number in queue][-1]
+
+
 class World:
     """A daemon as main builds it, with the outside replaced. `folder` holds the state and the pause file."""
 
+    is_scarce = False  # no descriptor is left to signal anybody with
     shim_features = Feature.GAPS | Feature.KV_STEP | Feature.KV_RUNS
 
     def __init__(
@@ -206,7 +221,7 @@ class World:
             uvm=self.outside,
             work=self.worker,
             closer=FakeCloser(),
-            signal=self._signal,
+            signals=FakeSignals(self),
             fd_limit=65536,
             driver=DRIVER,
             boot=boot,
@@ -223,7 +238,7 @@ class World:
         self.connections, self._seq = {}, 0
 
     def _signal(self, process, number):
-        self.signals.append((process.pid, signal.Signals(number).name))
+        self.signals.append((process.pid, number.name))
         return True
 
     def _stop(self):

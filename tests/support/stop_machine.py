@@ -51,7 +51,6 @@ class Machine:
             self.folder, config=self.config, clock=clock, processes=processes, gate=Driver(clock, self.off)
         )
         self.world._signal = self.signal
-        self.world.ladder._signal = self.world.leaving._signal = self.signal
         self.world.register._exits.processes = self.world.processes
         self.clients = {}
 

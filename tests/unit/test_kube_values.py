@@ -303,7 +303,9 @@ def test_the_shim_is_installed_beside_older_ones_never_over_them(tmp_path: Path,
     assert shimfiles.install(libraries, folder, "1.0") == new
 
 
-def test_no_version_is_removed_while_some_process_cannot_be_asked_what_it_maps(tmp_path: Path, libraries: Path) -> None:
+def test_no_version_is_removed_and_none_kept_in_silence_while_some_process_cannot_be_asked_what_it_maps(
+    tmp_path: Path, libraries: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, proc = tmp_path / "shim", tmp_path / "proc"
     for version in ("1", "2"):
         shimfiles.install(libraries, folder, version)
@@ -311,6 +313,8 @@ def test_no_version_is_removed_while_some_process_cannot_be_asked_what_it_maps(t
     (proc / "77/maps").mkdir()  # an OSError to whoever reads it
 
     assert shimfiles.remove_unused(folder, proc) == []
+    assert [record.getMessage() for record in caplog.records] == ["old shims kept"]
+    assert str(proc / "77/maps") in caplog.records[0].facts["error"]
 
 
 def test_a_version_that_a_process_maps_stays(tmp_path: Path, libraries: Path) -> None:

@@ -17,7 +17,7 @@ from virtual import VirtualClock
 
 from valved.clients.exits import Exits
 from valved.machine.processes import LinuxProcesses
-from valved.machine.signals import AGAIN_NS, Signals
+from valved.machine.signals import AGAIN_NS, Delivery, Signals, with_one_more
 from valved.model.ids import ProcessId
 
 
@@ -137,16 +137,41 @@ def test_no_lack_of_descriptors_keeps_a_client_from_being_taken_out_of_the_books
     assert not Opened(tmp_path, fails_at).is_ending(5, 777)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
-def test_no_process_is_taken_for_gone_because_it_cannot_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    processes = world(tmp_path, p5=("x", 1, 777, "S"))
-
+def hide(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, "no look")
 
     monkeypatch.setattr(Path, "read_text", fail)
+
+
+def answer_signals(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def kill(pid: int, sent: int) -> None:
+        assert (pid, sent) == (5, 0)
+        if number:
+            raise OSError(number, "no signal")
+
+    monkeypatch.setattr(os, "kill", kill)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ESRCH])
+def test_a_number_that_a_hidden_process_of_another_user_has_by_now_is_never_taken_for_who_had_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hide(monkeypatch, errno.EPERM)
+    answer_signals(monkeypatch, number)
+
+    assert LinuxProcesses(tmp_path).is_gone(ProcessId(pid=5, start_time=777))
+    assert LinuxProcesses(tmp_path).is_ending(5, 777)
+
+
+@pytest.mark.parametrize("answer", [0, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
+def test_no_process_is_taken_for_gone_because_it_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, answer: int
+) -> None:
+    processes = world(tmp_path, p5=("x", 1, 777, "S"))
+    hide(monkeypatch, number)
+    answer_signals(monkeypatch, answer)
 
     assert not processes.is_gone(ProcessId(pid=5, start_time=777))
     assert not processes.is_ending(5, 777)
@@ -167,22 +192,50 @@ def test_a_signal_that_cannot_be_sent_for_want_of_a_descriptor_is_never_lost() -
     start = processes.start_time(child.pid)
     assert start is not None
     process, signals = ProcessId(pid=child.pid, start_time=start), Signals(processes, clock)
+    assert signals.send(process, signal.SIGSTOP) is Delivery.DONE
     before = opened()
     for count in range(2):
         with left(count):
-            assert signals.send(process, signal.SIGSTOP)
-            assert signals.send(process, signal.SIGCONT)
-            assert signals.send(process, signal.SIGTERM)  # the last one counts
-            clock.advance(AGAIN_NS)
+            assert signals.send(process, signal.SIGCONT) is Delivery.WAITS
+            assert signals.send(process, signal.SIGTERM) is Delivery.WAITS
+            assert signals.waiting(signal.SIGCONT) == signals.waiting(signal.SIGTERM) == {process}
+            clock.advance(10 * AGAIN_NS)
+            assert clock.waiting == 1, "one timer, however many signals wait and however often"
 
         assert opened() == before
         assert child.poll() is None
 
     clock.advance(AGAIN_NS)
 
-    assert child.wait() == -signal.SIGTERM
-    assert not signals.send(process, signal.SIGCONT)
+    assert child.wait() == -signal.SIGTERM, "it stood: without the other one it would stand for ever"
+    assert not signals.waiting(signal.SIGCONT, signal.SIGTERM)
+    assert signals.send(process, signal.SIGCONT) is Delivery.FAILED
     assert clock.waiting == 0
+
+
+STOP, CONT, TERM, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM, signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ((CONT, TERM), (CONT, TERM)),
+        ((TERM, STOP), (TERM, STOP)),
+        ((STOP, CONT), (CONT,)),
+        ((CONT, STOP, STOP), (STOP,)),
+        ((STOP, TERM, CONT), (TERM, CONT)),
+        ((STOP, TERM, KILL), (KILL,)),
+        ((KILL, STOP, CONT, TERM), (KILL,)),
+    ],
+)
+def test_no_signal_that_waits_is_dropped_for_one_that_does_not_say_the_opposite(
+    asked: tuple[signal.Signals, ...], sent: tuple[signal.Signals, ...]
+) -> None:
+    queue: tuple[signal.Signals, ...] = ()
+    for number in asked:
+        queue = with_one_more(queue, number)
+
+    assert queue == sent
 
 
 def test_a_real_process_is_ending_when_its_files_are_closed_and_not_before() -> None:
@@ -268,7 +321,7 @@ def test_no_process_has_ended_while_a_thread_of_it_runs() -> None:
     assert not exits.has_ended("it")
     assert not processes.is_gone(process)
 
-    assert Signals(processes, VirtualClock()).send(process, signal.SIGKILL)
+    assert Signals(processes, VirtualClock()).send(process, signal.SIGKILL) is Delivery.DONE
     child.communicate()
     assert exits.has_ended("it")
     assert processes.is_gone(process)

@@ -28,6 +28,20 @@ def test_no_descriptor_waits_for_ever_for_a_thread_that_could_not_be_started(mon
     done.wait(100)
 
 
+def test_no_descriptor_waits_for_a_next_one_that_never_comes_where_no_thread_could_be_started(monkeypatch):
+    refusals, start = [RuntimeError("can't start new thread")] * 3, threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: start(self) if not refusals else fail(refusals))
+
+    async def story() -> None:
+        loop, helpers = asyncio.get_running_loop(), Helpers("test", 2)
+        done = [loop.create_future() for _ in range(2)]
+        for each in done:
+            helpers.do(lambda each=each: loop.call_soon_threadsafe(each.set_result, None))
+        await asyncio.wait_for(asyncio.gather(*done), 100)
+
+    asyncio.run(story())
+
+
 def fail(refusals):
     raise refusals.pop()
 

@@ -133,7 +133,8 @@ from valved import logs
 from valved.node.upkeep import Upkeep
 logs.set_up("info")
 gate = types.SimpleNamespace(is_turning=lambda: False)
-brake = types.SimpleNamespace(hand_over=lambda: None)
+leaving = types.SimpleNamespace(owes_signals=lambda: False)
+brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving)
 asyncio.run(Upkeep(gate, None, None, brake, None, None, has_watch=True)._end_unreachable())
 """
 

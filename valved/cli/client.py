@@ -21,7 +21,6 @@ DEADLINE_S = 3.0
 RECONNECT = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
 """A command that waits for the next valved (`valve events --follow`) looks for it each second."""
 EXITS = {
-    grpc.StatusCode.UNAVAILABLE: NOT_RUNNING,
     grpc.StatusCode.INVALID_ARGUMENT: USAGE,
     grpc.StatusCode.NOT_FOUND: FAILED,
     grpc.StatusCode.FAILED_PRECONDITION: REFUSED,
@@ -56,6 +55,8 @@ class NodeClient:
 def explain_error(error: Any, folder: Path) -> CliError:
     """What a gRPC error means for the person at the terminal."""
     code = error.code()
+    found = dict(error.trailing_metadata() or ()).get("valve-next-step", "")
+    next_step = found.decode() if isinstance(found, bytes) else found
     if code is grpc.StatusCode.UNAVAILABLE and not may_use(folder):
         return CliError(
             f"you may not use {folder / API_SOCKET}",
@@ -69,11 +70,11 @@ def explain_error(error: Any, folder: Path) -> CliError:
             "it is stuck or stopped: see its log, then restart it; valve pause works without it",
             is_silence=True,
         )
+    if code is grpc.StatusCode.UNAVAILABLE and next_step:  # in valved's own words: it runs, and may answer yet
+        return CliError(error.details(), FAILED, next_step, is_silence=True)
     if code is grpc.StatusCode.UNAVAILABLE:
         return CliError(f"no valved answers in {folder}", NOT_RUNNING, "start it: valve up", is_silence=True)
-    problem = next((item.value for item in error.trailing_metadata() or () if item.key == "valve-next-step"), "")
-    text = problem.decode() if isinstance(problem, bytes) else problem
-    return CliError(error.details() or code.name, EXITS.get(code, FAILED), text)
+    return CliError(error.details() or code.name, EXITS.get(code, FAILED), next_step)
 
 
 def may_use(folder: Path, name: str = API_SOCKET) -> bool:

@@ -75,10 +75,19 @@ class ClaimedRoots:
         self._exits.await_end(root, lambda: self.root_gone(root))
 
     def root_gone(self, root: ProcessId) -> None:
-        """A claimed process ended. Its service lives as long as one of its clients does."""
+        """A claimed process ended. Its service lives as long as one of its clients does, also one of a predecessor's
+        that is not back yet: such a one is claimed in its place, or nobody would know whose it is."""
         self._exits.forget(root)
         claim = self._books.claims.get(root)
-        if claim is not None and not self._books.services[claim.service].clients:
+        if claim is None or self._books.services[claim.service].clients:
+            return
+        online = self._gating.online.get(claim.service)
+        away = sorted(online.away if online else (), key=lambda process: process.pid)
+        heirs = (one for one in away if one not in self._books.claims and not self._processes.is_gone(one))
+        if heir := next(heirs, None):
+            self._books.move_claim(claim, heir)
+            self.watch_root(heir)
+        else:
             self._drop_claim(claim)
 
     def _drop_claim(self, claim: ProcessClaim) -> None:
@@ -93,13 +102,10 @@ class ClaimedRoots:
         entry = self._books.services.get(service)
         if entry is None or entry.clients:
             return
-        root = entry.root
-        if root is None or self._processes.is_gone(root):
-            if root is not None:
-                self._exits.forget(root)
+        if entry.root is None:
             self._drop_service(service)
         else:
-            self.watch_root(root)  # anew: one that had ended before its clients is watched no longer
+            self.watch_root(entry.root)  # anew: one that had ended before its clients is watched no longer
 
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._gating.online:

@@ -51,12 +51,17 @@ class Exits:
         return True
 
     def await_end(self, process: ProcessId, gone: Callable[[], None]) -> None:
-        """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched."""
+        """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched. Who is watched
+        already stays so: that descriptor is its own, whoever has its number by now."""
+        is_watched = process in self._fds
         try:
-            is_there = self.watch(process, process.pid, gone)
-            start_time = self.processes.start_time(process.pid) if is_there else None
+            is_there = is_watched or self.watch(process, process.pid, gone)
+            start_time = self.processes.start_time(process.pid) if is_there and not is_watched else None
         except OSError:
             self.forget(process)
+            if self.processes.is_gone(process):  # its number is another's, whom we may not look at
+                gone()
+                return
             when_ns = self.clock.now_ns() + AGAIN_NS
             self._again[process] = self.clock.call_at_ns(when_ns, lambda: self.await_end(process, gone))
             return

@@ -18,6 +18,7 @@ from valved.gate.edges import DRIVER_CALLS
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import Stamp
+from valved.machine.signals import Delivery, SignalPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
 from valved.state.journal import Journal
@@ -25,8 +26,8 @@ from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
 LATE_NS = 200_000_000  # ten times what the native side allows for one order
+END_AGAIN_NS = SECOND_NS // 10  # where a process that is to end cannot be signalled
 KILL = "about to be killed"  # why a client is taken out of the books just before the signal
-Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
 @dataclass(eq=False, repr=False)
@@ -36,24 +37,30 @@ class Ladder:
     _journal: Journal
     _clock: Clock
     _settings: LadderTable
-    _signal: Signaller
+    _signals: SignalPort
     _leave: Callable[[ClientId, str], None]
 
     def __post_init__(self) -> None:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
+        self._ending: dict[ClientId, ProcessId] = {}  # their end waits until they stand
 
     def frozen(self) -> list[ProcessId]:
         return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
 
+    def to_release(self) -> set[ProcessId]:
+        """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
+        return {*self.frozen(), *self._ending.values(), *self._signals.waiting(signal.SIGCONT)}
+
     def release(self, process: ProcessId) -> None:
         """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
-        self._signal(process, signal.SIGCONT)
+        self._signals.send(process, signal.SIGCONT)
 
     def freeze_stranger(self, process: ProcessId, name: str) -> bool:
-        """An offline process that nobody can gate, as it never registered. It is not let go again: its pod must end."""
-        if not (self._settings.freeze and self._signal(process, signal.SIGSTOP)):
+        """An offline process that nobody can gate, as it never registered. It is not let go again: its pod must end.
+        True: it stands."""
+        if not (self._settings.freeze and self._signals.send(process, signal.SIGSTOP) is Delivery.DONE):
             return False
         if process not in self._strangers:
             self._strangers.add(process)
@@ -76,7 +83,9 @@ class Ladder:
 
     def _freeze(self, stamp: Stamp) -> None:
         for entry in self._on_gpu(stamp.gpu):
-            if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
+            if entry.id in self._frozen:
+                continue
+            if self._signals.send(entry.process, signal.SIGSTOP) is not Delivery.FAILED:
                 self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
                 self._gating.want_prompt("frozen", True)
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
@@ -93,7 +102,7 @@ class Ladder:
                 self._forget(client)
             elif not gpus & ungated:
                 self._forget(client)
-                self._signal(entry.process, signal.SIGCONT)
+                self._signals.send(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
                 self._gating.listener.frozen_changed()
 
@@ -109,13 +118,25 @@ class Ladder:
         self.end(client, "could not be gated and stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
-        """Kill a process, with its channels on."""
+        """Kill a process, with its channels on. Not before it can be signalled: it would run with them."""
         entry = self._books.clients.get(client)
-        if entry is None:
+        if entry is None or client in self._ending:
+            return
+        if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.WAITS:
+            self._ending[client] = entry.process
+            self._clock.call_at_ns(self._clock.now_ns() + END_AGAIN_NS, lambda: self._end_again(entry, reason))
             return
         self._leave(client, KILL)  # enables its channels
-        self._signal(entry.process, signal.SIGKILL)
+        self._signals.send(entry.process, signal.SIGKILL)
         self._record(EventKind.KILLED, entry, reason)
+
+    def _end_again(self, entry: ClientEntry, reason: str) -> None:
+        del self._ending[entry.id]
+        if entry.id in self._books.clients:
+            self.end(entry.id, reason)
+        else:  # it closed its link meanwhile, and may stand
+            self._signals.send(entry.process, signal.SIGKILL)
+            self._record(EventKind.KILLED, entry, reason)
 
     def _forget(self, client: ClientId) -> None:
         timer, _ = self._frozen.pop(client)

@@ -75,7 +75,8 @@ def remove_unused(folder: Path, processes: Path = Path("/proc")) -> list[str]:
     old = versions - {current}
     try:
         old -= _mapped(folder, processes) if old else set()
-    except OSError:
+    except OSError as error:
+        log.warning("old shims kept", extra={"facts": {"kept": ",".join(sorted(old)), "error": str(error)}})
         return []
     for name in old:
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 CLOSERS = 32
 WORKERS = 2  # that compute: more would keep the interpreter from the loop
+AGAIN_S = 0.1  # where no thread can be had
 BACKLOG = 256  # descriptors that wait to be closed; beyond, nobody unknown is read from
 
 
@@ -26,6 +27,7 @@ class Helpers:
         self._lock = threading.Lock()
         self._threads = 0
         self._free = 0  # threads that wait for work, less jobs that wait for a thread
+        self._is_due = False  # a timer asks for a thread again
 
     def do(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -38,13 +40,31 @@ class Helpers:
 
     def _begin(self) -> None:
         """A daemon: a call that never comes back must not keep valved from leaving. Where there is no thread to be had,
-        the job waits for the one that the next job asks for."""
+        the job waits for the one that a timer asks for, or the next job."""
         try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         except RuntimeError:
             with self._lock:
                 self._threads -= 1
                 self._free -= 1
+                is_due, self._is_due = self._is_due, True
+            if not is_due:
+                self._ask_later()
+
+    def _ask_later(self) -> None:
+        try:
+            asyncio.get_running_loop().call_later(AGAIN_S, self._ask_again)
+        except RuntimeError:  # no loop, no timer
+            self._is_due = False
+
+    def _ask_again(self) -> None:
+        with self._lock:
+            self._is_due = False
+            is_wanted = self._free < 0 and self._threads < self._most
+            self._threads += is_wanted
+            self._free += is_wanted
+        if is_wanted:
+            self._begin()
 
     def _serve(self) -> None:
         while True:

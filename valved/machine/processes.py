@@ -1,6 +1,12 @@
 """ProcessPort: who a process is and whether it still exists, from /proc and pidfds. A process that is gone is an empty
 value, never an error: it may vanish between any two lines. One that cannot be looked at (EMFILE, EACCES) is an error,
-never gone."""
+never gone.
+
+But a machine may hide processes of other users (hidepid), and one of those may get the number of a process that we knew
+and that has ended. Whoever is known was readable once, so it was ours. It may hide itself later (not dumpable), and may
+still be signalled then: one that may not is another's, and the one that we knew is gone. Where the number went to a
+hidden process of our own user, that one must end first.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +57,8 @@ class LinuxProcesses:
     def is_gone(self, process: ProcessId) -> bool:
         try:
             return self.start_time(process.pid) != process.start_time
-        except OSError:
-            return False
+        except OSError as error:
+            return _is_foreign(process.pid, error)
 
     def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool]) -> bool:
         """A first thread says nothing of the others. No more is read than needed: a process may have thousands."""
@@ -70,8 +76,8 @@ class LinuxProcesses:
             if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
                 return True
             return not _runs(leader) and not self._has_thread(pid, _runs)
-        except OSError:
-            return False
+        except OSError as error:
+            return _is_foreign(pid, error)
 
     def is_stopped(self, pid: int) -> bool:
         """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""
@@ -111,6 +117,17 @@ class LinuxProcesses:
             if error.errno in _NO_PROCESS:
                 return -1
             raise
+
+
+def _is_foreign(pid: int, error: OSError) -> bool:
+    """Whom we may not look at is another user's: that says who we may signal."""
+    if not isinstance(error, PermissionError):
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as refusal:
+        return refusal.errno in (errno.EPERM, errno.ESRCH)
+    return False
 
 
 def _is_there(fields: list[str]) -> bool:

@@ -58,10 +58,10 @@ static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve
 	gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->own);
 }
 
-/* That nothing could be opened says nothing of what is there. */
+/* That nothing could be opened says nothing of what is there. The same numbers as in valved/fds.py. */
 static bool is_scarce(int rc)
 {
-	return rc == -EMFILE || rc == -ENFILE;
+	return rc == -EMFILE || rc == -ENFILE || rc == -ENOMEM;
 }
 
 /* 0 also where there is no driver, or one that refuses. Else nobody knows: a gate without cards would gate none. */

@@ -63,6 +63,7 @@ class Bystanders:
         """Close what somebody uses unheard, open what nobody does. A card that does not answer stays as it is."""
         shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
         known = {client.process for client in shims} | self._expected()  # a hook alone stops and hears nothing
+        by_pid = {process.pid: process for process in known}
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
             if gpu.uuid not in cards:
@@ -71,8 +72,9 @@ class Bystanders:
             for pid in cards[gpu.uuid].by_pid:
                 try:
                     started = self._processes.start_time(pid)
-                except PermissionError:  # it is there, and none of ours: whom we cannot look at we do not welcome
-                    users.append(f"process {pid}")
+                except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger
+                    if pid not in by_pid or self._processes.is_gone(by_pid[pid]):
+                        users.append(f"process {pid}")
                     continue
                 if (
                     started is None

@@ -184,22 +184,22 @@ class Handover:
         """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
         role = Role(saved.role)
         living = [client for client in clients if self._is_alive(client.pid, client.start_time)]
-        shims = {
-            ProcessId(pid=client.pid, start_time=client.start_time) for client in living if client.role == Role.ONLINE
-        }
         root = self._root(saved, living)
         if root is None:
             return
-        gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._gating.gpus)
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
         self._books.claims[root] = ProcessClaim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
         self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
         for pid, start_time, tokens in saved.tokens:
             self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)
-        self._register.claimed.watch_root(root)
-        if role is not Role.ONLINE:
-            return
+        if role is Role.ONLINE:
+            shims = {ProcessId(pid=one.pid, start_time=one.start_time) for one in living if one.role == Role.ONLINE}
+            self._restore_hold(entry, saved, shims)
+        self._register.claimed.watch_root(root)  # the last step: it may have ended, and then the service ends with it
+
+    def _restore_hold(self, entry: ServiceEntry, saved: SavedService, shims: set[ProcessId]) -> None:
+        gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._gating.gpus)
         entry.kept_gpus = gpus if shims else frozenset()
         entry.refresh_gpus()
         try:
@@ -237,6 +237,7 @@ class Handover:
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
         if (entry := self._books.services.get(online.id)) is None:
+            self._gating.remove_service(online.id)  # nobody else would: it ended while it was made
             return
         online.away = {process for process in online.away if not self._processes.is_gone(process)}
         members = [client.id for client in self._books.clients_of(online.id)]

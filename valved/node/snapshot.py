@@ -79,7 +79,7 @@ class Snapshots:
             next_service=self._books.next_service,
             policy=policy,
             memory=self._saved_memory(),
-            frozen=[(process.pid, process.start_time) for process in self._ladder.frozen()],
+            frozen=[(process.pid, process.start_time) for process in self._ladder.to_release()],
         )
 
     def _saved_memory(self) -> SavedMemory:

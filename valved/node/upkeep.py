@@ -66,16 +66,17 @@ class Upkeep:
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
         self._brake.hand_over()
-        await settled(self._gate)
+        await settled(self._gate.is_turning)
+        await settled(self._brake.leaving.owes_signals)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
         logging.shutdown()  # else the last line stays in the queue
         os._exit(EXIT_FAILED)
 
 
-async def settled(gate: GatePort) -> None:
-    """Until no stop is under way; a driver call that hangs is not waited for."""
+async def settled(is_under_way: Callable[[], bool]) -> None:
+    """Until no stop is under way, say; a driver call that hangs is not waited for."""
     looks = round(SETTLE_S / SETTLE_LOOK_S)
-    while gate.is_turning() and looks > 0:
+    while is_under_way() and looks > 0:
         looks -= 1
         await asyncio.sleep(SETTLE_LOOK_S)
 

@@ -184,7 +184,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         except OSError as error:
             if not is_scarce(error):
                 raise
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"valved cannot look now: {error.strerror}")
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE,
+                f"valved cannot look now: {error.strerror}",
+                (("valve-next-step", "try again; if it stays so, see what holds valved's descriptors or memory"),),
+            )
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
             problem = node_pb2.Problem(field=error.field, next_step=error.next_step)

@@ -106,6 +106,11 @@ class Books:
         self.claims[root] = claim
         return claim
 
+    def move_claim(self, claim: ProcessClaim, root: ProcessId) -> None:
+        del self.claims[claim.root]
+        self.claims[root] = ProcessClaim(root=root, role=claim.role, service=claim.service, cgroup=claim.cgroup)
+        self.services[claim.service].root = root
+
     def find_claim(self, chain: Sequence[ProcessId], cgroup: str) -> ProcessClaim | None:
         """The claim of a process: its own, its nearest ancestor's, or that of the control group it lives in."""
         for process in chain:
