@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from valve_abi import Feature, Order
 
-from valved.machine.ports import LeftOff, WakeOutcome
+from valved.machine.ports import LeftOff, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, Reach, ServiceId
 
 SERVICE = ServiceId(7)
@@ -282,6 +282,49 @@ def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channe
     ref = left_off_before_our_client_was_lost(rig)
 
     assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
+
+
+def stop_refused(rig: Rig, leaving: Workload, online: Launcher) -> None:
+    """The driver says no to each stop, and has stopped the channels all the same. Another process stays in the plan."""
+    rig.gate.wake(SERVICE)
+    rig.wait_gated(0, False)
+    rig.driver.rules.fail_after = 64  # all of a list
+    rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    wait_until(lambda: leaving.on() == 0, "all are off")
+
+
+@pytest.mark.parametrize("reach", [Reach.CHANNEL_OWN, Reach.CHANNEL_FD])
+def test_a_process_is_never_killed_with_channels_off_because_the_driver_refuses_the_stop(
+    rig: Rig, reach: Reach
+) -> None:
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    deny_foreign(rig, reach is Reach.CHANNEL_FD)
+    staying, leaving = rig.offline(), rig.offline()
+    for workload, count in ((staying, 1), (leaving, 2 * 64 + 2)):
+        workload.pass_fd()
+        assert {result.reach for result in workload.add(count)} == {reach}
+    stop_refused(rig, leaving, online)
+
+    rig.gate.remove_client(leaving.client)  # who kills it does so when this returns
+
+    assert leaving.on() == len(leaving.channels)
+
+
+def test_a_stale_channel_never_keeps_its_neighbours_off_because_the_driver_refuses_the_stop(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    staying, leaving = rig.offline(), rig.offline()
+    staying.add()
+    leaving.add(20)
+    stop_refused(rig, leaving, online)
+    leaving.free(leaving.channels.pop(0))
+
+    rig.gate.remove_client(leaving.client)
+
+    assert leaving.on() == len(leaving.channels)
 
 
 class LeavingAndComing(RuleBasedStateMachine):
