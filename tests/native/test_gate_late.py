@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
@@ -323,6 +324,35 @@ def test_a_stale_channel_never_keeps_its_neighbours_off_because_the_driver_refus
     leaving.free(leaving.channels.pop(0))
 
     rig.gate.remove_client(leaving.client)
+
+    assert leaving.on() == len(leaving.channels)
+
+
+def test_a_process_is_never_killed_with_channels_off_because_a_stop_came_while_they_were_enabled(rig: Rig) -> None:
+    """Its file goes with its client. Nothing could enable them after that."""
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    deny_foreign(rig)
+    staying, leaving = rig.offline(), rig.offline()
+    for workload, count in ((staying, 1), (leaving, 64 + 1)):
+        workload.pass_fd()
+        workload.add(count)
+    refuse_enables(rig)
+    before, calls = rig.driver.counts.enables, 1 + 7 + 1  # of a walk: a list of 64 that is refused is halved down to one
+    rig.gate.wake(SERVICE)
+    retried(rig)
+    rig.driver.rules.hang_enable = 1
+    wait_until(lambda: rig.driver.counts.hanging == 1, "an enable of the plan")
+    going = threading.Thread(target=rig.gate.remove_client, args=(leaving.client,))
+    going.start()
+    rig.driver.rules.passes = calls - (rig.driver.counts.enables - before - 1) % calls
+    wait_until(lambda: not rig.driver.rules.passes and rig.driver.counts.hanging == 1, "an enable of who leaves")
+
+    online.launch()
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+    refuse_enables(rig, False)
+    rig.driver.rules.hang_enable = 0
+    going.join()
 
     assert leaving.on() == len(leaving.channels)
 
