@@ -13,10 +13,11 @@ from gates import FakeDriver, Launcher, Rig, Workload, gate_rig, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from native_world import NativeWorld
 from valve_abi import Feature, Order
 
 from valved.machine.ports import LeftOff, StampKind, WakeOutcome
-from valved.model.ids import ChannelRef, Reach, ServiceId
+from valved.model.ids import ChannelRef, GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)
 REFUSED = 0x65
@@ -213,6 +214,54 @@ def test_no_channel_of_a_predecessor_stays_off_because_the_driver_refused_once(r
     refuse_enables(rig, False)
 
     wait_until(lambda: workload.on() == 2, "both run")
+
+
+def test_no_channel_of_a_predecessor_stays_off_because_the_driver_hung_when_it_came_back(
+    hasty: Rig, tmp_path: Path
+) -> None:
+    """Its plan is read beside a running GPU, which nobody walks."""
+    node = NativeWorld(tmp_path, hasty)
+    books, left = node.world.books, node.world.register.channels.leftovers
+    other, back = node.world.offline(gpus=()), node.world.offline(gpus=())
+    channel, owner = node.allocate()
+    key = channel.h_client, channel.h_channel
+    hasty.driver.lib.fake_switch(*key, 0)
+    ref = ChannelRef(gpu=GpuIndex(0), h_client=key[0], h_channel=key[1], cid=channel.cid, h_tsg=1, engine=1, compute=True)
+    left.put(ref, books.clients[back].process)
+    hasty.driver.rules.hang_query = 1
+    node.tell(other, *node.allocate())  # given up in the end
+
+    node.tell(back, channel, owner)
+    hasty.driver.rules.hang_query = 0
+    hasty.settle()
+
+    assert node.is_on(key)
+    assert not len(left)
+    node.close()
+
+
+def test_an_enable_of_a_channel_in_the_plan_is_never_lost_to_a_hold_that_comes_and_goes(rig: Rig) -> None:
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    rig.gate.wake(SERVICE)
+    rig.wait_gated(0, False)
+    workload = rig.offline()
+    workload.add()
+    (ref,) = workload.channels
+    rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
+    steps = [lambda: rig.gate.hold(SERVICE, 0), lambda: rig.gate.wake(SERVICE)]
+
+    @rig.driver.ffi.callback("void(int)")
+    def come_and_go(point: int) -> None:
+        if point == 4 and steps:
+            steps.pop(0)()
+
+    rig.driver.lib.fake_set_between(come_and_go)
+    rig.gate.channels.enable_foreign([ref])
+    rig.settle()
+
+    assert not steps
+    assert workload.on() == 1
 
 
 def test_a_leftover_whose_process_lives_is_never_forgotten_for_a_refusal(rig: Rig) -> None:

@@ -21,6 +21,7 @@ enum valve_point {
 	VALVE_POINT_WAKE_OPENED = 1, /* wake: words are open, counters not yet re-read */
 	VALVE_POINT_WAKE_PROVEN = 2, /* wake: all clients were idle, the hold not yet dropped */
 	VALVE_POINT_ENABLING = 3,    /* issuer: about to enable, the driver not yet called */
+	VALVE_POINT_MAIL = 4,        /* issuer: about to carry out a mail, and through with it */
 };
 
 struct valve_config {

@@ -234,8 +234,10 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 
 static void answer(struct gpu *gpu, struct mail *mail)
 {
+	at_point(gpu->gate, VALVE_POINT_MAIL);
 	take_off(gpu, now_ns());
 	mail->status = mail_carry_out(gpu, mail);
+	at_point(gpu->gate, VALVE_POINT_MAIL);
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
 	while (plan_channels(mail->run_now) && gpu_is_awaited(gpu)) {
