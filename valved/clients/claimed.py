@@ -93,13 +93,10 @@ class ClaimedRoots:
         entry = self._books.services.get(service)
         if entry is None or entry.clients:
             return
-        root = entry.root
-        if root is None or self._processes.is_gone(root):
-            if root is not None:
-                self._exits.forget(root)
+        if entry.root is None:
             self._drop_service(service)
         else:
-            self.watch_root(root)  # anew: one that had ended before its clients is watched no longer
+            self.watch_root(entry.root)  # it may have ended before its clients
 
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._gating.online:
