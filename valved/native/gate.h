@@ -249,6 +249,6 @@ int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
 int valve_rm_owns(int fd, uint32_t h_client, uint32_t h_subdevice, uint32_t gpu_id, const uint8_t *uuid);
 int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
-              uint32_t run_count);
+              uint32_t run_count, uint32_t *was_off);
 
 #endif
