@@ -226,7 +226,8 @@ def test_no_channel_of_a_predecessor_stays_off_because_the_driver_hung_when_it_c
     channel, owner = node.allocate()
     key = channel.h_client, channel.h_channel
     hasty.driver.lib.fake_switch(*key, 0)
-    ref = ChannelRef(gpu=GpuIndex(0), h_client=key[0], h_channel=key[1], cid=channel.cid, h_tsg=1, engine=1, compute=True)
+    words = {name: getattr(channel, name) for name in ("h_client", "h_channel", "cid", "h_tsg", "engine", "compute")}
+    ref = ChannelRef(gpu=GpuIndex(0), **words)
     left.put(ref, books.clients[back].process)
     hasty.driver.rules.hang_query = 1
     node.tell(other, *node.allocate())  # given up in the end
@@ -387,7 +388,8 @@ def test_a_process_is_never_killed_with_channels_off_because_a_stop_came_while_t
         workload.pass_fd()
         workload.add(count)
     refuse_enables(rig)
-    before, calls = rig.driver.counts.enables, 1 + 7 + 1  # of a walk: a list of 64 that is refused is halved down to one
+    before = rig.driver.counts.enables
+    calls = 1 + 7 + 1  # of a walk: a list of 64 that is refused is halved down to one
     rig.gate.wake(SERVICE)
     retried(rig)
     rig.driver.rules.hang_enable = 1

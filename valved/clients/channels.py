@@ -200,10 +200,7 @@ class Channels:
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            if armed.reach is Reach.NONE or not channel.compute:
-                self.leftovers.keep(channel, entry.process, self._port.enable_unless_held(channel))
-            else:  # a plan has it; but where the driver hung that is read beside a running GPU, and nobody walks it
-                self._port.enable_foreign([channel])
+            self.leftovers.enable_reported(channel, entry.process, self._port, armed.reach)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from valved.machine.ports import GatePort, LeftOff, ProcessPort
-from valved.model.ids import ChannelRef, GpuIndex, ProcessId
+from valved.machine.ports import ChannelPort, GatePort, LeftOff, ProcessPort
+from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,15 @@ class Leftovers:
         if is_owed:
             self.put(channel, owner, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
         return is_owed
+
+    def enable_reported(self, channel: ChannelRef, owner: ProcessId, port: ChannelPort, reach: Reach) -> None:
+        """Its client is back, and nobody holds the GPU. A plan that is read there late (the driver hung) nobody walks:
+        the enable must not be lost.
+        """
+        if channel.compute and reach is not Reach.NONE:
+            port.enable_foreign([channel])
+        else:
+            self.keep(channel, owner, port.enable_unless_held(channel))
 
     def _pop(self, key: tuple[int, int]) -> Leftover | None:
         left = self._channels.pop(key, None)

@@ -257,7 +257,7 @@ class NativeChannels:
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             kept = _can_wait(gone) if lives_on else []
-            was_off = ffi.new("uint32_t *", 1)  # stays so where the driver hangs: a stop may come before the list is read
+            was_off = ffi.new("uint32_t *", 1)  # where the driver hangs, too: a stop may come first
             self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was_off)
             off.extend(channel.ref for channel in (kept if lives_on else gone) if was_off[0])
         return tuple(off)

@@ -235,7 +235,8 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 static void answer(struct gpu *gpu, struct mail *mail)
 {
 	at_point(gpu->gate, VALVE_POINT_MAIL);
-	mail->was_off = gpu->state >= VALVE_GPU_STOPPED; /* no mail before it has run the GPU since its plan was taken */
+	/* As when its plan was taken, or stopped since: no mail runs the GPU. */
+	mail->was_off = gpu->state >= VALVE_GPU_STOPPED;
 	take_off(gpu, now_ns());
 	mail->status = mail_carry_out(gpu, mail);
 	at_point(gpu->gate, VALVE_POINT_MAIL);
