@@ -204,7 +204,7 @@ static void change_channels(struct valve_gate *gate, struct offline *offline, ui
 	         come = name_channels(offline, offline->count, wanted, more),
 	         gone = name_channels(offline, wanted, offline->count, fewer);
 
-	valve_arm(gate, gpu, all, count, more, come, fewer, gone);
+	valve_arm(gate, gpu, all, count, more, come, fewer, gone, NULL);
 	offline->count = wanted;
 }
 
@@ -222,9 +222,9 @@ static void come_and_leave(struct valve_gate *gate, const struct offline *there,
 	fake_channel(one.h_client, 0x5C000000, gpu);
 	name_channels(&one, 0, 1, &mine);
 	all[count] = mine;
-	valve_arm(gate, gpu, all, count + 1, &mine, 1, NULL, 0);
+	valve_arm(gate, gpu, all, count + 1, &mine, 1, NULL, 0, NULL);
 	valve_gpu_slice(gate, gpu, one.client, one.passed, one.h_client, 1, 1000);
-	valve_arm(gate, gpu, all, count, NULL, 0, &mine, 1);
+	valve_arm(gate, gpu, all, count, NULL, 0, &mine, 1, NULL);
 	valve_client_free(gate, one.client);
 	close(one.fd);
 	fake_free_channel(one.h_client, 0x5C000000);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from gates import FakeDriver, Rig, gate_rig, wait_until
 
@@ -275,6 +278,49 @@ def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig:
     assert off == tuple(leaving.channels)
     assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [LeftOff.HELD] * 2
     assert leaving.on() == staying.on() == 0
+
+
+def around_the_new_list(rig: Rig, before: list[Callable[[], object]], after: list[Callable[[], object]]) -> None:
+    """What happens while a client leaves, but for the looks at its GPU."""
+    arm = rig.gate.channels._arm
+
+    def armed(*what: Any, **more: Any) -> int:
+        for step in before:
+            step()
+        status = arm(*what, **more)
+        for step in after:
+            step()
+        return status
+
+    rig.gate.channels._arm = armed  # type: ignore[method-assign]
+
+
+def test_no_client_that_lives_on_is_off_and_forgotten_after_a_hold_that_came_and_went_as_it_left(rig: Rig) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    running(rig)
+    held = [lambda: rig.gate.hold(SERVICE, 0), lambda: rig.wait_gated(0)]
+    around_the_new_list(rig, before=held, after=[lambda: running(rig)])
+
+    off = rig.gate.remove_client(leaving.client, lives_on=True)
+
+    assert leaving.on() == 0
+    assert off == tuple(leaving.channels)
+
+
+def test_no_client_that_left_before_a_hold_is_ever_waited_for_as_if_it_were_off(rig: Rig) -> None:
+    """It would bar grants for as long as its process lives."""
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    running(rig)
+    around_the_new_list(rig, before=[], after=[lambda: rig.gate.hold(SERVICE, 0), lambda: rig.wait_gated(0)])
+
+    off = rig.gate.remove_client(leaving.client, lives_on=True)
+
+    assert leaving.on() == 2
+    assert off == ()
 
 
 def test_a_channel_in_no_plan_is_enabled_when_nobody_holds_its_gpu(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
@@ -12,10 +13,11 @@ from gates import FakeDriver, Launcher, Rig, Workload, gate_rig, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from native_world import NativeWorld
 from valve_abi import Feature, Order
 
-from valved.machine.ports import LeftOff, WakeOutcome
-from valved.model.ids import ChannelRef, Reach, ServiceId
+from valved.machine.ports import LeftOff, StampKind, WakeOutcome
+from valved.model.ids import ChannelRef, GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)
 REFUSED = 0x65
@@ -214,6 +216,55 @@ def test_no_channel_of_a_predecessor_stays_off_because_the_driver_refused_once(r
     wait_until(lambda: workload.on() == 2, "both run")
 
 
+def test_no_channel_of_a_predecessor_stays_off_because_the_driver_hung_when_it_came_back(
+    hasty: Rig, tmp_path: Path
+) -> None:
+    """Its plan is read beside a running GPU, which nobody walks."""
+    node = NativeWorld(tmp_path, hasty)
+    books, left = node.world.books, node.world.register.channels.leftovers
+    other, back = node.world.offline(gpus=()), node.world.offline(gpus=())
+    channel, owner = node.allocate()
+    key = channel.h_client, channel.h_channel
+    hasty.driver.lib.fake_switch(*key, 0)
+    words = {name: getattr(channel, name) for name in ("h_client", "h_channel", "cid", "h_tsg", "engine", "compute")}
+    ref = ChannelRef(gpu=GpuIndex(0), **words)
+    left.put(ref, books.clients[back].process)
+    hasty.driver.rules.hang_query = 1
+    node.tell(other, *node.allocate())  # given up in the end
+
+    node.tell(back, channel, owner)
+    hasty.driver.rules.hang_query = 0
+    hasty.settle()
+
+    assert node.is_on(key)
+    assert not len(left)
+    node.close()
+
+
+def test_an_enable_of_a_channel_in_the_plan_is_never_lost_to_a_hold_that_comes_and_goes(rig: Rig) -> None:
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    rig.gate.wake(SERVICE)
+    rig.wait_gated(0, False)
+    workload = rig.offline()
+    workload.add()
+    (ref,) = workload.channels
+    rig.driver.lib.fake_switch(ref.h_client, ref.h_channel, 0)
+    steps = [lambda: rig.gate.hold(SERVICE, 0), lambda: rig.gate.wake(SERVICE)]
+
+    @rig.driver.ffi.callback("void(int)")
+    def come_and_go(point: int) -> None:
+        if point == 4 and steps:
+            steps.pop(0)()
+
+    rig.driver.lib.fake_set_between(come_and_go)
+    rig.gate.channels.enable_foreign([ref])
+    rig.settle()
+
+    assert not steps
+    assert workload.on() == 1
+
+
 def test_a_leftover_whose_process_lives_is_never_forgotten_for_a_refusal(rig: Rig) -> None:
     workload = rig.offline()
     ref = workload.allocate()
@@ -282,6 +333,79 @@ def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channe
     ref = left_off_before_our_client_was_lost(rig)
 
     assert rig.gate.channels.enable_unless_held(ref) is LeftOff.ENABLED
+
+
+def stop_refused(rig: Rig, leaving: Workload, online: Launcher) -> None:
+    """The driver says no to each stop, and has stopped the channels all the same. Another process stays in the plan."""
+    rig.gate.wake(SERVICE)
+    rig.wait_gated(0, False)
+    rig.driver.rules.fail_after = 64  # all of a list
+    rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    wait_until(lambda: leaving.on() == 0, "all are off")
+
+
+@pytest.mark.parametrize("reach", [Reach.CHANNEL_OWN, Reach.CHANNEL_FD])
+def test_a_process_is_never_killed_with_channels_off_because_the_driver_refuses_the_stop(
+    rig: Rig, reach: Reach
+) -> None:
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    deny_foreign(rig, reach is Reach.CHANNEL_FD)
+    staying, leaving = rig.offline(), rig.offline()
+    for workload, count in ((staying, 1), (leaving, 2 * 64 + 2)):
+        workload.pass_fd()
+        assert {result.reach for result in workload.add(count)} == {reach}
+    stop_refused(rig, leaving, online)
+
+    rig.gate.remove_client(leaving.client)  # who kills it does so when this returns
+
+    assert leaving.on() == len(leaving.channels)
+
+
+def test_a_stale_channel_never_keeps_its_neighbours_off_because_the_driver_refuses_the_stop(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    staying, leaving = rig.offline(), rig.offline()
+    staying.add()
+    leaving.add(20)
+    stop_refused(rig, leaving, online)
+    leaving.free(leaving.channels.pop(0))
+
+    rig.gate.remove_client(leaving.client)
+
+    assert leaving.on() == len(leaving.channels)
+
+
+def test_a_process_is_never_killed_with_channels_off_because_a_stop_came_while_they_were_enabled(rig: Rig) -> None:
+    """Its file goes with its client. Nothing could enable them after that."""
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+    deny_foreign(rig)
+    staying, leaving = rig.offline(), rig.offline()
+    for workload, count in ((staying, 1), (leaving, 64 + 1)):
+        workload.pass_fd()
+        workload.add(count)
+    refuse_enables(rig)
+    before = rig.driver.counts.enables
+    calls = 1 + 7 + 1  # of a walk: a list of 64 that is refused is halved down to one
+    rig.gate.wake(SERVICE)
+    retried(rig)
+    rig.driver.rules.hang_enable = 1
+    wait_until(lambda: rig.driver.counts.hanging == 1, "an enable of the plan")
+    going = threading.Thread(target=rig.gate.remove_client, args=(leaving.client,))
+    going.start()
+    rig.driver.rules.passes = calls - (rig.driver.counts.enables - before - 1) % calls
+    wait_until(lambda: not rig.driver.rules.passes and rig.driver.counts.hanging == 1, "an enable of who leaves")
+
+    online.launch()
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+    refuse_enables(rig, False)
+    rig.driver.rules.hang_enable = 0
+    going.join()
+
+    assert leaving.on() == len(leaving.channels)
 
 
 class LeavingAndComing(RuleBasedStateMachine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from node_world import MS, SECOND
 
 from valved.abi.link import Feature
 from valved.gate.online import MOST_LEFT
+from valved.gate.permits import rule_of
 from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, Role
@@ -513,8 +515,51 @@ def test_the_books_of_a_service_never_grow_with_every_engine_that_ended(world):
         world.gating.online[service].hear(world.books.clients[hook], world.gate.view(hook))
         world.processes.end(pid)
 
-    assert len(world.gating.online[service].left) == MOST_LEFT
+    assert len(world.gating.online[service].left) <= MOST_LEFT
     assert world.gating.online[service].request_figures()[0] == MOST_LEFT + 10
+
+
+def _counting_hook(world, pid, ended):
+    hook = world.hello(pid, Role.HOOK, features=Feature.HINT).client
+    world.gate.hint(hook, ended, ended)
+    entry = world.books.clients[hook]
+    world.gating.online[entry.service].hear(entry, world.gate.view(hook))
+    return hook
+
+
+def test_requests_of_an_engine_that_comes_back_are_never_counted_twice_because_others_ended(world):
+    root = world.processes.add(500)
+    world.node.launch(root, 5000, Role.ONLINE, "chat")
+    service = world.service_of(world.online(pid=root))
+    world.processes.add(900, parent=root)
+    world.register.leave(_counting_hook(world, 900, 4), "its link broke")
+    for pid in range(1000, 1000 + MOST_LEFT + 10):
+        _counting_hook(world, world.processes.add(pid, parent=root), 1)
+        world.processes.end(pid)
+
+    _counting_hook(world, 900, 4)
+
+    assert world.gating.online[service].request_figures()[0] == 4 + MOST_LEFT + 10
+
+
+def test_what_one_of_two_engines_of_a_process_counted_is_never_lost_when_both_leave(world):
+    chat = world.online(pid=500)
+    hooks = [_counting_hook(world, 500, ended) for ended in (2, 1)]
+    for hook in hooks:
+        world.register.leave(hook, "its link broke")
+
+    assert world.gating.online[world.service_of(chat)].request_figures()[0] == 3
+
+
+def test_a_permission_never_costs_more_calls_than_its_own(world):
+    """It is made for each service four times a second, and dataclasses.asdict copies each number by a call."""
+    online = world.gating.online[world.service_of(world.online())]
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    rule_of(online, world.gating.settings.wake)
+    sys.setprofile(None)
+
+    assert calls == ["rule_of", "__init__"]
 
 
 def test_a_tick_that_fails_is_never_the_last(world, monkeypatch):

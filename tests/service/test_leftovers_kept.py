@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from node_world import World, successor
 
-from valved.machine.ports import ArmResult
+from valved.machine.ports import ArmResult, LeftOff
 from valved.model.ids import Reach
 
 
@@ -49,3 +51,16 @@ def test_a_leftover_that_its_client_reports_and_no_rung_reaches_is_never_forgott
     second.add_channel(client, h_client=h_client)
 
     assert len(second.register.channels.leftovers) == int(out_of_reach)
+
+
+def test_a_leftover_that_its_client_reports_to_a_driver_that_hangs_is_never_forgotten(first):
+    """A plan has it by then, but no walk of it is due where the GPU runs."""
+    h_client = 0xC1D00000 + first.offline(pid=300)
+    second = successor(first)
+    second.gate.next_arm = ArmResult(status=-errno.ETIMEDOUT, reach=Reach.CHANNEL_OWN, want_fd=False, gated=False)
+    second.gate.enable_unless_held = lambda channel: LeftOff.HELD  # it is not even asked
+
+    client = second.hello(300).client
+    second.add_channel(client, h_client=h_client)
+
+    assert [channel.h_client for channel in second.gate.foreign_enabled] == [h_client]

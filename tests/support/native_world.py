@@ -32,7 +32,8 @@ class NativeWorld:
     def until(self, condition, what: str) -> None:
         wait_until(lambda: (self.pump(), condition())[1], what)
 
-    def _channel(self, client: ClientId, gpu: int) -> tuple[int, int]:
+    def allocate(self, gpu: int = 0) -> tuple[Channel, RmClient]:
+        """A channel that the driver has, and nobody has told of."""
         driver = self.rig.driver
         fd, subdevice = driver.ffi.new("int *"), driver.ffi.new("uint32_t *")
         h_client = driver.lib.fake_client(fd, subdevice, gpu)
@@ -51,9 +52,15 @@ class NativeWorld:
         owner = RmClient(
             gpu_uuid=bytes(16), device_instance=gpu, h_client=h_client, h_device=6, h_subdevice=subdevice[0], has_fd=1
         )
+        return channel, owner
+
+    def tell(self, client: ClientId, channel: Channel, owner: RmClient) -> tuple[int, int]:
         self.world.register.handle(client, self.world.packet(LinkType.RM_CLIENT, owner), [lend()])
         self.world.register.handle(client, self.world.packet(LinkType.CHANNEL_ADD, channel), [])
-        return h_client, 0x5C000010
+        return channel.h_client, channel.h_channel
+
+    def _channel(self, client: ClientId, gpu: int) -> tuple[int, int]:
+        return self.tell(client, *self.allocate(gpu))
 
     def offline(self, gpu: int = 0) -> tuple[ClientId, tuple[int, int]]:
         """A process with one channel: its client id and the channel."""

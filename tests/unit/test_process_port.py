@@ -326,3 +326,21 @@ def test_no_process_has_ended_while_a_thread_of_it_runs() -> None:
     assert exits.has_ended("it")
     assert processes.is_gone(process)
     exits.close()
+
+
+def test_a_process_that_is_watched_is_never_given_up_because_it_is_asked_for_again() -> None:
+    """Its number may mean another by then, and there may be no descriptor."""
+    processes = LinuxProcesses()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = ProcessId(pid=child.pid, start_time=processes.start_time(child.pid) or 0)
+    exits, gone = Exits(FakeReactor(), processes, VirtualClock()), list[str]()
+    exits.await_end(process, lambda: gone.append("told"))
+
+    with left(0):
+        exits.await_end(process, lambda: gone.append("told"))
+    child.communicate()
+
+    assert exits.has_ended(process)
+    exits.await_end(process, lambda: gone.append("told"))
+    assert gone == ["told"]
+    exits.close()

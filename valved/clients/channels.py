@@ -200,7 +200,7 @@ class Channels:
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            self.leftovers.keep(channel, entry.process, self._port.enable_unless_held(channel), armed.reach)
+            self.leftovers.enable_reported(channel, entry.process, self._port, armed.reach)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False

@@ -105,7 +105,7 @@ class ClaimedRoots:
         if entry.root is None:
             self._drop_service(service)
         else:
-            self.watch_root(entry.root)  # anew: one that had ended before its clients is watched no longer
+            self.watch_root(entry.root)  # it may have ended before its clients
 
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._gating.online:

@@ -51,12 +51,18 @@ class Exits:
         return True
 
     def await_end(self, process: ProcessId, gone: Callable[[], None]) -> None:
-        """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched. Who is watched
-        already stays so: that descriptor is its own, whoever has its number by now."""
-        is_watched = process in self._fds
+        """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched.
+
+        Who is watched goes on being so, for whoever asked first: its number may mean another process by now.
+        """
+        if process in self._fds:
+            if self.has_ended(process):
+                self.forget(process)
+                gone()
+            return
         try:
-            is_there = is_watched or self.watch(process, process.pid, gone)
-            start_time = self.processes.start_time(process.pid) if is_there and not is_watched else None
+            is_there = self.watch(process, process.pid, gone)
+            start_time = self.processes.start_time(process.pid) if is_there else None
         except OSError:
             self.forget(process)
             if self.processes.is_gone(process):  # its number is another's, whom we may not look at

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from valved.machine.ports import GatePort, LeftOff, ProcessPort
+from valved.machine.ports import ChannelPort, GatePort, LeftOff, ProcessPort
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Reach
 
 
@@ -41,12 +41,21 @@ class Leftovers:
         self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left, is_out_of_reach=is_out_of_reach)
         self._owners[owner] += 1
 
-    def keep(self, channel: ChannelRef, owner: ProcessId, outcome: LeftOff, reach: Reach = Reach.NONE) -> bool:
-        """One that was tried: what is still owed goes on being so, unless a plan has it."""
-        is_owed = reach is Reach.NONE and outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH)
+    def keep(self, channel: ChannelRef, owner: ProcessId, outcome: LeftOff) -> bool:
+        """One that was tried, and that no plan has: what is still owed goes on being so."""
+        is_owed = outcome in (LeftOff.HELD, LeftOff.OUT_OF_REACH)
         if is_owed:
             self.put(channel, owner, is_out_of_reach=outcome is LeftOff.OUT_OF_REACH)
         return is_owed
+
+    def enable_reported(self, channel: ChannelRef, owner: ProcessId, port: ChannelPort, reach: Reach) -> None:
+        """Its client is back, and nobody holds the GPU. A plan that is read there late (the driver hung) nobody walks:
+        the enable must not be lost.
+        """
+        if channel.compute and reach is not Reach.NONE:
+            port.enable_foreign([channel])
+        else:
+            self.keep(channel, owner, port.enable_unless_held(channel))
 
     def _pop(self, key: tuple[int, int]) -> Leftover | None:
         left = self._channels.pop(key, None)

@@ -225,7 +225,7 @@ class Register:
         for key in list(entry.channels):
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
-        self._gating.client_left(entry)
+        self._gating.client_left(entry, self._exits.processes.is_gone)
         self.listener.client_left(entry, is_dead=is_dead)
         connection = self._connections.pop(client, None)
         if connection is not None:

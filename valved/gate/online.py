@@ -24,7 +24,7 @@ from valved.policy.wake import WakeDecision
 from valved.state.registry import ClientEntry
 from valved.state.stats import Histogram
 
-MOST_LEFT = 256  # who left before so many others is not expected back
+MOST_LEFT = 256  # of so many that left it is asked who has ended; if none has, the oldest is not expected back
 AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
 
 
@@ -156,14 +156,18 @@ class OnlineService:
             self.tallies[client.id] = tally
         return tally
 
-    def forget(self, client: ClientEntry) -> None:
+    def forget(self, client: ClientEntry, is_gone: Callable[[ProcessId], bool]) -> None:
         """A client left. Its process may connect again, and says then what it counted in all."""
-        tally = self.tallies.pop(client.id, None)
+        tally, key = self.tallies.pop(client.id, None), (client.process, client.role)
         if tally is None or not tally.is_heard:
             return
-        self.left[client.process, client.role] = tally
+        if key in self.left:  # of another engine in the process: nobody could tell who comes back
+            self.past_requests.absorb(self.left.pop(key))
+        self.left[key] = tally
         if len(self.left) > MOST_LEFT:
-            self.past_requests.absorb(self.left.pop(next(iter(self.left))))
+            ended = [left for left in self.left if is_gone(left[0])]
+            for left in ended or [next(iter(self.left))]:
+                self.past_requests.absorb(self.left.pop(left))
 
     def request_figures(self) -> tuple[int, int, list[int]]:
         """Requests ended, most preemptions of one, and the histogram."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from valved.gate.online import OnlineService
 from valved.gate.records import GateRecords
@@ -174,7 +174,15 @@ def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
         learn_ns=online.cooldown.gap_ns,
         watch_since_ns=online.watch_since_ns,
         looking_since_ns=online.watch_since_ns,
-        **asdict(settings),
+        watcher_lease_ns=settings.watcher_lease_ns,
+        dead_look_ns=settings.dead_look_ns,
+        hint_lease_ns=settings.hint_lease_ns,
+        refused_backoff_ns=settings.refused_backoff_ns,
+        leak_ns=settings.leak_ns,
+        leak_cooldowns=settings.leak_cooldowns,
+        look_share=settings.look_share,
+        look_least_ns=settings.look_least_ns,
+        look_most_ns=settings.look_most_ns,
     )
 
 

@@ -144,6 +144,7 @@ class NativeChannels:
         stop_now: Sequence[ArmedChannel] = (),
         run_now: Sequence[ArmedChannel] = (),
         leaving: GateClient | None = None,
+        was_off: Any = ffi.NULL,
     ) -> int:
         """Hand the issuer its new list. 0, or what stopping `stop_now` met (only while the GPU is stopped)."""
         groups = [
@@ -154,7 +155,7 @@ class NativeChannels:
         arguments: list[Any] = []
         for group in groups:
             arguments += [ffi.new("struct valve_entry[]", group), len(group)]
-        return int(lib.valve_arm(self._gate, gpu, *arguments))
+        return int(lib.valve_arm(self._gate, gpu, *arguments, was_off))
 
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None:
         """Forget a channel that its process frees. It is not enabled first: an enabled channel would run its group."""
@@ -256,11 +257,9 @@ class NativeChannels:
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             kept = _can_wait(gone) if lives_on else []
-            is_off = self._is_gated(gpu)
-            status = self._arm(gpu, run_now=[channel for channel in gone if channel not in kept], leaving=holder)
-            if lives_on:  # a stop may have come before the new list, or comes before it is read
-                is_off |= self._is_gated(gpu) or status == -errno.ETIMEDOUT
-            off.extend(channel.ref for channel in (kept if lives_on else gone) if is_off)
+            was_off = ffi.new("uint32_t *", 1)  # where the driver hangs, too: a stop may come first
+            self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was_off)
+            off.extend(channel.ref for channel in (kept if lives_on else gone) if was_off[0])
         return tuple(off)
 
     def _is_gated(self, gpu: GpuIndex) -> bool:

@@ -8,7 +8,7 @@ registration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from valved.abi.link import Feature
 from valved.gate.accounts import book_hold, held_by
@@ -19,7 +19,7 @@ from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, Stamp, StampKind
-from valved.model.ids import GpuIndex, Reach, Role, ServiceId
+from valved.model.ids import GpuIndex, ProcessId, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
 from valved.state.journal import Journal
@@ -122,10 +122,10 @@ class GateService:
             self._gate.set_hints(client.id)
         self.permits.look_soon(online)
 
-    def client_left(self, client: ClientEntry) -> None:
+    def client_left(self, client: ClientEntry, is_gone: Callable[[ProcessId], bool]) -> None:
         online = self.online.get(client.service)
         if online is not None:
-            online.forget(client)
+            online.forget(client, is_gone)
             self.permits.look_soon(online)
 
     def is_stopped(self, gpu: GpuIndex) -> bool:

@@ -223,7 +223,6 @@ class KvService:
     def _wait_for_end(self, entry: ClientEntry) -> None:
         """Its link broke first. As a rule the process is ending; else it may come back."""
         process = entry.process
-        self._exits.forget(process)
 
         def gone() -> None:
             self._exits.forget(process)

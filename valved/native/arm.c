@@ -205,10 +205,11 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
- * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held. */
+ * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held.
+ * *was_off: whether what leaves with the plan before may be off. Left alone where nobody knows; NULL: nobody asks. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
-              uint32_t run_count)
+              uint32_t run_count, uint32_t *was_off)
 {
 	struct gpu *gpu = &gate->gpu[index];
 	struct mail *mail = mail_new(&(struct mail){.kind = MAIL_PLAN});
@@ -229,6 +230,8 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 		return -ETIMEDOUT;
 	}
 	status = mail->status;
+	if (was_off)
+		*was_off = mail->was_off;
 	mail_reap(gpu);
 	return status;
 }

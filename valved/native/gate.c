@@ -36,11 +36,15 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 	return load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
 }
 
-/* A GPU whose channels run, or may after a stop that was refused, is held: nobody enables more of it first. */
+/* Issuer: a GPU whose channels run, or may after a stop that was refused, is held: nobody enables more of it first. A hold
+ * whose stop was tried is no reason to wait: it may fail for as long as the hold lasts, and who leaves is to be enabled. */
 bool gpu_is_awaited(const struct gpu *gpu)
 {
-	return gpu->state != VALVE_GPU_STOPPED &&
-	       gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
+	uint64_t holders = load_full(&gpu->holders);
+
+	if (gpu->state == VALVE_GPU_FAILED && (uint32_t)(holders >> 32) == gpu->closings)
+		return false;
+	return gpu->state != VALVE_GPU_STOPPED && gpu_target(gpu, holders) == VALVE_GPU_STOPPED;
 }
 
 static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve_gpu_info *info)

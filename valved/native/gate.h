@@ -21,6 +21,7 @@ enum valve_point {
 	VALVE_POINT_WAKE_OPENED = 1, /* wake: words are open, counters not yet re-read */
 	VALVE_POINT_WAKE_PROVEN = 2, /* wake: all clients were idle, the hold not yet dropped */
 	VALVE_POINT_ENABLING = 3,    /* issuer: about to enable, the driver not yet called */
+	VALVE_POINT_MAIL = 4,        /* issuer: about to carry out a mail, and through with it */
 };
 
 struct valve_config {
@@ -248,6 +249,6 @@ int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
 int valve_rm_owns(int fd, uint32_t h_client, uint32_t h_subdevice, uint32_t gpu_id, const uint8_t *uuid);
 int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
-              uint32_t run_count);
+              uint32_t run_count, uint32_t *was_off);
 
 #endif

@@ -234,10 +234,18 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 
 static void answer(struct gpu *gpu, struct mail *mail)
 {
+	at_point(gpu->gate, VALVE_POINT_MAIL);
+	/* As when its plan was taken, or stopped since: no mail runs the GPU. */
+	mail->was_off = gpu->state >= VALVE_GPU_STOPPED;
 	take_off(gpu, now_ns());
 	mail->status = mail_carry_out(gpu, mail);
+	at_point(gpu->gate, VALVE_POINT_MAIL);
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
+	while (plan_channels(mail->run_now) && gpu_is_awaited(gpu)) {
+		follow(gpu); /* which cut it; and its client, which the rest may need, goes with the answer */
+		issuer_run(gpu, mail->run_now, NULL);
+	}
 	if (!late_keep(gpu, mail))
 		mail_spend(gpu, mail);
 	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */

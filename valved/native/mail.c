@@ -32,11 +32,12 @@ static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held
 
 	if (is_open(gpu) || !(unless_held || in_plan)) {
 		status = step->ops->begin(gpu, step, false);
-		if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
-			store_release(&gpu->state, VALVE_GPU_ENABLING);
 		if (!status && !step->on.numChannels)
 			status = NV_ERR_OBJECT_NOT_FOUND;
 	}
+	/* A hold that it was left to may be over before it is followed. */
+	if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
+		store_release(&gpu->state, VALVE_GPU_ENABLING);
 	if (!status || unless_held)
 		late_forget(mail->run_now);
 	return status;
