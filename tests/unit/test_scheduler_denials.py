@@ -1,12 +1,14 @@
 """Pods to which their node cannot give their GPUs move on like those that miss their SLA, and no other pod does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from controller_world import World, achieved, running
-from reports import pod, uuids
+from reports import harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
+from valve_kube.policies import BRAKE
 from valve_scheduler.controller.rounds import ControllerSettings
 
 Json = dict[str, Any]
@@ -62,6 +64,14 @@ def denied(name: str, why: tuple[str, str], *, node: str = "n1", sla: str = "", 
     return found
 
 
+def reporting() -> World:
+    """Two nodes that harvest."""
+    world = World()
+    for node in ("n1", "n2"):
+        world.report(node)
+    return world
+
+
 def moved(world: World) -> list[tuple[str, str]]:
     """By name, and why; of a controller that looks at all pods."""
     world.round()
@@ -71,7 +81,7 @@ def moved(world: World) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("sla", ["", "0.3"])
 @pytest.mark.parametrize("why", DENIED)
 def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, sla: str) -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", DENIED[why], sla=sla))
     assert moved(world) == []
     world.now_s += PATIENCE_S - 1
@@ -87,7 +97,7 @@ def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, 
 
 @pytest.mark.parametrize("why", OF_ITS_OWN)
 def test_a_pod_that_would_start_nowhere_else_either_is_left_where_it_is(why: str) -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", OF_ITS_OWN[why]))
     moved(world)
     world.now_s += 10 * PATIENCE_S
@@ -96,7 +106,7 @@ def test_a_pod_that_would_start_nowhere_else_either_is_left_where_it_is(why: str
 
 
 def test_a_bare_pod_is_never_lost_for_want_of_its_gpus() -> None:
-    world = World()
+    world = reporting()
     for number, why in enumerate(DENIED.values()):
         world.pods.sink.put(denied(f"p{number}", why, owner=""))
     moved(world)
@@ -106,7 +116,7 @@ def test_a_bare_pod_is_never_lost_for_want_of_its_gpus() -> None:
 
 
 def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
-    world, why = World(), DENIED["valved refuses it"]
+    world, why = reporting(), DENIED["valved refuses it"]
     for name in ("starts", "ends", "leaves"):
         world.pods.sink.put(denied(name, why, owner=name))
     moved(world)
@@ -125,7 +135,7 @@ def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
 
 def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> None:
     """Nor those of one owner faster than its back-off: they would come back, and be moved again."""
-    world, why = World(), DENIED["the runtime finds no such device"]
+    world, why = reporting(), DENIED["the runtime finds no such device"]
     for number in range(4):
         world.pods.sink.put(denied(f"p{number}", why, owner="job-1" if number < 2 else f"job-{number}"))
     moved(world)
@@ -144,7 +154,7 @@ def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> N
 
 def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus() -> None:
     """A tenant can name its command so that the runtime's words are of devices, and use up the budget of others."""
-    world = World()
+    world = reporting()
     world.profile()
     world.pods.sink.put(running())
     world.pods.sink.put(denied("p0", DENIED["its hook fails"], node="n2", sla="0.9", owner="job-2"))
@@ -159,8 +169,39 @@ def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus()
     assert moved(world) == [("p0", "PlaceLost")]
 
 
+def hold_by_the_brake(world: World, is_held: bool) -> None:
+    world.policy(BRAKE, paused=is_held)
+
+
+def hold_by_the_node(world: World, is_held: bool) -> None:
+    world.report("n1", phase="Paused" if is_held else "Harvesting")
+
+
+def hold_by_a_guard(world: World, is_held: bool) -> None:
+    node = harvest_node("n1")
+    node["status"]["gpus"][0]["harvestable"] = not is_held
+    world.nodes.sink.put(node)
+
+
+@pytest.mark.parametrize("hold", [hold_by_the_brake, hold_by_the_node, hold_by_a_guard])
+def test_a_pause_never_evicts(hold: Callable[[World, bool], None]) -> None:
+    """Nor does the time before it count afterwards."""
+    world = reporting()
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"], sla="0.3"))
+    assert moved(world) == []
+    hold(world, True)
+    world.now_s += PATIENCE_S
+    assert moved(world) == []
+
+    hold(world, False)
+    world.now_s += 10 * PATIENCE_S
+    assert moved(world) == []
+    world.now_s += PATIENCE_S
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
 def test_nothing_is_moved_that_cannot_be_stored() -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
     moved(world)
     world.now_s += PATIENCE_S

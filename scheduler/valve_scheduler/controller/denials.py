@@ -2,14 +2,14 @@
 
 The kubelet tries such a pod for ever, and its GPUs and slots are taken. Another node may do better. So once that has
 lasted the pod is moved by the budget and the back-off of those that miss their SLA, and its owner keeps away from the
-node as theirs do. A pod that nothing would make anew stays."""
+node as theirs do. A pod that nothing would make anew stays. While harvesting is held on the node nothing counts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from valve_kube.client import Json
 from valve_kube.devices import denied_devices
-from valve_kube.objects import offline_pod, pod_place
+from valve_kube.objects import PodPlace, offline_pod, pod_place
 from valve_kube.owners import is_bare, key_of_owner
 
 from valve_scheduler.controller.monitor import Sample, Track, Verdict
@@ -31,14 +31,14 @@ class Denials:
         self._patience_s = patience_s
         self.of: dict[str, Denial] = {}  # by UID of the pod
 
-    def look(self, pods: Iterable[Json], now_s: float) -> None:
+    def look(self, pods: Iterable[Json], is_held: Callable[[PodPlace], bool], now_s: float) -> None:
         before, self.of = self.of, {}
         for pod in pods:
             why = denied_devices(pod.get("status") or {})
             if not why or is_bare(pod) or pod["metadata"].get("deletionTimestamp"):
                 continue
             place = pod_place(pod)
-            if place.node and not place.finished:
+            if place.node and not place.finished and not is_held(place):
                 since_s = before[place.uid].since_s if place.uid in before else now_s
                 note = f"{place.node} cannot give it its GPUs: {why}; placed anew"
                 self.of[place.uid] = Denial(pod=pod, note=note, since_s=since_s)

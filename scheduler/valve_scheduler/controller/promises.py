@@ -110,7 +110,7 @@ class Promises:
     async def _denied(self, now_s: float) -> list[tuple[Json, Track]]:
         """Pods that have lacked their devices for long enough. An eviction is stored with their owner, who needs an
         object for it."""
-        self._denials.look(self._caches.pods.items.values(), now_s)
+        self._denials.look(self._caches.pods.items.values(), self._is_held, now_s)
         found = await each(self._denials.lasting(now_s), denied_track)
         await self._book.open(pod for pod, _ in found)
         return found
