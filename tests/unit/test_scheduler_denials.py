@@ -200,6 +200,38 @@ def test_a_pause_never_evicts(hold: Callable[[World, bool], None]) -> None:
     assert moved(world) == [("p1", "PlaceLost")]
 
 
+@pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])
+@pytest.mark.parametrize("why", DENIED)
+def test_a_pod_is_never_moved_for_a_container_that_asks_for_no_gpu(why: str, kind: str) -> None:
+    """Its own container runs, and goes on to be judged by its SLA."""
+    world = reporting()
+    world.profile()
+    one, side = running(), denied("side", DENIED[why])["status"]["containerStatuses"][0] | {"name": "side"}
+    of_work = {"name": "work", "state": {"running": {"startedAt": "2025-12-31T00:00:00Z"}}}
+    one["spec"]["containers"].append({"name": "side"})
+    one["status"]["containerStatuses"] = [of_work]
+    one["status"][kind] = [*one["status"].get(kind, []), side]
+    world.pods.sink.put(one)
+    world.report(offline=achieved(0.0, 0.0))
+    moved(world)
+    world.now_s += 900.0
+    world.report(offline=achieved(90_000.0, 900.0))
+
+    assert moved(world) == [("p1", "SLAMissed")]
+
+
+def test_an_init_container_that_is_denied_its_gpu_counts() -> None:
+    world = reporting()
+    one = denied("p1", DENIED["its hook fails"])
+    one["spec"]["initContainers"] = [one["spec"]["containers"][0] | {"name": "first"}]
+    one["status"]["initContainerStatuses"] = [one["status"].pop("containerStatuses")[0] | {"name": "first"}]
+    world.pods.sink.put(one)
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
 def test_nothing_is_moved_that_cannot_be_stored() -> None:
     world = reporting()
     world.pods.sink.put(denied("p1", DENIED["its hook fails"]))

@@ -34,7 +34,7 @@ class Denials:
     def look(self, pods: Iterable[Json], is_held: Callable[[PodPlace], bool], now_s: float) -> None:
         before, self.of = self.of, {}
         for pod in pods:
-            why = denied_devices(pod.get("status") or {})
+            why = denied_devices(pod)
             if not why or is_bare(pod) or pod["metadata"].get("deletionTimestamp"):
                 continue
             place = pod_place(pod)
