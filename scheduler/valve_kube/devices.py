@@ -1,7 +1,7 @@
 """Whether a node fails to give a container its devices, as its kubelet says in the status of the pod. Pure.
 
 The kubelet tries such a container for ever. What else keeps a container from being made (a Secret that is missing, a
-command that does not exist) is as true on any other node."""
+command that does not exist, an image that wants another driver or brings libraries of one) is as true on other nodes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +24,9 @@ _NOT_STARTED = frozenset(
     }
 )
 _OF_DEVICES = re.compile(r"\bCDI\b|\bdevice plugin\b|\bnvidia-(?:container|cdi|ctk)|/dev/nvidia")
+_OF_THE_IMAGE = re.compile(
+    r"\brequirement error\b|\bunsatisfied condition\b|\bldcache error\b|\bmount error: [^\n]{0,512}\bfile exists\b"
+)
 _MOST_TEXT = 256  # characters: events show it, and the views of pods keep it
 
 
@@ -31,7 +34,8 @@ def denied_devices(pod: Object) -> str:
     """The kubelet's words from the first on that speaks of devices; empty where no container lacks them that asks for
     harvested GPUs."""
     for reason, message in _troubles(pod):
-        if reason in _NOT_STARTED and (found := _OF_DEVICES.search(message)):
+        found = _OF_DEVICES.search(message) if reason in _NOT_STARTED else None
+        if found and not _OF_THE_IMAGE.search(message):
             return message[found.start() :][:_MOST_TEXT]
 
     return ""

@@ -43,6 +43,25 @@ OF_ITS_OWN = {
     "a disk": ("CreateContainerError", "failed to create containerd container: no space left on device"),
     "an image": ("ImagePullBackOff", "Back-off pulling image registry/CDI"),
     "a pull": ("ContainerCreating", ""),
+    "a driver that its image wants": (
+        "RunContainerError",
+        "OCI runtime create failed: runc create failed: error running prestart hook #0: exit status 1, stderr: "
+        "Auto-detected mode as 'legacy'\nnvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, "
+        "please update your driver to a newer version, or use an earlier cuda container: unknown",
+    ),
+    "a driver that its image wants, by CDI": (
+        "RunContainerError",
+        "error modifying OCI spec: nvidia-container-runtime: requirements not met: unsatisfied condition: cuda>=12.8",
+    ),
+    "libraries in its image": (
+        "RunContainerError",
+        "OCI runtime create failed: stderr: nvidia-container-cli: mount error: file creation failed: "
+        "/run/containerd/rootfs/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1: file exists: unknown",
+    ),
+    "the linker of its image": (
+        "RunContainerError",
+        "stderr: nvidia-container-cli: ldcache error: process /sbin/ldconfig failed with error code: 1: unknown",
+    ),
 }
 
 
