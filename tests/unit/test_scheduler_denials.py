@@ -9,6 +9,7 @@ from reports import harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
 from valve_kube.policies import BRAKE
+from valve_scheduler import metrics
 from valve_scheduler.controller.rounds import ControllerSettings
 
 Json = dict[str, Any]
@@ -217,6 +218,34 @@ def test_a_pause_never_evicts(hold: Callable[[World, bool], None]) -> None:
     assert moved(world) == []
     world.now_s += PATIENCE_S
     assert moved(world) == [("p1", "PlaceLost")]
+
+
+def test_a_pod_that_valve_never_placed_is_never_moved() -> None:
+    world = reporting()
+    unplaced = "valve: default/p1 has no placement (valve.gpu/gpus); was it bound by valve-scheduler?"
+    one = denied("p1", ("CreateContainerConfigError", f"device plugin PreStartContainer rpc failed: {unplaced}"))
+    del one["metadata"]["annotations"][names.GPUS]
+    world.pods.sink.put(one)
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+@pytest.mark.parametrize(
+    "annotations", [{names.GPUS_REQUIRED: "none"}, {names.SLA: "all of it"}, {names.PROFILE: "a b"}]
+)
+def test_a_denied_pod_that_cannot_be_read_is_never_counted_in_each_round(annotations: dict[str, str]) -> None:
+    world = reporting()
+    one = denied("p1", DENIED["its hook fails"])
+    one["metadata"]["annotations"] |= annotations
+    world.pods.sink.put(one)
+    before = metrics.invalid.labels("Pod")._value.get()
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert moved(world) == []
+    assert metrics.invalid.labels("Pod")._value.get() == before
 
 
 @pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])

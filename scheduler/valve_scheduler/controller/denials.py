@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from valve_kube.client import Json
 from valve_kube.devices import denied_devices
+from valve_kube.errors import InvalidObject
 from valve_kube.objects import PodPlace, offline_pod, pod_place
 from valve_kube.owners import is_bare, key_of_owner
 
@@ -38,7 +39,7 @@ class Denials:
             if not why or is_bare(pod) or pod["metadata"].get("deletionTimestamp"):
                 continue
             place = pod_place(pod)
-            if place.node and not place.finished and not is_held(place):
+            if place.node and place.gpu_uuids and not place.finished and not is_held(place):
                 since_s = before[place.uid].since_s if place.uid in before else now_s
                 note = f"{place.node} cannot give it its GPUs: {why}; placed anew"
                 self.of[place.uid] = Denial(pod=pod, note=note, since_s=since_s)
@@ -48,9 +49,12 @@ class Denials:
         return [one.pod for one in self.of.values() if now_s - one.since_s >= self._patience_s]
 
 
-def denied_track(pod: Json) -> Track:
-    """The pod as one that wants to move; it has made nothing of what it was promised."""
-    wish, place = offline_pod(pod), pod_place(pod)
+def denied_track(pod: Json) -> Track | None:
+    """The pod as one that wants to move; it has made nothing of what it was promised. None: it cannot be read."""
+    try:
+        wish, place = offline_pod(pod), pod_place(pod)
+    except InvalidObject:
+        return None
     sample = Sample(
         pod_uid=wish.uid,
         owner_uid=key_of_owner(wish.namespace, wish.owner_uid),
