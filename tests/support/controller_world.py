@@ -9,7 +9,7 @@ from typing import Any
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
-from valve_scheduler.controller.monitor import MonitorSettings
+from valve_scheduler.controller.monitor import MonitorSettings, Sample, Track, Verdict
 from valve_scheduler.controller.rounds import Controller, ControllerSettings
 
 Json = dict[str, Any]
@@ -131,6 +131,22 @@ def running(sla: str = "0.3") -> Json:
     found["status"]["startTime"] = datetime.fromtimestamp(NOW_S - 1_000, timezone.utc).isoformat()
 
     return found
+
+
+def missing(uid: str, sla: float, namespace: str = "default") -> Track:
+    """A pod that wants to move."""
+    sample = Sample(
+        pod_uid=uid,
+        owner_uid=f"owner-{uid}",
+        namespace=namespace,
+        node="n1",
+        sla=sla,
+        standalone_tokens_per_s=1.0,
+        runtime_s=1e5,
+        demand_s=1e5,
+        tokens=0.0,
+    )
+    return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, achieved=0.0)
 
 
 def refused_pod() -> Json:

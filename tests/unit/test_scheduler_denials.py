@@ -1,16 +1,19 @@
 """Pods to which their node cannot give their GPUs move on like those that miss their SLA, and no other pod does."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from controller_world import World, achieved, running
+from controller_world import World, achieved, missing, running
 from reports import harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
 from valve_kube.policies import BRAKE
 from valve_scheduler import metrics
+from valve_scheduler.controller.monitor import MonitorSettings, Owner
 from valve_scheduler.controller.rounds import ControllerSettings
+from valve_scheduler.controller.turns import choose
 
 Json = dict[str, Any]
 PATIENCE_S = ControllerSettings().patience_s
@@ -172,21 +175,39 @@ def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> N
     assert sorted(rounds) == [1, 1, 2]
 
 
-def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus() -> None:
+@pytest.mark.parametrize("before_s", [0.0, 30.0, 300.0])
+def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus(before_s: float) -> None:
     """A tenant can name its command so that the runtime's words are of devices, and use up the budget of others."""
     world = reporting()
     world.profile()
     world.pods.sink.put(running())
-    world.pods.sink.put(denied("p0", DENIED["its hook fails"], node="n2", sla="0.9", owner="job-2"))
+    for number in range(4):
+        crafted = denied(f"d{number}", DENIED["its hook fails"], node="n2", sla="0.9", owner=f"crafted-{number}")
+        world.pods.sink.put(crafted)
     world.report(offline=achieved(0.0, 0.0))
     moved(world)
-    world.now_s += 900.0
+    if before_s:
+        world.now_s += 900.0 - before_s
+        world.report(offline=achieved(80_000.0, 900.0 - before_s))
+        assert moved(world) == [("d0", "PlaceLost")]
+    world.now_s += before_s or 900.0
     world.report(offline=achieved(90_000.0, 900.0))
 
-    assert moved(world) == [("p1", "SLAMissed")]
-    world.pods.sink.drop(running())
-    world.now_s += 900.0
-    assert moved(world) == [("p0", "PlaceLost")]
+    assert ("p1", "SLAMissed") in moved(world)
+
+
+def test_denied_pods_never_have_more_than_a_quarter_of_the_budget() -> None:
+    """Whoever else moves: theirs is a budget of their own."""
+    rules = MonitorSettings(budget_share=0.5)
+    tracks, crafted = ([missing(f"{kind}{n}", 0.5, kind) for n in range(9)] for kind in "ab")
+
+    found = choose(tracks, {}, 16, 1e6, rules, {}, crafted)
+    assert Counter(track.sample.namespace for track in found) == {"a": 8, "b": 2}
+    owners = {f"owner-b{n}": Owner(evicted_at_s=(1e6 - 9.0,)) for n in range(2)}
+    found = choose(tracks, owners, 16, 1e6, rules, {}, crafted, Counter(owners.keys()))
+    assert Counter(track.sample.namespace for track in found) == {"a": 8}
+    found = choose([], owners, 16, 1e6 + rules.budget_s, rules, {}, crafted[2:], Counter(owners.keys()))
+    assert Counter(track.sample.namespace for track in found) == {"b": 2}
 
 
 def hold_by_the_brake(world: World, is_held: bool) -> None:

@@ -1,9 +1,10 @@
 """Offline pods to which their node cannot give their GPUs: a CDI description is missing, a plugin or a hook fails.
 
 The kubelet tries such a pod for ever, and its GPUs and slots are taken. Another node may do better. So once that has
-lasted the pod is moved by the budget and the back-off of those that miss their SLA, and its owner keeps away from the
-node as theirs do. A pod that nothing would make anew stays. While harvesting is held on the node nothing counts."""
+lasted the pod is moved, by a small budget and by the back-off of those that miss their SLA, and its owner keeps away from
+the node as theirs do. A pod that nothing would make anew stays. While harvesting is held on the node nothing counts."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Denials:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self.of: dict[str, Denial] = {}  # by UID of the pod
+        self._moved: list[tuple[float, str]] = []  # when, and of which owner
 
     def look(self, pods: Iterable[Json], is_held: Callable[[PodPlace], bool], now_s: float) -> None:
         before, self.of = self.of, {}
@@ -47,6 +49,15 @@ class Denials:
     def lasting(self, now_s: float) -> list[Json]:
         """The pods to move."""
         return [one.pod for one in self.of.values() if now_s - one.since_s >= self._patience_s]
+
+    def moved(self, owner_uid: str, now_s: float) -> None:
+        """A pod of that owner went."""
+        self._moved.append((now_s, owner_uid))
+
+    def spent(self, now_s: float, budget_s: float) -> Counter[str]:
+        """Moves of late, by owner."""
+        self._moved = [one for one in self._moved if now_s - one[0] < budget_s]
+        return Counter(uid for _, uid in self._moved)
 
 
 def denied_track(pod: Json) -> Track | None:

@@ -73,7 +73,8 @@ class Promises:
         waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         without = [track for _, track in denied]
-        chosen = choose(movable, owners, len(running), now_s, rules, homes, without)
+        spent = self._denials.spent(now_s, rules.budget_s)
+        chosen = choose(movable, owners, len(running), now_s, rules, homes, without, spent)
         for uid, tracks in _by_owner(chosen).items():
             with apart(pods[tracks[0].sample.pod_uid]):
                 owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
@@ -97,6 +98,8 @@ class Promises:
             if await self._hands.evict(pods[pod], *self._why(track)):
                 done = gone(done, track, now_s, rules, was_guarded=pod in guarded)
                 self._records.keep(uid, done)
+                if pod in self._denials.of:
+                    self._denials.moved(uid, now_s)
 
         return done
 

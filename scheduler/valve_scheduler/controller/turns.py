@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, choose_evictions, evicted
 
@@ -14,22 +15,37 @@ def choose(
     settings: MonitorSettings,
     namespaces: Mapping[str, str],
     denied: Sequence[Track] = (),
+    spent: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Track]:
-    """Who goes now: of all namespaces those that were promised something, then best effort from what is left, then who
-    is denied its devices: a tenant can make a container fail with any words."""
-    promised = [track for track in tracks if not track.sample.is_best_effort]
-    rest = [track for track in tracks if track.sample.is_best_effort]
-    chosen: list[Track] = []
+    """Who goes now: of all namespaces those that were promised something, then best effort from what is left.
+
+    Who is denied its devices has a budget of its own, a quarter of that one: a tenant can make a container fail with
+    any words, and takes nothing of others. `spent`: by owner, how many moves of late were from that budget."""
+    budget = max(1, int(settings.budget_share * running))
+    own = sum(min(count, _recent(owners[uid], now_s, settings)) for uid, count in spent.items() if uid in owners)
     after, homes = dict(owners), dict(namespaces)
-    for waiting in (promised, rest, denied):
-        found = choose_evictions(waiting, after, running, now_s, settings, homes)
+
+    def take(waiting: Sequence[Track], left: int) -> list[Track]:
+        """`left` by its own count: what was used up is added, as `choose_evictions` takes it off."""
+        if left <= 0:
+            return []
+        used = sum(_recent(owner, now_s, settings) for owner in after.values())
+        found = choose_evictions(waiting, after, used + left, now_s, replace(settings, budget_share=1.0), homes)
         for track in found:
             uid = track.sample.owner_uid
             after[uid] = gone(after.get(uid, Owner()), track, now_s, settings)
             homes[uid] = track.sample.namespace
-        chosen += found
+        return found
 
-    return chosen
+    left = budget + own - sum(_recent(owner, now_s, settings) for owner in owners.values())
+    chosen = take([track for track in tracks if not track.sample.is_best_effort], left)
+    chosen += take([track for track in tracks if track.sample.is_best_effort], left - len(chosen))
+
+    return chosen + take(denied, max(1, budget // 4) - own)
+
+
+def _recent(owner: Owner, now_s: float, settings: MonitorSettings) -> int:
+    return sum(now_s - at_s < settings.budget_s for at_s in owner.evicted_at_s)
 
 
 def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings, *, was_guarded: bool = False) -> Owner:
