@@ -1,7 +1,7 @@
 """Whether a node fails to give a container its devices, as its kubelet says in the status of the pod. Pure.
 
 The kubelet tries such a container for ever. What else keeps a container from being made (a Secret that is missing, a
-command that does not exist, an image that wants another driver or brings libraries of one) is as true on other nodes."""
+command that does not exist, an image that wants another driver or brings libraries of one) is as true elsewhere."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -26,6 +26,7 @@ class World:
         self.ahead_s = 0.0  # the controller's clock, of the API server's
         self.policy_answer: Json | Exception | None = None  # of the API server, when it is asked for that policy
         self.refusals: dict[str, ApiError] = {}
+        self.refused_in: set[tuple[str, str]] = set()  # namespaces and what is refused there
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
         for view in self.controller.caches.views:
@@ -47,6 +48,8 @@ class World:
         self.calls.append((method, path, body))
         if refusal := self.refusals.get(path.rpartition("/")[2]):
             raise refusal
+        if any(f"/namespaces/{home}/" in path and path.endswith(f"/{what}") for home, what in self.refused_in):
+            raise ApiError(429, "TooManyRequests", "disruption budget")
         if method == "POST":
             return {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}}
         return body

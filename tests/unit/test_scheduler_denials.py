@@ -13,7 +13,7 @@ from valve_kube.policies import BRAKE
 from valve_scheduler import metrics
 from valve_scheduler.controller.monitor import MonitorSettings, Owner
 from valve_scheduler.controller.rounds import ControllerSettings
-from valve_scheduler.controller.turns import choose
+from valve_scheduler.controller.turns import BACK_OFF_S, Late, choose
 
 Json = dict[str, Any]
 PATIENCE_S = ControllerSettings().patience_s
@@ -299,6 +299,42 @@ def test_an_init_container_that_is_denied_its_gpu_counts() -> None:
     world.now_s += PATIENCE_S
 
     assert moved(world) == [("p1", "PlaceLost")]
+
+
+@pytest.mark.parametrize("pods", [1, 30])
+@pytest.mark.parametrize("refused", ["eviction", "status"])
+def test_pods_that_may_not_go_never_keep_others_from_going(refused: str, pods: int) -> None:
+    """A disruption budget refuses them, or nothing can be stored in their namespace."""
+    world, why = reporting(), DENIED["its hook fails"]
+    first = [denied(f"a{number}", why, owner=f"owner-{number}") for number in range(pods)]
+    for one in first:
+        one["metadata"]["namespace"] = "a"
+    other = denied("z", why, node="n2", owner="z")
+    for one in (*first, other):
+        world.pods.sink.put(one)
+    world.refused_in = {("a", refused)}
+    gone = []
+    for _ in range(4):
+        world.now_s += PATIENCE_S
+        gone += moved(world)
+    assert gone == [("z", "PlaceLost")]
+    world.pods.sink.drop(other)
+
+    world.refused_in.clear()
+    world.now_s += 3600.0
+    assert [name[0] for name, _ in moved(world)] == ["a"]
+
+
+def test_an_sla_pod_under_a_disruption_budget_never_keeps_others_from_going() -> None:
+    late, tracks = Late(), [missing(uid, 0.5, namespace) for uid, namespace in (("1", "a"), ("2", "a"), ("3", "b"))]
+    rules, order = MonitorSettings(budget_share=0.0), []
+    for _ in range(4):
+        (track,) = choose(tracks, {}, 16, 1e6, rules, {}, late=late.of(1e6))
+        order.append(track.sample.pod_uid)
+        late.refused(track, 1e6)
+
+    assert order == ["1", "3", "2", "1"]
+    assert late.of(1e6 + BACK_OFF_S)(tracks[0]) == 0
 
 
 def test_nothing_is_moved_that_cannot_be_stored() -> None:

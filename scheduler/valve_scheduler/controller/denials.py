@@ -1,8 +1,8 @@
 """Offline pods to which their node cannot give their GPUs: a CDI description is missing, a plugin or a hook fails.
 
 The kubelet tries such a pod for ever, and its GPUs and slots are taken. Another node may do better. So once that has
-lasted the pod is moved, by a small budget and by the back-off of those that miss their SLA, and its owner keeps away from
-the node as theirs do. A pod that nothing would make anew stays. While harvesting is held on the node nothing counts."""
+lasted the pod is moved, by a small budget and by the back-off of those that miss their SLA, and its owner keeps away
+from the node as theirs do. A pod that nothing would make anew stays. While harvesting is held there nothing counts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

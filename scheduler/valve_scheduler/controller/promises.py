@@ -29,7 +29,7 @@ from valve_scheduler.controller.monitor import (
 )
 from valve_scheduler.controller.records import Records
 from valve_scheduler.controller.tally import count
-from valve_scheduler.controller.turns import choose, gone
+from valve_scheduler.controller.turns import Late, choose, gone
 from valve_scheduler.controller.waiting import Waiting
 from valve_scheduler.controller.workload_book import WorkloadBook
 from valve_scheduler.controller.workloads import moved_for, owner_of
@@ -51,7 +51,7 @@ class Promises:
         self._waiting, self._belief, self._now_s, self._settings = waiting, belief, now_s, settings
         self._tracks: dict[str, Track] = {}  # by UID of the pod
         self._records, self._guards, self._better = Records(), Guards(), Better(caches.state)
-        self._denials = denials
+        self._denials, self._late = denials, Late()
 
     async def round(self) -> None:
         await self._belief.look()
@@ -74,7 +74,7 @@ class Promises:
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         without = [track for _, track in denied]
         spent = self._denials.spent(now_s, rules.budget_s)
-        chosen = choose(movable, owners, len(running), now_s, rules, homes, without, spent)
+        chosen = choose(movable, owners, len(running), now_s, rules, homes, without, spent, self._late.of(now_s))
         for uid, tracks in _by_owner(chosen).items():
             with apart(pods[tracks[0].sample.pod_uid]):
                 owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
@@ -91,6 +91,8 @@ class Promises:
             owner = gone(owner, track, now_s, rules, was_guarded=track.sample.pod_uid in guarded)
         of_owner = _by_owner(self._tracks.values()).get(uid, [])
         if not await self._book.save(uid, owner, of_owner, now_s, rules, self._guards.told(now_s).get(uid)):
+            for track in tracks:
+                self._late.refused(track, now_s)
             return before
         done = before
         for track in tracks:
@@ -100,6 +102,8 @@ class Promises:
                 self._records.keep(uid, done)
                 if pod in self._denials.of:
                     self._denials.moved(uid, now_s)
+            else:
+                self._late.refused(track, now_s)
 
         return done
 

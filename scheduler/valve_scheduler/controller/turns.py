@@ -1,10 +1,31 @@
 """Whose turn it is to move, those who were promised nothing last, and how long an owner keeps away then. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, choose_evictions, evicted
+
+BACK_OFF_S = 600.0
+
+
+class Late:
+    """Remembers the pods that were to go and could not: a disruption budget refused it, or it could not be stored. Else
+    the first of them would have the turn in each round. Begins anew with the controller."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, tuple[float, str]] = {}  # by UID of the pod: when, and its namespace
+
+    def refused(self, track: Track, now_s: float) -> None:
+        self._refused[track.sample.pod_uid] = now_s, track.sample.namespace
+
+    def of(self, now_s: float) -> Callable[[Track], int]:
+        """How far behind the others a pod comes: 1 if another of its namespace was refused, 2 if it was itself."""
+        self._refused = {uid: one for uid, one in self._refused.items() if now_s - one[0] < BACK_OFF_S}
+        pods, spaces = set(self._refused), {namespace for _, namespace in self._refused.values()}
+        return lambda track: 2 if track.sample.pod_uid in pods else int(track.sample.namespace in spaces)
 
 
 def choose(
@@ -16,8 +37,10 @@ def choose(
     namespaces: Mapping[str, str],
     denied: Sequence[Track] = (),
     spent: Mapping[str, int] = MappingProxyType({}),
+    late: Callable[[Track], int] = lambda _: 0,
 ) -> list[Track]:
-    """Who goes now: of all namespaces those that were promised something, then best effort from what is left.
+    """Who goes now: of all namespaces those that were promised something, then best effort from what is left, then who
+    is `late`.
 
     Who is denied its devices has a budget of its own, a quarter of that one: a tenant can make a container fail with
     any words, and takes nothing of others. `spent`: by owner, how many moves of late were from that budget."""
@@ -27,7 +50,7 @@ def choose(
 
     def take(waiting: Sequence[Track], left: int) -> list[Track]:
         """`left` by its own count: what was used up is added, as `choose_evictions` takes it off."""
-        if left <= 0:
+        if left <= 0 or not waiting:
             return []
         used = sum(_recent(owner, now_s, settings) for owner in after.values())
         found = choose_evictions(waiting, after, used + left, now_s, replace(settings, budget_share=1.0), homes)
@@ -38,10 +61,22 @@ def choose(
         return found
 
     left = budget + own - sum(_recent(owner, now_s, settings) for owner in owners.values())
-    chosen = take([track for track in tracks if not track.sample.is_best_effort], left)
-    chosen += take([track for track in tracks if track.sample.is_best_effort], left - len(chosen))
+    chosen: list[Track] = []
+    for turn in _in_turn(tracks, lambda track: (late(track), track.sample.is_best_effort)):
+        chosen += take(turn, left - len(chosen))
+    left = max(1, budget // 4) - own + len(chosen)
+    for turn in _in_turn(denied, late):
+        chosen += take(turn, left - len(chosen))
 
-    return chosen + take(denied, max(1, budget // 4) - own)
+    return chosen
+
+
+def _in_turn(tracks: Iterable[Track], place: Callable[[Track], Any]) -> list[list[Track]]:
+    """In groups of one place, the first place first."""
+    found: defaultdict[Any, list[Track]] = defaultdict(list)
+    for track in tracks:
+        found[place(track)].append(track)
+    return [found[key] for key in sorted(found)]
 
 
 def _recent(owner: Owner, now_s: float, settings: MonitorSettings) -> int:
