@@ -51,16 +51,18 @@ def as_status(denied: str, working: Sequence[Object]) -> dict[str, Any]:
 
 
 def _troubles(pod: Object) -> Iterator[tuple[str, str]]:
-    """Reasons and messages of containers that do not run. Between two tries the last one says why."""
+    """Reasons and messages of containers that do not run. While the next try waits the last one says why."""
     spec, status = pod.get("spec") or {}, pod.get("status") or {}
     for kind in ("initContainer", "container"):
         asking = {one.get("name") for one in spec.get(f"{kind}s") or [] if _asks(one)}
         for one in status.get(f"{kind}Statuses") or []:
             state = one.get("state") or {}
             if one.get("name") in asking and state.get("running") is None:
-                last = (one.get("lastState") or {}).get("terminated")
-                for told in (state.get("waiting"), state.get("terminated"), last):
-                    yield (told or {}).get("reason") or "", (told or {}).get("message") or ""
+                waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+                if waiting.get("reason") == "CrashLoopBackOff":
+                    ended = (one.get("lastState") or {}).get("terminated") or {}
+                for told in (waiting, ended):
+                    yield told.get("reason") or "", told.get("message") or ""
 
 
 def _asks(container: Object) -> bool:
