@@ -337,6 +337,35 @@ def test_an_sla_pod_under_a_disruption_budget_never_keeps_others_from_going() ->
     assert late.of(1e6 + BACK_OFF_S)(tracks[0]) == 0
 
 
+def test_a_container_that_got_its_gpu_in_the_end_never_counts_as_denied() -> None:
+    """An init container that succeeded at its second try, and a container that crashes by itself after one."""
+    world = reporting()
+    started, crashed = denied("p1", DENIED["its hook fails"]), denied("p2", DENIED["its hook fails"])
+    started["spec"]["initContainers"] = [started["spec"]["containers"][0] | {"name": "first"}]
+    (told,) = started["status"]["containerStatuses"]
+    done = {"name": "first", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
+    started["status"]["initContainerStatuses"] = [{**told, **done}]
+    started["status"]["containerStatuses"] = [{"name": "work", "state": {"waiting": {"reason": "PodInitializing"}}}]
+    crashed["status"]["containerStatuses"] = [{**told, "state": {"terminated": {"reason": "Error", "message": "x"}}}]
+    for one in (started, crashed):
+        world.pods.sink.put(one)
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+def test_an_owner_never_has_an_object_for_a_denied_pod_that_is_not_its_turn() -> None:
+    world = reporting()
+    for number in range(4):
+        world.pods.sink.put(denied(f"p{number}", DENIED["its hook fails"], owner=f"job-{number}"))
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert len(moved(world)) == 1
+    assert len(world.controller.caches.workloads.items) == 1
+
+
 def test_nothing_is_moved_that_cannot_be_stored() -> None:
     world = reporting()
     world.pods.sink.put(denied("p1", DENIED["its hook fails"]))

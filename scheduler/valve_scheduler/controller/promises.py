@@ -75,6 +75,7 @@ class Promises:
         without = [track for _, track in denied]
         spent = self._denials.spent(now_s, rules.budget_s)
         chosen = choose(movable, owners, len(running), now_s, rules, homes, without, spent, self._late.of(now_s))
+        await self._book.open(pods[one.sample.pod_uid] for one in chosen if one.sample.pod_uid in self._denials.of)
         for uid, tracks in _by_owner(chosen).items():
             with apart(pods[tracks[0].sample.pod_uid]):
                 owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
@@ -115,12 +116,9 @@ class Promises:
         return (Told.GPU_GUARDED, f"{self._guards.of[pod].why}; moved") if pod in self._guards.of else moved_for(track)
 
     async def _denied(self, now_s: float) -> list[tuple[Json, Track]]:
-        """Pods that have lacked their devices for long enough. An eviction is stored with their owner, who needs an
-        object for it."""
+        """Pods that have lacked their devices for long enough."""
         self._denials.look(self._caches.pods.items.values(), self._is_held, now_s)
-        found = await each(self._denials.lasting(now_s), denied_track)
-        await self._book.open(pod for pod, _ in found)
-        return found
+        return await each(self._denials.lasting(now_s), denied_track)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
