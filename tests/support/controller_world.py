@@ -28,7 +28,8 @@ class World:
         self.refusals: dict[str, ApiError] = {}
         self.refused_in: set[tuple[str, str]] = set()  # namespaces and what is refused there
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
-        self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
+        self.set_s = 0.0  # by how much somebody set the wall clock
+        self.controller = Controller(self, settings, lambda: self.now_s, lambda: self.now_s - self.set_s)  # type: ignore[arg-type]
         for view in self.controller.caches.views:
             view._listed.set()
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
@@ -57,6 +58,10 @@ class World:
     async def list(self, path: str, query: Json, accept: str = "") -> tuple[list[Json], str]:
         self.calls.append(("GET", path, query))
         return self.on_node.get(query["fieldSelector"].removeprefix("spec.nodeName="), []), "1"
+
+    def set_clock(self, ahead_s: float) -> None:
+        self.now_s += ahead_s
+        self.set_s += ahead_s
 
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
         self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))

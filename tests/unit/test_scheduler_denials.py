@@ -156,6 +156,18 @@ def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
     assert moved(world) == []  # a new five minutes
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_never_moves_a_pod_sooner_or_later(ahead_s: float) -> None:
+    world = reporting()
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
+    assert moved(world) == []
+    world.set_clock(ahead_s)
+    assert moved(world) == []
+
+    world.now_s += PATIENCE_S
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
 def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> None:
     """Nor those of one owner faster than its back-off: they would come back, and be moved again."""
     world, why = reporting(), DENIED["the runtime finds no such device"]

@@ -27,6 +27,20 @@ def later(world: World, seconds: float, **more: Any) -> None:
 START_S = World().now_s
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_never_frees_a_gpu_sooner_or_later(ahead_s: float) -> None:
+    world = World()
+    world.report("n1", cards=1)
+    world.pods.sink.put(pod("p1", node="n1", held=SECOND))
+    assert evicted(world) == []
+    world.set_clock(ahead_s)
+    later(world, 0.0, cards=1)
+    assert evicted(world) == []
+
+    later(world, PATIENCE_S, cards=1)
+    assert evicted(world) == [("p1", "PlaceLost")]
+
+
 @pytest.mark.parametrize("phase", ["Pending", "Running"])
 def test_a_pod_on_a_card_that_is_gone_is_never_left_there(phase: str) -> None:
     world = World()
