@@ -14,6 +14,7 @@ from valve_scheduler import metrics
 from valve_scheduler.controller.monitor import MonitorSettings, Owner
 from valve_scheduler.controller.rounds import ControllerSettings
 from valve_scheduler.controller.turns import BACK_OFF_S, Late, choose
+from valve_scheduler.placement.explain import explain
 
 Json = dict[str, Any]
 PATIENCE_S = ControllerSettings().patience_s
@@ -116,6 +117,21 @@ def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, 
     assert said.startswith("n1 cannot give it its GPUs: ")
     (stored,) = [item["status"] for item in world.controller.caches.workloads.items.values()]
     assert ([one["node"] for one in stored["avoidNodes"]], stored["evictions"]) == (["n1"], 1)
+
+
+def test_a_node_that_could_not_give_a_pod_its_gpus_is_never_said_to_have_missed_an_sla_alone() -> None:
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
+    moved(world)
+    world.now_s += PATIENCE_S
+    moved(world)
+    for workload in list(world.controller.caches.workloads.items.values()):
+        world.workloads.sink.put(workload)
+    world.report("n1")
+
+    (refusal,) = explain(world.controller.caches.state, pod("p2", owner="job-1"), world.now_s).refusals
+    assert "never got its GPUs there" in refusal.text
 
 
 @pytest.mark.parametrize("why", OF_ITS_OWN)

@@ -21,8 +21,8 @@ from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.promise import YOUNG_TEXT, refusal
-from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
+from valve_scheduler.placement.promise import TEXTS, YOUNG_TEXT, refusal
+from valve_scheduler.placement.rank import Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.served import ServedBases
 from valve_scheduler.placement.state import ClusterState
@@ -35,7 +35,7 @@ _REMEMBERED = 512
 # kube-scheduler scores every node that passes with all its plugins: a thousand of them cost it more than Valve's whole
 # answer, and a node that is not among the best by share is not chosen anyway (weight 10).
 _CANDIDATES = 64
-_TEXTS = ["", *(REASON_TEXT[Reason(code)] for code in range(1, len(Reason)))]
+_TEXTS = ["", *(TEXTS[Reason(code)] for code in range(1, len(Reason)))]
 
 
 class Api(Protocol):
@@ -171,7 +171,7 @@ class Extender:
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
         if row is None or reason is not Reason.NONE:
-            raise NoPlace(f"{node}: {REASON_TEXT[reason] if row is None else refusal(reason, self._state.belief[row])}")
+            raise NoPlace(f"{node}: {TEXTS[reason] if row is None else refusal(reason, self._state.belief[row])}")
         members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
 
         return self._state.uuids(node, members.tolist()), float(ranking.share[row])

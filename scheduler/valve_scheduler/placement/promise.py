@@ -9,6 +9,11 @@ from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.rank import REASON_TEXT, GpuSets, Job, Reason
 
 YOUNG_TEXT = "valve: the node has not been observed for long enough to promise an SLA"
+TEXTS = {
+    **REASON_TEXT,
+    Reason.AVOIDED: "valve: the job missed its SLA on the node, or never got its GPUs there, a short while ago",
+}
+"""A node is avoided after any move; results pages carry a hash of the other text."""
 ANY_SLA = 1e-9
 """Asks what may be promised at all: best effort is ranked by what is forecast, however young the node."""
 
@@ -26,4 +31,4 @@ def promised(sets: GpuSets, belief: FloatArray, job: Job) -> GpuSets:
 
 def refusal(reason: Reason, belief: FloatArray) -> str:
     """Why a node is refused; `belief` is of its GPUs."""
-    return YOUNG_TEXT if reason is Reason.SLA and not belief.any() else REASON_TEXT[reason]
+    return YOUNG_TEXT if reason is Reason.SLA and not belief.any() else TEXTS[reason]
