@@ -7,6 +7,7 @@ import pytest
 from controller_world import World
 from reports import harvest_node, pod, uuids
 from valve_scheduler.controller.rounds import ControllerSettings
+from valve_scheduler.main import parser
 
 Json = dict[str, Any]
 FIRST, SECOND = uuids("n1")[:2]
@@ -97,3 +98,12 @@ def test_a_pod_that_pulls_its_image_is_left_alone() -> None:
     later(world, 10 * PATIENCE_S)
 
     assert evicted(world) == []
+
+
+@pytest.mark.parametrize("option", ["--stuck-after", "--sla-window", "--monitor-every", "--lease"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_a_patience_that_is_none_is_refused_by_name(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["controller", f"{option}={text}"])
+
+    assert f"argument {option}: {text} is no number of seconds above 0" in capsys.readouterr().err
