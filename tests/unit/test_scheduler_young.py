@@ -12,7 +12,7 @@ from valve_kube.objects import node_report
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.explain import explain
-from valve_scheduler.placement.rank import Job, PlacementSettings
+from valve_scheduler.placement.rank import REASON_TEXT, Job, PlacementSettings, Reason
 from valve_scheduler.placement.reach import beyond
 from valve_scheduler.placement.state import ClusterState
 
@@ -144,6 +144,42 @@ def test_the_youngest_gpu_of_a_set_decides() -> None:
 
     assert world.takes(asking("0.9"))
     assert not world.takes(pair)
+
+
+def two_gpus(*told: tuple[dict[str, float], float, bool]) -> World:
+    """Idle shares, time observed and whether it is harvestable, of each."""
+    node = harvest_node("n1", cards=2)
+    for gpu, (idle, observed_s, is_open) in zip(node["status"]["gpus"], told, strict=True):
+        gpu |= {"idle": idle, "observedSeconds": observed_s, "harvestable": is_open}
+    return World(node)
+
+
+OLD, YOUNG = ({"10m": 1.0, "1h": 0.5, "24h": 0.5}, 80_000.0), ({"1m": 1.0}, 120.0)
+
+
+def test_explain_never_tells_of_the_history_of_a_gpu_that_the_pod_would_not_get() -> None:
+    for young in ((*YOUNG, False), (*YOUNG, True)):
+        world = two_gpus((*OLD, True), young)
+        assert world.takes(asking("0.3"))
+        for sla in ("0.3", "0.9"):
+            assert [one.history for one in explain(world.state, asking(sla), NOW_S).windows] == [""]
+
+
+def test_a_closed_gpu_never_vouches_for_one_that_is_open() -> None:
+    world = two_gpus((*YOUNG, True), (*OLD, False))
+
+    assert world.filter(asking("0.1"))["FailedAndUnresolvableNodes"] == {"n1": TOO_YOUNG}
+    told = explain(world.state, asking("0.1"), NOW_S)
+    assert [(one.text, one.nodes) for one in told.refusals] == [(TOO_YOUNG, 1)]
+
+
+def test_no_node_is_called_young_for_a_set_that_could_be_another() -> None:
+    """One GPU of the pair is young, so the pair is; a pod with one GPU gets the other."""
+    world = two_gpus((*YOUNG, True), (*OLD, True))
+    pair = pod(gpus=2, annotations={names.SLA: "0.1", names.PROFILE: "m"})
+
+    assert world.filter(pair)["FailedAndUnresolvableNodes"] == {"n1": TOO_YOUNG}
+    assert world.filter(asking("0.9"))["FailedAndUnresolvableNodes"] == {"n1": REASON_TEXT[Reason.SLA]}
 
 
 def test_a_refused_pod_is_tried_again_as_soon_as_its_node_has_history() -> None:

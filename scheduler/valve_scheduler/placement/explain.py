@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
 from valve_scheduler.model import SPARE_SHARE, belief, held_mib
-from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.grounds import CLOSED_TEXT
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.promise import ANY_SLA, promised, refusal
+from valve_scheduler.placement.promise import ANY_SLA, promised, refusal, young
 from valve_scheduler.placement.rank import Fleet, GpuSets, Job, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.undecided import undecided_node, undecided_told
@@ -90,7 +90,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Po
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
         windows=tuple(_idle(state, node, _gpus(state, node, sets, shown)) for node, _ in best[:most]),
-        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish), state.belief),
+        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish), young(fleet, sets, state.belief)),
         advice=advice,
     )
 
@@ -113,9 +113,11 @@ def _history(seconds: float) -> str:
     return "" if part == 1.0 else seen + (f"an SLA counts on {part:.0%} of that" if part else "too short for an SLA")
 
 
-def _refusals(fleet: Fleet, ranking: Ranking, closed: frozenset[str], beliefs: FloatArray) -> tuple[Refusal, ...]:
+def _refusals(
+    fleet: Fleet, ranking: Ranking, closed: frozenset[str], is_young: NDArray[np.bool_]
+) -> tuple[Refusal, ...]:
     """The most frequent reason first; unused rows of the arrays are nobody's."""
-    reasons = {name: (Reason(ranking.reason[row]), beliefs[row]) for row, name in enumerate(fleet.names) if name}
+    reasons = {name: (Reason(ranking.reason[row]), bool(is_young[row])) for row, name in enumerate(fleet.names) if name}
     texts = {
         name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else refusal(reason, seen)
         for name, (reason, seen) in reasons.items()
