@@ -230,6 +230,7 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
         "online": list(verdict.online),
         "idle": dict(series.windows(index)),
         "observedSeconds": round(series.seen_s(index, WINDOWS_S["24h"])),
+        "observedHourSeconds": round(series.seen_s(index, WINDOWS_S["1h"])),
         "freeMemory": series.histogram(index),
     }
     if online := series.online_memory(index):
