@@ -20,6 +20,7 @@ from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
+from valve_scheduler.placement.holdings import Holding
 from valve_scheduler.placement.namespace_rule import barred
 from valve_scheduler.placement.promise import TEXTS, YOUNG_TEXT, refusal, young
 from valve_scheduler.placement.rank import Ranking, Reason, scores
@@ -137,7 +138,7 @@ class Extender:
         pod = self._pods.get(uid) or await self._read(arguments)
         held = self._state.held.holding(uid)
         if held is not None and held.node != node:
-            raise NoPlace(undecided(held.node))
+            raise NoPlace(_elsewhere(held))
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
         if held is None and (full := self._barred(pod)):
@@ -269,6 +270,12 @@ class Extender:
 
 def _filter_error(text: str) -> Json:
     return {"NodeNames": [], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": text}
+
+
+def _elsewhere(held: Holding) -> str:
+    if held.assumed_until_s:
+        return undecided(held.node)
+    return f"the pod is bound to {held.node} already"
 
 
 def _pod_path(pod: OfflinePod) -> str:
