@@ -312,7 +312,7 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
     histogram = np.zeros((MAX_GPUS, HISTOGRAM_BINS))
     for row, gpu in enumerate(gpus):
         windows[:, row] = windows_of(gpu["idle"])
-        history[row] = history_s(gpu["idle"], gpu.get("observedSeconds"))
+        history[row] = history_s(gpu["idle"], gpu.get("observedSeconds"), gpu.get("observedHourSeconds"))
         histogram[row] = gpu["freeMemory"]
     recent, hour, day = windows
     idle = forecast(recent, hour, day)

@@ -270,7 +270,8 @@ def _slim(pod: _Pod) -> Json:
     if pod.spec is not None:
         found["spec"] = _slim_spec(pod.spec, working)
     if pod.status is not None:
-        found["status"] = _slim_status(pod.status, working)
+        starting = _working(pod.spec.initContainers if pod.spec else None)
+        found["status"] = _slim_status(pod.status, working, starting)
 
     return found
 
@@ -302,14 +303,15 @@ def _slim_spec(spec: _Spec, working: list[Json]) -> Json:
     return found
 
 
-def _slim_status(status: _Status, working: list[Json]) -> Json:
+def _slim_status(status: _Status, working: list[Json], starting: list[Json]) -> Json:
     """Of all starts the one that counts; of the conditions the one by which kube-scheduler says that it refused; of
     containers that wait, whether they lack devices."""
-    told = msgspec.to_builtins(status)
-    started = start_text({"spec": {"containers": working}, "status": told})
+    told = {"spec": {"containers": working, "initContainers": starting}, "status": msgspec.to_builtins(status)}
     is_refused = any((one.type, one.status) == _REFUSED for one in status.conditions or ())
+    found = _status((status.phase, start_text(told), is_refused))
+    denied = as_status(denied_devices(told), working)
 
-    return _status((status.phase, started, is_refused, denied_devices(told)))
+    return {**found, **denied} if denied else found
 
 
 def _working(containers: Sequence[_Container] | None, *, is_named: bool = True) -> list[Json]:
@@ -347,10 +349,9 @@ def _containers(parts: tuple[tuple[str, type, str | int | float], ...]) -> list[
 
 
 @_alike
-def _status(parts: tuple[str | None, str, bool, str]) -> Json:
-    phase, started, is_refused, denied = parts
+def _status(parts: tuple[str | None, str, bool]) -> Json:
+    phase, started, is_refused = parts
     found: Json = {key: text for key, text in (("phase", phase), ("startTime", started)) if text}
-    found |= as_status(denied)
     if is_refused:
         found["conditions"] = [dict(zip(("type", "status"), _REFUSED, strict=True))]
 

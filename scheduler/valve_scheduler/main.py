@@ -21,7 +21,7 @@ from valve_kube.access import find
 from valve_kube.client import KubeClient
 from valve_kube.errors import SchedulerError
 from valve_kube.lease import DURATION_S
-from valve_kube.options import option
+from valve_kube.options import option, seconds
 
 from valve_scheduler.cli.check import check
 from valve_scheduler.cli.drain import DrainSettings, drain
@@ -98,21 +98,25 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
         DURATION_S,
         "Another controller leads after this one was silent for this many seconds.",
         metavar="SECONDS",
+        type=seconds,
     )
-    option(controller, "--monitor-every", 30.0, "Look at the SLAs every so many seconds.", metavar="SECONDS")
+    every = "Look at the SLAs every so many seconds."
+    option(controller, "--monitor-every", 30.0, every, metavar="SECONDS", type=seconds)
     option(
         controller,
         "--sla-window",
         MonitorSettings().window_s,
         "Judge an SLA over this many seconds.",
         metavar="SECONDS",
+        type=seconds,
     )
-    controller.add_argument(
+    option(
+        controller,
         "--stuck-after",
-        type=float,
-        default=ControllerSettings().patience_s,
+        ControllerSettings().patience_s,
+        "Move a pod that cannot run where it was placed after this many seconds.",
         metavar="SECONDS",
-        help="Move a pod that cannot run where it was placed after this many seconds. Default: %(default)g.",
+        type=seconds,
     )
 
 

@@ -63,7 +63,7 @@ def test_an_sla_is_never_promised_by_the_first_minutes_of_a_node(scheduling: Con
     api.patch(f"{PROFILES}/young/status", {"status": {"phase": "Ready"}})
     told = report(970, np.random.default_rng(1), idle=0.9)
     for gpu in told["gpus"]:
-        gpu |= {"idle": {"1m": 0.9}, "observedSeconds": 120}
+        gpu |= {"idle": {"1m": 0.9}, "observedSeconds": 120, "observedHourSeconds": 120}
     api.patch(f"{NODES}/{name}/status", {"status": told})
     pod = offline_pod("hopeful", sla="0.5", profile="young")
     pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": name}

@@ -164,6 +164,8 @@ async def test_a_clock_that_is_off_is_never_known_to_an_alert_alone_nor_written_
 
         node.api.ahead_s, since = 0.0, len(node.api.reports)
         await until(lambda: said(node, "ClockSkew")[0] == "False", 60)
+        (first,) = (c for c in node.api.reports[0]["conditions"] if c["type"] == "ClockSkew")
+        assert (first["status"], first["reason"]) == ("Unknown", "NotCompared")
         assert len(node.api.reports) <= since + 2  # the one under way, and the next by its own pace
 
 

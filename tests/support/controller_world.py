@@ -9,7 +9,7 @@ from typing import Any
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
-from valve_scheduler.controller.monitor import MonitorSettings
+from valve_scheduler.controller.monitor import MonitorSettings, Sample, Track, Verdict
 from valve_scheduler.controller.rounds import Controller, ControllerSettings
 
 Json = dict[str, Any]
@@ -26,8 +26,10 @@ class World:
         self.ahead_s = 0.0  # the controller's clock, of the API server's
         self.policy_answer: Json | Exception | None = None  # of the API server, when it is asked for that policy
         self.refusals: dict[str, ApiError] = {}
+        self.refused_in: set[tuple[str, str]] = set()  # namespaces and what is refused there
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
-        self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
+        self.set_s = 0.0  # by how much somebody set the wall clock
+        self.controller = Controller(self, settings, lambda: self.now_s, lambda: self.now_s - self.set_s)  # type: ignore[arg-type]
         for view in self.controller.caches.views:
             view._listed.set()
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
@@ -47,6 +49,8 @@ class World:
         self.calls.append((method, path, body))
         if refusal := self.refusals.get(path.rpartition("/")[2]):
             raise refusal
+        if any(f"/namespaces/{home}/" in path and path.endswith(f"/{what}") for home, what in self.refused_in):
+            raise ApiError(429, "TooManyRequests", "disruption budget")
         if method == "POST":
             return {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}}
         return body
@@ -54,6 +58,10 @@ class World:
     async def list(self, path: str, query: Json, accept: str = "") -> tuple[list[Json], str]:
         self.calls.append(("GET", path, query))
         return self.on_node.get(query["fieldSelector"].removeprefix("spec.nodeName="), []), "1"
+
+    def set_clock(self, ahead_s: float) -> None:
+        self.now_s += ahead_s
+        self.set_s += ahead_s
 
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
         self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))
@@ -131,6 +139,22 @@ def running(sla: str = "0.3") -> Json:
     found["status"]["startTime"] = datetime.fromtimestamp(NOW_S - 1_000, timezone.utc).isoformat()
 
     return found
+
+
+def missing(uid: str, sla: float, namespace: str = "default") -> Track:
+    """A pod that wants to move."""
+    sample = Sample(
+        pod_uid=uid,
+        owner_uid=f"owner-{uid}",
+        namespace=namespace,
+        node="n1",
+        sla=sla,
+        standalone_tokens_per_s=1.0,
+        runtime_s=1e5,
+        demand_s=1e5,
+        tokens=0.0,
+    )
+    return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, achieved=0.0)
 
 
 def refused_pod() -> Json:

@@ -16,7 +16,8 @@ def uuids(node: str, count: int = 8) -> list[str]:
 def harvest_node(node: str = "n1", *, idle: float = 0.5, cards: int = 8, age_s: float = 0.0, **status: Any) -> Json:
     """A node whose GPUs are idle together and have all their memory free."""
     observed_at = datetime.fromtimestamp(NOW_S - age_s, timezone.utc).isoformat()
-    gpu = {"harvestable": True, "idle": {"1h": idle}, "freeMemory": [0.0] * 31 + [1.0]}
+    seen = {"idle": {"1h": idle}, "observedSeconds": 86_400, "observedHourSeconds": 3_600}
+    gpu = {"harvestable": True, **seen, "freeMemory": [0.0] * 31 + [1.0]}
 
     return {
         "metadata": {"name": node, "uid": f"uid-{node}", "resourceVersion": "1"},

@@ -5,7 +5,7 @@ import pytest
 from valved.kube.nodeclock import OFF_S, RIGHT_S, NodeClock, stored_at_s
 
 
-def told(clock: NodeClock, ahead_s: float, took_s: float = 0.0) -> str:
+def told(clock: NodeClock, ahead_s: float, took_s: float = 0.0) -> str | None:
     """A report that the API server stored half-way, at 1,000.7 s by its own clock; it keeps whole seconds."""
     middle_s = 1_000.7 + ahead_s
     clock.stored(middle_s - took_s / 2, middle_s + took_s / 2, 1_000.0)
@@ -21,6 +21,13 @@ def test_an_api_server_that_takes_its_time_is_never_taken_for_a_clock_that_is_of
 @pytest.mark.parametrize(("ahead_s", "text"), [(-90.0, "89 s behind"), (3_600.0, "3600 s ahead")])
 def test_a_clock_that_is_off_is_told_with_how_far_and_which_way(ahead_s: float, text: str) -> None:
     assert told(NodeClock(), ahead_s) == f"the clock of the node is {text}"
+
+
+def test_a_clock_is_never_called_right_before_it_was_compared() -> None:
+    clock = NodeClock()
+
+    assert clock.text is None
+    assert told(clock, 0.0) == ""
 
 
 def test_a_clock_near_the_mark_never_makes_the_condition_come_and_go() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controller_world import World
+from controller_world import World, missing
 from crowded_world import HOUR, SETTINGS, WINDOW_S, Crowded, best_effort
 from reports import harvest_node, uuids
 from valve_kube import names
@@ -192,21 +192,6 @@ def test_a_busy_hour_never_ends_the_time_for_which_a_missed_sla_keeps_an_owner_a
     owner = gone(gone(Owner(), both[0], 0.0, rules), both[1], 1.0, rules)
 
     assert owner.avoid_until_s == {"n1": rules.avoid_s}
-
-
-def missing(uid: str, sla: float, namespace: str = "default") -> Track:
-    sample = Sample(
-        pod_uid=uid,
-        owner_uid=f"owner-{uid}",
-        namespace=namespace,
-        node="n1",
-        sla=sla,
-        standalone_tokens_per_s=1.0,
-        runtime_s=1e5,
-        demand_s=1e5,
-        tokens=0.0,
-    )
-    return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, achieved=0.0)
 
 
 @pytest.mark.parametrize("moved_s", [(), (1e6 - 3_600.0,)])

@@ -1,13 +1,20 @@
 """Pods to which their node cannot give their GPUs move on like those that miss their SLA, and no other pod does."""
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from controller_world import World, achieved, running
-from reports import pod, uuids
+from controller_world import World, achieved, missing, running
+from reports import harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
+from valve_kube.policies import BRAKE
+from valve_scheduler import metrics
+from valve_scheduler.controller.monitor import MonitorSettings, Owner
 from valve_scheduler.controller.rounds import ControllerSettings
+from valve_scheduler.controller.turns import BACK_OFF_S, Late, choose
+from valve_scheduler.placement.explain import explain
 
 Json = dict[str, Any]
 PATIENCE_S = ControllerSettings().patience_s
@@ -41,6 +48,25 @@ OF_ITS_OWN = {
     "a disk": ("CreateContainerError", "failed to create containerd container: no space left on device"),
     "an image": ("ImagePullBackOff", "Back-off pulling image registry/CDI"),
     "a pull": ("ContainerCreating", ""),
+    "a driver that its image wants": (
+        "RunContainerError",
+        "OCI runtime create failed: runc create failed: error running prestart hook #0: exit status 1, stderr: "
+        "Auto-detected mode as 'legacy'\nnvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, "
+        "please update your driver to a newer version, or use an earlier cuda container: unknown",
+    ),
+    "a driver that its image wants, by CDI": (
+        "RunContainerError",
+        "error modifying OCI spec: nvidia-container-runtime: requirements not met: unsatisfied condition: cuda>=12.8",
+    ),
+    "libraries in its image": (
+        "RunContainerError",
+        "OCI runtime create failed: stderr: nvidia-container-cli: mount error: file creation failed: "
+        "/run/containerd/rootfs/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1: file exists: unknown",
+    ),
+    "the linker of its image": (
+        "RunContainerError",
+        "stderr: nvidia-container-cli: ldcache error: process /sbin/ldconfig failed with error code: 1: unknown",
+    ),
 }
 
 
@@ -62,6 +88,14 @@ def denied(name: str, why: tuple[str, str], *, node: str = "n1", sla: str = "", 
     return found
 
 
+def reporting() -> World:
+    """Two nodes that harvest."""
+    world = World()
+    for node in ("n1", "n2"):
+        world.report(node)
+    return world
+
+
 def moved(world: World) -> list[tuple[str, str]]:
     """By name, and why; of a controller that looks at all pods."""
     world.round()
@@ -71,7 +105,7 @@ def moved(world: World) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("sla", ["", "0.3"])
 @pytest.mark.parametrize("why", DENIED)
 def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, sla: str) -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", DENIED[why], sla=sla))
     assert moved(world) == []
     world.now_s += PATIENCE_S - 1
@@ -85,9 +119,24 @@ def test_a_pod_whose_node_cannot_give_it_its_gpus_is_never_left_there(why: str, 
     assert ([one["node"] for one in stored["avoidNodes"]], stored["evictions"]) == (["n1"], 1)
 
 
+def test_a_node_that_could_not_give_a_pod_its_gpus_is_never_said_to_have_missed_an_sla_alone() -> None:
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
+    moved(world)
+    world.now_s += PATIENCE_S
+    moved(world)
+    for workload in list(world.controller.caches.workloads.items.values()):
+        world.workloads.sink.put(workload)
+    world.report("n1")
+
+    (refusal,) = explain(world.controller.caches.state, pod("p2", owner="job-1"), world.now_s).refusals
+    assert "never got its GPUs there" in refusal.text
+
+
 @pytest.mark.parametrize("why", OF_ITS_OWN)
 def test_a_pod_that_would_start_nowhere_else_either_is_left_where_it_is(why: str) -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", OF_ITS_OWN[why]))
     moved(world)
     world.now_s += 10 * PATIENCE_S
@@ -96,7 +145,7 @@ def test_a_pod_that_would_start_nowhere_else_either_is_left_where_it_is(why: str
 
 
 def test_a_bare_pod_is_never_lost_for_want_of_its_gpus() -> None:
-    world = World()
+    world = reporting()
     for number, why in enumerate(DENIED.values()):
         world.pods.sink.put(denied(f"p{number}", why, owner=""))
     moved(world)
@@ -106,7 +155,7 @@ def test_a_bare_pod_is_never_lost_for_want_of_its_gpus() -> None:
 
 
 def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
-    world, why = World(), DENIED["valved refuses it"]
+    world, why = reporting(), DENIED["valved refuses it"]
     for name in ("starts", "ends", "leaves"):
         world.pods.sink.put(denied(name, why, owner=name))
     moved(world)
@@ -123,9 +172,21 @@ def test_a_pod_that_starts_in_time_or_goes_by_itself_is_left_alone() -> None:
     assert moved(world) == []  # a new five minutes
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_never_moves_a_pod_sooner_or_later(ahead_s: float) -> None:
+    world = reporting()
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
+    assert moved(world) == []
+    world.set_clock(ahead_s)
+    assert moved(world) == []
+
+    world.now_s += PATIENCE_S
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
 def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> None:
     """Nor those of one owner faster than its back-off: they would come back, and be moved again."""
-    world, why = World(), DENIED["the runtime finds no such device"]
+    world, why = reporting(), DENIED["the runtime finds no such device"]
     for number in range(4):
         world.pods.sink.put(denied(f"p{number}", why, owner="job-1" if number < 2 else f"job-{number}"))
     moved(world)
@@ -142,25 +203,199 @@ def test_a_broken_node_never_moves_more_pods_than_the_budget_of_the_fleet() -> N
     assert sorted(rounds) == [1, 1, 2]
 
 
-def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus() -> None:
+@pytest.mark.parametrize("before_s", [0.0, 30.0, 300.0])
+def test_a_pod_that_misses_its_sla_never_waits_for_one_that_is_denied_its_gpus(before_s: float) -> None:
     """A tenant can name its command so that the runtime's words are of devices, and use up the budget of others."""
-    world = World()
+    world = reporting()
     world.profile()
     world.pods.sink.put(running())
-    world.pods.sink.put(denied("p0", DENIED["its hook fails"], node="n2", sla="0.9", owner="job-2"))
+    for number in range(4):
+        crafted = denied(f"d{number}", DENIED["its hook fails"], node="n2", sla="0.9", owner=f"crafted-{number}")
+        world.pods.sink.put(crafted)
+    world.report(offline=achieved(0.0, 0.0))
+    moved(world)
+    if before_s:
+        world.now_s += 900.0 - before_s
+        world.report(offline=achieved(80_000.0, 900.0 - before_s))
+        assert moved(world) == [("d0", "PlaceLost")]
+    world.now_s += before_s or 900.0
+    world.report(offline=achieved(90_000.0, 900.0))
+
+    assert ("p1", "SLAMissed") in moved(world)
+
+
+def test_denied_pods_never_have_more_than_a_quarter_of_the_budget() -> None:
+    """Whoever else moves: theirs is a budget of their own."""
+    rules = MonitorSettings(budget_share=0.5)
+    tracks, crafted = ([missing(f"{kind}{n}", 0.5, kind) for n in range(9)] for kind in "ab")
+
+    found = choose(tracks, {}, 16, 1e6, rules, {}, crafted)
+    assert Counter(track.sample.namespace for track in found) == {"a": 8, "b": 2}
+    owners = {f"owner-b{n}": Owner(evicted_at_s=(1e6 - 9.0,)) for n in range(2)}
+    found = choose(tracks, owners, 16, 1e6, rules, {}, crafted, Counter(owners.keys()))
+    assert Counter(track.sample.namespace for track in found) == {"a": 8}
+    found = choose([], owners, 16, 1e6 + rules.budget_s, rules, {}, crafted[2:], Counter(owners.keys()))
+    assert Counter(track.sample.namespace for track in found) == {"b": 2}
+
+
+def hold_by_the_brake(world: World, is_held: bool) -> None:
+    world.policy(BRAKE, paused=is_held)
+
+
+def hold_by_the_node(world: World, is_held: bool) -> None:
+    world.report("n1", phase="Paused" if is_held else "Harvesting")
+
+
+def hold_by_a_guard(world: World, is_held: bool) -> None:
+    node = harvest_node("n1")
+    node["status"]["gpus"][0]["harvestable"] = not is_held
+    world.nodes.sink.put(node)
+
+
+@pytest.mark.parametrize("hold", [hold_by_the_brake, hold_by_the_node, hold_by_a_guard])
+def test_a_pause_never_evicts(hold: Callable[[World, bool], None]) -> None:
+    """Nor does the time before it count afterwards."""
+    world = reporting()
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"], sla="0.3"))
+    assert moved(world) == []
+    hold(world, True)
+    world.now_s += PATIENCE_S
+    assert moved(world) == []
+
+    hold(world, False)
+    world.now_s += 10 * PATIENCE_S
+    assert moved(world) == []
+    world.now_s += PATIENCE_S
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
+def test_a_pod_that_valve_never_placed_is_never_moved() -> None:
+    world = reporting()
+    unplaced = "valve: default/p1 has no placement (valve.gpu/gpus); was it bound by valve-scheduler?"
+    one = denied("p1", ("CreateContainerConfigError", f"device plugin PreStartContainer rpc failed: {unplaced}"))
+    del one["metadata"]["annotations"][names.GPUS]
+    world.pods.sink.put(one)
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+@pytest.mark.parametrize(
+    "annotations", [{names.GPUS_REQUIRED: "none"}, {names.SLA: "all of it"}, {names.PROFILE: "a b"}]
+)
+def test_a_denied_pod_that_cannot_be_read_is_never_counted_in_each_round(annotations: dict[str, str]) -> None:
+    world = reporting()
+    one = denied("p1", DENIED["its hook fails"])
+    one["metadata"]["annotations"] |= annotations
+    world.pods.sink.put(one)
+    before = metrics.invalid.labels("Pod")._value.get()
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert moved(world) == []
+    assert metrics.invalid.labels("Pod")._value.get() == before
+
+
+@pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])
+@pytest.mark.parametrize("why", DENIED)
+def test_a_pod_is_never_moved_for_a_container_that_asks_for_no_gpu(why: str, kind: str) -> None:
+    """Its own container runs, and goes on to be judged by its SLA."""
+    world = reporting()
+    world.profile()
+    one, side = running(), denied("side", DENIED[why])["status"]["containerStatuses"][0] | {"name": "side"}
+    of_work = {"name": "work", "state": {"running": {"startedAt": "2025-12-31T00:00:00Z"}}}
+    one["spec"]["containers"].append({"name": "side"})
+    one["status"]["containerStatuses"] = [of_work]
+    one["status"][kind] = [*one["status"].get(kind, []), side]
+    world.pods.sink.put(one)
     world.report(offline=achieved(0.0, 0.0))
     moved(world)
     world.now_s += 900.0
     world.report(offline=achieved(90_000.0, 900.0))
 
     assert moved(world) == [("p1", "SLAMissed")]
-    world.pods.sink.drop(running())
-    world.now_s += 900.0
-    assert moved(world) == [("p0", "PlaceLost")]
+
+
+def test_an_init_container_that_is_denied_its_gpu_counts() -> None:
+    world = reporting()
+    one = denied("p1", DENIED["its hook fails"])
+    one["spec"]["initContainers"] = [one["spec"]["containers"][0] | {"name": "first"}]
+    one["status"]["initContainerStatuses"] = [one["status"].pop("containerStatuses")[0] | {"name": "first"}]
+    world.pods.sink.put(one)
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert moved(world) == [("p1", "PlaceLost")]
+
+
+@pytest.mark.parametrize("pods", [1, 30])
+@pytest.mark.parametrize("refused", ["eviction", "status"])
+def test_pods_that_may_not_go_never_keep_others_from_going(refused: str, pods: int) -> None:
+    """A disruption budget refuses them, or nothing can be stored in their namespace."""
+    world, why = reporting(), DENIED["its hook fails"]
+    first = [denied(f"a{number}", why, owner=f"owner-{number}") for number in range(pods)]
+    for one in first:
+        one["metadata"]["namespace"] = "a"
+    other = denied("z", why, node="n2", owner="z")
+    for one in (*first, other):
+        world.pods.sink.put(one)
+    world.refused_in = {("a", refused)}
+    gone = []
+    for _ in range(4):
+        world.now_s += PATIENCE_S
+        gone += moved(world)
+    assert gone == [("z", "PlaceLost")]
+    world.pods.sink.drop(other)
+
+    world.refused_in.clear()
+    world.now_s += 3600.0
+    assert [name[0] for name, _ in moved(world)] == ["a"]
+
+
+def test_an_sla_pod_under_a_disruption_budget_never_keeps_others_from_going() -> None:
+    late, tracks = Late(), [missing(uid, 0.5, namespace) for uid, namespace in (("1", "a"), ("2", "a"), ("3", "b"))]
+    rules, order = MonitorSettings(budget_share=0.0), []
+    for _ in range(4):
+        (track,) = choose(tracks, {}, 16, 1e6, rules, {}, late=late.of(1e6))
+        order.append(track.sample.pod_uid)
+        late.refused(track, 1e6)
+
+    assert order == ["1", "3", "2", "1"]
+    assert late.of(1e6 + BACK_OFF_S)(tracks[0]) == 0
+
+
+def test_a_container_that_got_its_gpu_in_the_end_never_counts_as_denied() -> None:
+    """An init container that succeeded at its second try, and a container that crashes by itself after one."""
+    world = reporting()
+    started, crashed = denied("p1", DENIED["its hook fails"]), denied("p2", DENIED["its hook fails"])
+    started["spec"]["initContainers"] = [started["spec"]["containers"][0] | {"name": "first"}]
+    (told,) = started["status"]["containerStatuses"]
+    done = {"name": "first", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
+    started["status"]["initContainerStatuses"] = [{**told, **done}]
+    started["status"]["containerStatuses"] = [{"name": "work", "state": {"waiting": {"reason": "PodInitializing"}}}]
+    crashed["status"]["containerStatuses"] = [{**told, "state": {"terminated": {"reason": "Error", "message": "x"}}}]
+    for one in (started, crashed):
+        world.pods.sink.put(one)
+    moved(world)
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == []
+
+
+def test_an_owner_never_has_an_object_for_a_denied_pod_that_is_not_its_turn() -> None:
+    world = reporting()
+    for number in range(4):
+        world.pods.sink.put(denied(f"p{number}", DENIED["its hook fails"], owner=f"job-{number}"))
+    moved(world)
+    world.now_s += PATIENCE_S
+
+    assert len(moved(world)) == 1
+    assert len(world.controller.caches.workloads.items) == 1
 
 
 def test_nothing_is_moved_that_cannot_be_stored() -> None:
-    world = World()
+    world = reporting()
     world.pods.sink.put(denied("p1", DENIED["its hook fails"]))
     moved(world)
     world.now_s += PATIENCE_S

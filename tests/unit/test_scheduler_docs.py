@@ -12,8 +12,7 @@ from valve_kube.objects import offline_pod, workload_profile
 from valve_scheduler.controller.conditions import Told
 from valve_scheduler.controller.monitor import MonitorSettings, Verdict
 from valve_scheduler.controller.shadows import Shadow
-from valve_scheduler.placement.promise import YOUNG_TEXT
-from valve_scheduler.placement.rank import REASON_TEXT
+from valve_scheduler.placement.promise import TEXTS, YOUNG_TEXT
 from valve_scheduler.placement.reach import CLOSED, NEVER, PEAKS, TOO_BUSY
 from valve_scheduler.webhook.admission import AdmissionSettings, mutate_offline
 
@@ -26,7 +25,7 @@ def example(kind: str) -> dict[str, Any]:
     return next(block for block in blocks if block.get("kind") == kind)
 
 
-@pytest.mark.parametrize("text", [*REASON_TEXT.values(), YOUNG_TEXT])
+@pytest.mark.parametrize("text", [*TEXTS.values(), YOUNG_TEXT])
 def test_every_reason_is_explained(text: str) -> None:
     assert f"| {text.removeprefix('valve: ')} |" in MANUAL
 
@@ -43,7 +42,7 @@ def test_every_error_of_the_extender_is_explained() -> None:
         if not re.search(rf"^\| {'.+'.join(map(re.escape, re.split(r'{[^}]*}', text)))} \|", MANUAL, re.M)
     ]
 
-    assert len(texts) == 6
+    assert len(texts) == 7
     assert unexplained == []
 
 

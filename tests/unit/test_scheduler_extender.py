@@ -166,6 +166,14 @@ def test_while_a_bind_is_undecided_only_its_node_passes_the_filter() -> None:
     assert "undecided" in world.bind(node="n2")
 
 
+def test_a_bind_that_the_api_server_confirmed_is_never_called_undecided() -> None:
+    world = World(harvest_node("n1"), harvest_node("n2"))
+    world.submit()
+    assert world.bind(node="n1") == ""
+
+    assert world.bind(node="n2") == "valve: the pod is bound to n1 already"
+
+
 def test_a_pod_bound_by_another_scheduler_is_refused_and_its_truth_kept() -> None:
     world = World(harvest_node("n1"), harvest_node("n2"))
     world.submit()

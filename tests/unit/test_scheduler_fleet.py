@@ -86,7 +86,7 @@ class Fleet:
     def begin_controller(self) -> None:
         """As after a crash: it knows what the API server holds, and nothing else."""
         settings = ControllerSettings(monitor=RULES)
-        self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
+        self.controller = Controller(self, settings, *[lambda: self.now_s] * 2)  # type: ignore[arg-type]
         self.views = self.controller.caches.views[:5]
         for view in self.controller.caches.views:
             view._listed.set()

@@ -62,12 +62,22 @@ def realistic(name: str = "p1") -> Json:
     return found
 
 
-def started_last_with(message: str) -> Json:
+def started_last_with(message: str, name: str = "work") -> Json:
     """Its container has been tried again and again."""
     one = realistic()
     ended = {"terminated": {"reason": "StartError", "message": message, "exitCode": 128}}
     one["status"]["initContainerStatuses"] = [{"name": "init", "state": {"terminated": {"reason": "Completed"}}}]
-    one["status"]["containerStatuses"] = [{"name": "work", "state": {"waiting": {"reason": "x"}}, "lastState": ended}]
+    back_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    one["status"]["containerStatuses"] = [{"name": name, "state": back_off, "lastState": ended}]
+    return one
+
+
+def without_its_first() -> Json:
+    """Its init container asks for the GPU and does not get it."""
+    one = started_last_with("CDI")
+    one["spec"]["initContainers"][0] = {**one["spec"].pop("containers")[0], "name": "init"}
+    waiting = {"reason": "CreateContainerError", "message": "unresolvable CDI devices"}
+    one["status"]["initContainerStatuses"] = [{"name": "init", "state": {"waiting": waiting}}]
     return one
 
 
@@ -78,6 +88,8 @@ VARIANTS = {
     "small": pod(),
     "refused": {**pod(), "status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "x"}]}},
     "without its devices": started_last_with(f"OCI: {'unresolvable CDI devices ' * 90}"),
+    "its sidecar without devices": started_last_with("unresolvable CDI devices", "side"),
+    "its init container without devices": without_its_first(),
     "without its command": started_last_with("executable file not found"),
     "deleted": {**pod(), "metadata": {**pod()["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}},
 }
@@ -107,7 +119,7 @@ READ = [
     lambda one: new_workload(one, 0.3),
     lambda one: event(one, Told.SLA_MISSED, "note", NOW_S),
     lambda one: one["metadata"].get("deletionTimestamp"),
-    lambda one: denied_devices(one.get("status") or {}),
+    denied_devices,
     lambda one: [c["type"] for c in (one.get("status") or {}).get("conditions") or [] if c["status"] == "False"],
 ]
 

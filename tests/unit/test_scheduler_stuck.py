@@ -7,6 +7,7 @@ import pytest
 from controller_world import World
 from reports import harvest_node, pod, uuids
 from valve_scheduler.controller.rounds import ControllerSettings
+from valve_scheduler.main import parser
 
 Json = dict[str, Any]
 FIRST, SECOND = uuids("n1")[:2]
@@ -25,6 +26,20 @@ def later(world: World, seconds: float, **more: Any) -> None:
 
 
 START_S = World().now_s
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_never_frees_a_gpu_sooner_or_later(ahead_s: float) -> None:
+    world = World()
+    world.report("n1", cards=1)
+    world.pods.sink.put(pod("p1", node="n1", held=SECOND))
+    assert evicted(world) == []
+    world.set_clock(ahead_s)
+    later(world, 0.0, cards=1)
+    assert evicted(world) == []
+
+    later(world, PATIENCE_S, cards=1)
+    assert evicted(world) == [("p1", "PlaceLost")]
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Running"])
@@ -83,3 +98,12 @@ def test_a_pod_that_pulls_its_image_is_left_alone() -> None:
     later(world, 10 * PATIENCE_S)
 
     assert evicted(world) == []
+
+
+@pytest.mark.parametrize("option", ["--stuck-after", "--sla-window", "--monitor-every", "--lease"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_a_patience_that_is_none_is_refused_by_name(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["controller", f"{option}={text}"])
+
+    assert f"argument {option}: {text} is no number of seconds above 0" in capsys.readouterr().err

@@ -207,7 +207,7 @@ class Fleet:
 
     def _controller(self) -> Controller:
         rules = MonitorSettings(window_s=600.0, windows=1, warm_up_s=0.0, min_runtime_s=0.0)
-        found = Controller(self.api, ControllerSettings(monitor=rules), lambda: self.now_s)  # type: ignore[arg-type]
+        found = Controller(self.api, ControllerSettings(monitor=rules), *[lambda: self.now_s] * 2)  # type: ignore[arg-type]
         for view in found.caches.views:
             view._listed.set()
         spec = {"standaloneTokensPerSecond": 1_000, "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}]}

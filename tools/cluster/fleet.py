@@ -90,6 +90,8 @@ def report(index: int, random: np.random.Generator, *, idle: float | None = None
             "slots": 1,
             "shim": True,
             "idle": {"1m": windows[gpu], "10m": windows[gpu], "1h": windows[gpu]},
+            "observedSeconds": 86_400,
+            "observedHourSeconds": 3_600,
             "freeMemory": free_histogram(free[gpu], MEMORY_MIB).round(4).tolist(),
         }
         for gpu, uuid in enumerate(gpu_uuids(index))

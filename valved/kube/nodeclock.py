@@ -16,7 +16,7 @@ class NodeClock:
 
     def __init__(self) -> None:
         self.ahead_s = 0.0  # at least; less than 0: behind
-        self.is_off = False
+        self.is_off: bool | None = None  # None: no report was stored yet
 
     def stored(self, sent_s: float, answered_s: float, stored_s: float) -> None:
         """A report was sent and its answer came, by our clock; in between the API server stored it, by its own. However
@@ -26,10 +26,10 @@ class NodeClock:
         self.is_off = abs(self.ahead_s) > (RIGHT_S if self.is_off else OFF_S)
 
     @property
-    def text(self) -> str:
-        """Empty while it is right."""
+    def text(self) -> str | None:
+        """Empty while it is right. None: nothing was compared yet."""
         if not self.is_off:
-            return ""
+            return None if self.is_off is None else ""
         return f"the clock of the node is {abs(self.ahead_s):.0f} s {'ahead' if self.ahead_s > 0 else 'behind'}"
 
 

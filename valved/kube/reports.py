@@ -49,7 +49,7 @@ class Reports:
         self._phase = crc32(table.node.encode()) / 2**32
         self.rate = RateState()
         self._epoch = 0
-        self._conditions: dict[str, tuple[bool, str]] = {}  # kind -> state, since
+        self._conditions: dict[str, tuple[bool | None, str]] = {}  # kind -> state, since
 
     def adopt(self, found: Json) -> None:
         self._epoch = max(self._epoch, int(found.get("epoch", 0)))

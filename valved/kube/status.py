@@ -18,6 +18,7 @@ from valved.policy.report_rate import RateSettings, side_of
 Json = dict[str, Any]
 MIB = 1 << 20
 PHASES = {Mode.HARVEST: "Harvesting", Mode.OBSERVE: "Observing", Mode.OFF: "Off"}
+_STATUS = {True: "True", False: "False", None: "Unknown"}
 MAX_PODS = 64  # as the CRD has it
 MAX_NAMED = 20  # in one condition; a node has room for a few dozen GPU pods
 
@@ -62,7 +63,7 @@ class LentFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     kind: str
-    is_true: bool
+    is_true: bool | None  # None: not known yet
     reason: str
     message: str
 
@@ -81,7 +82,7 @@ class NodeFacts:
     ungated: tuple[UngatedFacts, ...]  # offline pods that use a GPU without the shim
     drain: str  # why the cluster wants no offline work here; empty: it does not mind
     refused: tuple[str, ...]  # words of the cluster that this node cannot obey
-    clock_off: str  # how far; empty: no more than it may be
+    clock_off: str | None  # how far; empty: no more than it may be; None: nobody has compared it yet
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
     @property
@@ -156,13 +157,17 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             reason="NotPossibleHere" if facts.refused else "Obeyed",
             message=_some(facts.refused) or "what the HarvestPolicies say is in force",
         ),
-        Condition(
-            kind="ClockSkew",
-            is_true=bool(facts.clock_off),
-            reason="ClockOff" if facts.clock_off else "ClockRight",
-            message=facts.clock_off or "the clock of the node agrees with the API server's",
-        ),
+        _clock(facts.clock_off),
     )
+
+
+def _clock(off: str | None) -> Condition:
+    reason, message = "ClockRight", "the clock of the node agrees with the API server's"
+    if off is None:
+        reason, message = "NotCompared", "no report was stored yet whose time could be compared"
+    elif off:
+        reason, message = "ClockOff", off
+    return Condition(kind="ClockSkew", is_true=None if off is None else bool(off), reason=reason, message=message)
 
 
 def standing(
@@ -199,7 +204,7 @@ def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Map
         "conditions": [
             {
                 "type": condition.kind,
-                "status": "True" if condition.is_true else "False",
+                "status": _STATUS[condition.is_true],
                 "reason": condition.reason,
                 "message": condition.message,
                 "lastTransitionTime": since.get(condition.kind, now),
@@ -230,6 +235,7 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
         "online": list(verdict.online),
         "idle": dict(series.windows(index)),
         "observedSeconds": round(series.seen_s(index, WINDOWS_S["24h"])),
+        "observedHourSeconds": round(series.seen_s(index, WINDOWS_S["1h"])),
         "freeMemory": series.histogram(index),
     }
     if online := series.online_memory(index):

@@ -29,7 +29,7 @@ from valve_scheduler.controller.monitor import (
 )
 from valve_scheduler.controller.records import Records
 from valve_scheduler.controller.tally import count
-from valve_scheduler.controller.turns import choose, gone
+from valve_scheduler.controller.turns import Late, choose, gone
 from valve_scheduler.controller.waiting import Waiting
 from valve_scheduler.controller.workload_book import WorkloadBook
 from valve_scheduler.controller.workloads import moved_for, owner_of
@@ -44,19 +44,21 @@ class Promises:
         waiting: Waiting,
         belief: Belief,
         now_s: Callable[[], float],
+        steady_s: Callable[[], float],
         settings: MonitorSettings,
         denials: Denials,
     ) -> None:
         self._caches, self._hands, self._book = caches, hands, book
-        self._waiting, self._belief, self._now_s, self._settings = waiting, belief, now_s, settings
+        self._waiting, self._belief, self._settings = waiting, belief, settings
+        self._now_s, self._steady_s = now_s, steady_s
         self._tracks: dict[str, Track] = {}  # by UID of the pod
         self._records, self._guards, self._better = Records(), Guards(), Better(caches.state)
-        self._denials = denials
+        self._denials, self._late = denials, Late()
 
     async def round(self) -> None:
         await self._belief.look()
-        now_s, rules = self._now_s(), self._rules()
-        denied = await self._denied(now_s)
+        now_s, steady_s, rules = self._now_s(), self._steady_s(), self._rules()
+        denied = await self._denied(steady_s)
         running = [pod for pod in self._caches.running() if pod["metadata"]["uid"] not in self._denials.of]
         samples = [sample for _, sample in await each(running, self._sample)]
         known = self._tracks
@@ -69,27 +71,31 @@ class Promises:
         owners = self._records.merged(stored, now_s, rules)
         homes = {workload_key(item): item["metadata"]["namespace"] for item in workloads.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in [*running, *(pod for pod, _ in denied)]}
-        self._guards.look(running, self._caches.fresh_nodes(now_s), self._rules, now_s)
-        waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
+        self._guards.look(running, self._caches.fresh_nodes(now_s), self._rules, steady_s)
+        waiting = self._guards.waiting(self._tracks.values(), self._rules, steady_s)
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         without = [track for _, track in denied]
-        chosen = choose(movable, owners, len(running), now_s, rules, homes, without)
+        spent = self._denials.spent(now_s, rules.budget_s)
+        chosen = choose(movable, owners, len(running), now_s, rules, homes, without, spent, self._late.of(steady_s))
+        await self._book.open(pods[one.sample.pod_uid] for one in chosen if one.sample.pod_uid in self._denials.of)
         for uid, tracks in _by_owner(chosen).items():
             with apart(pods[tracks[0].sample.pod_uid]):
                 owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
         of_owner, lost = _by_owner(self._tracks.values()), await self._waiting.unreachable(now_s)
-        await self._book.round(running, owners, of_owner, now_s, rules, lost, self._guards.told(now_s))
+        await self._book.round(running, owners, of_owner, now_s, rules, lost, self._guards.told(steady_s))
         self._hands.forget_all_but({pod["metadata"]["uid"] for pod in self._caches.pods.items.values()})
 
     async def _move(self, uid: str, tracks: list[Track], before: Owner, pods: dict[str, Json]) -> Owner:
         """Evict pods of one owner. Their evictions are stored first: what cannot be stored is not done, or a restart
         would forget back-off and budget. An eviction that is refused afterwards is taken back."""
-        now_s, rules = self._now_s(), self._rules()
+        now_s, steady_s, rules = self._now_s(), self._steady_s(), self._rules()
         owner, guarded = before, self._guards.of
         for track in tracks:
             owner = gone(owner, track, now_s, rules, was_guarded=track.sample.pod_uid in guarded)
         of_owner = _by_owner(self._tracks.values()).get(uid, [])
-        if not await self._book.save(uid, owner, of_owner, now_s, rules, self._guards.told(now_s).get(uid)):
+        if not await self._book.save(uid, owner, of_owner, now_s, rules, self._guards.told(steady_s).get(uid)):
+            for track in tracks:
+                self._late.refused(track, steady_s)
             return before
         done = before
         for track in tracks:
@@ -97,6 +103,10 @@ class Promises:
             if await self._hands.evict(pods[pod], *self._why(track)):
                 done = gone(done, track, now_s, rules, was_guarded=pod in guarded)
                 self._records.keep(uid, done)
+                if pod in self._denials.of:
+                    self._denials.moved(uid, now_s)
+            else:
+                self._late.refused(track, steady_s)
 
         return done
 
@@ -107,13 +117,10 @@ class Promises:
             return Told.PLACE_LOST, self._denials.of[pod].note
         return (Told.GPU_GUARDED, f"{self._guards.of[pod].why}; moved") if pod in self._guards.of else moved_for(track)
 
-    async def _denied(self, now_s: float) -> list[tuple[Json, Track]]:
-        """Pods that have lacked their devices for long enough. An eviction is stored with their owner, who needs an
-        object for it."""
-        self._denials.look(self._caches.pods.items.values(), now_s)
-        found = await each(self._denials.lasting(now_s), denied_track)
-        await self._book.open(pod for pod, _ in found)
-        return found
+    async def _denied(self, steady_s: float) -> list[tuple[Json, Track]]:
+        """Pods that have lacked their devices for long enough."""
+        self._denials.look(self._caches.pods.items.values(), self._is_held, steady_s)
+        return await each(self._denials.lasting(steady_s), denied_track)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""

@@ -58,9 +58,14 @@ class Controller:
     """Puts the rounds together; those that need no memory of their own are its methods."""
 
     def __init__(
-        self, client: KubeClient, settings: ControllerSettings, now_s: Callable[[], float] = time.time
+        self,
+        client: KubeClient,
+        settings: ControllerSettings,
+        now_s: Callable[[], float] = time.time,
+        steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._now_s = client, now_s
+        """`steady_s`: of what only this process remembers; nobody sets that clock."""
+        self._client, self._now_s, self._steady_s = client, now_s, steady_s
         self._hands, self._belief = Hands(client, now_s), Belief(client)
         self.caches = caches = Caches(client, settings.placement, now_s)
         self.waiting = Waiting(caches, self._hands, now_s, settings.afresh_every_s)
@@ -74,6 +79,7 @@ class Controller:
             self.waiting,
             self._belief,
             now_s,
+            steady_s,
             settings.monitor,
             Denials(settings.patience_s),
         )
@@ -104,8 +110,8 @@ class Controller:
 
     async def free_stuck(self) -> None:
         """Evict what can never run where it was placed."""
-        now_s = self._now_s()
-        for one in self._stuck.find(self.caches.pods.items.values(), self.caches.state.fresh_gpus(now_s), now_s):
+        gpus = self.caches.state.fresh_gpus(self._now_s())
+        for one in self._stuck.find(self.caches.pods.items.values(), gpus, self._steady_s()):
             await self._hands.evict(one.pod, Told.PLACE_LOST, one.note)
 
     async def forget(self) -> None:

@@ -20,9 +20,10 @@ from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
+from valve_scheduler.placement.holdings import Holding
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.promise import YOUNG_TEXT, refusal
-from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
+from valve_scheduler.placement.promise import TEXTS, YOUNG_TEXT, refusal, young
+from valve_scheduler.placement.rank import Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.served import ServedBases
 from valve_scheduler.placement.state import ClusterState
@@ -35,7 +36,7 @@ _REMEMBERED = 512
 # kube-scheduler scores every node that passes with all its plugins: a thousand of them cost it more than Valve's whole
 # answer, and a node that is not among the best by share is not chosen anyway (weight 10).
 _CANDIDATES = 64
-_TEXTS = ["", *(REASON_TEXT[Reason(code)] for code in range(1, len(Reason)))]
+_TEXTS = ["", *(TEXTS[Reason(code)] for code in range(1, len(Reason)))]
 
 
 class Api(Protocol):
@@ -88,7 +89,7 @@ class Extender:
         passed = np.flatnonzero(codes == Reason.NONE)
         _count(codes)
         # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
-        refused = {} if len(passed) else self._texts(wanted, rows, codes)
+        refused = {} if len(passed) else self._texts(pod, wanted, rows, codes)
         worth = self._served.worth(ranking.share[rows], wanted, pod.base)
         best = [wanted[index] for index in _best(passed, worth[passed])]
         if best:  # of one node alone kube-scheduler asks for no scores
@@ -137,7 +138,7 @@ class Extender:
         pod = self._pods.get(uid) or await self._read(arguments)
         held = self._state.held.holding(uid)
         if held is not None and held.node != node:
-            raise NoPlace(undecided(held.node))
+            raise NoPlace(_elsewhere(held))
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
         if held is None and (full := self._barred(pod)):
@@ -171,7 +172,7 @@ class Extender:
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
         if row is None or reason is not Reason.NONE:
-            raise NoPlace(f"{node}: {REASON_TEXT[reason] if row is None else refusal(reason, self._state.belief[row])}")
+            raise NoPlace(f"{node}: {refusal(reason, row is not None and bool(self._young(pod)[row]))}")
         members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
 
         return self._state.uuids(node, members.tolist()), float(ranking.share[row])
@@ -238,10 +239,16 @@ class Extender:
         rows = self._state.rows(wanted)
         return rows, np.where(rows < 0, np.int8(Reason.STALE), ranking.reason[rows])
 
-    def _texts(self, wanted: list[str], rows: NDArray[np.intp], codes: NDArray[np.int8]) -> dict[str, str]:
-        is_young = ((codes == Reason.SLA) & ~self._state.belief[rows].any(axis=-1)).tolist()
-        judged = zip(wanted, codes.tolist(), is_young, strict=True)
-        return {name: YOUNG_TEXT if young else _TEXTS[code] for name, code, young in judged}
+    def _young(self, pod: OfflinePod) -> NDArray[np.bool_]:
+        return young(self._state.fleet(self._now_s()), self._state.sets(pod.gpus), self._state.belief)
+
+    def _texts(
+        self, pod: OfflinePod, wanted: list[str], rows: NDArray[np.intp], codes: NDArray[np.int8]
+    ) -> dict[str, str]:
+        of_sla = codes == Reason.SLA
+        is_young = of_sla & self._young(pod)[rows] if of_sla.any() else of_sla
+        judged = zip(wanted, codes.tolist(), is_young.tolist(), strict=True)
+        return {name: YOUNG_TEXT if is_young else _TEXTS[code] for name, code, is_young in judged}
 
     def _remember(self, pod: OfflinePod) -> None:
         self._pods[pod.uid] = pod
@@ -263,6 +270,12 @@ class Extender:
 
 def _filter_error(text: str) -> Json:
     return {"NodeNames": [], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": text}
+
+
+def _elsewhere(held: Holding) -> str:
+    if held.assumed_until_s:
+        return undecided(held.node)
+    return f"the pod is bound to {held.node} already"
 
 
 def _pod_path(pod: OfflinePod) -> str:

@@ -1,19 +1,20 @@
 """Why a pod is where it is, or nowhere: the extender's own judgement, told for people. Pure."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
 from valve_scheduler.model import SPARE_SHARE, belief, held_mib
-from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.grounds import CLOSED_TEXT
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.promise import ANY_SLA, promised, refusal
-from valve_scheduler.placement.rank import Fleet, Job, Ranking, Reason, rank, ranked_nodes
+from valve_scheduler.placement.promise import ANY_SLA, promised, refusal, young
+from valve_scheduler.placement.rank import Fleet, GpuSets, Job, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.undecided import undecided_node, undecided_told
 
@@ -74,26 +75,36 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Po
     ranking = rank(fleet, promised(sets, state.belief, job), job, state.settings)
     found = ranked_nodes(fleet, ranking)
     advice = ""
-    best = found
+    best, shown = found, [ranking]
     if not found:
-        best = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
         asking = replace(job, sla=ANY_SLA)
-        could = ranked_nodes(fleet, rank(fleet, promised(sets, state.belief, asking), asking, state.settings))
+        shown = [
+            rank(fleet, promised(sets, state.belief, asking), asking, state.settings),
+            rank(fleet, sets, replace(job, sla=0.0), state.settings),
+        ]
+        could, best = (ranked_nodes(fleet, one) for one in shown)
         advice = _advice(job.sla, could, len(state.node_names())) or crowded(fleet, ranking, job)
 
     return PodExplanation(
         pod=title,
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
-        windows=tuple(_idle(state, node) for node, _ in best[:most]),
-        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish), state.belief),
+        windows=tuple(_idle(state, node, _gpus(state, node, sets, shown)) for node, _ in best[:most]),
+        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish), young(fleet, sets, state.belief)),
         advice=advice,
     )
 
 
-def _idle(state: ClusterState, node: str) -> NodeIdle:
+def _gpus(state: ClusterState, node: str, sets: GpuSets, shown: Sequence[Ranking]) -> list[int]:
+    """The set of the node that the first ranking chose which takes it."""
+    row = state.row(node)
+    chosen = next(one.set_index[row] for one in shown if one.set_index[row] >= 0)
+    return [int(gpu) for gpu in sets.members[chosen]]
+
+
+def _idle(state: ClusterState, node: str, gpus: Sequence[int]) -> NodeIdle:
     recent, hour, day = state.idle_windows(node)
-    return NodeIdle(node=node, recent=recent, hour=hour, day=day, history=_history(state.history_s(node)))
+    return NodeIdle(node=node, recent=recent, hour=hour, day=day, history=_history(state.history_s(node, gpus)))
 
 
 def _history(seconds: float) -> str:
@@ -102,9 +113,11 @@ def _history(seconds: float) -> str:
     return "" if part == 1.0 else seen + (f"an SLA counts on {part:.0%} of that" if part else "too short for an SLA")
 
 
-def _refusals(fleet: Fleet, ranking: Ranking, closed: frozenset[str], beliefs: FloatArray) -> tuple[Refusal, ...]:
+def _refusals(
+    fleet: Fleet, ranking: Ranking, closed: frozenset[str], is_young: NDArray[np.bool_]
+) -> tuple[Refusal, ...]:
     """The most frequent reason first; unused rows of the arrays are nobody's."""
-    reasons = {name: (Reason(ranking.reason[row]), beliefs[row]) for row, name in enumerate(fleet.names) if name}
+    reasons = {name: (Reason(ranking.reason[row]), bool(is_young[row])) for row, name in enumerate(fleet.names) if name}
     texts = {
         name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else refusal(reason, seen)
         for name, (reason, seen) in reasons.items()

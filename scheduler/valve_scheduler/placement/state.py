@@ -168,9 +168,9 @@ class ClusterState:
         recent, hour, day = map(_mean, self._seen.get(node, _NOTHING_SEEN)[:3])
         return recent, hour, day
 
-    def history_s(self, node: str) -> float:
-        """Time that stands behind the forecast of that GPU of its of which the least was seen."""
-        return float(min(self._seen.get(node, _NOTHING_SEEN)[3], default=0.0))
+    def history_s(self, node: str, gpus: Iterable[int]) -> float:
+        """Time that stands behind the forecast of that one of these GPUs of which the least was seen."""
+        return float(min(self._seen[node][3][list(gpus)]))
 
     def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
         """The GPUs of each node that has reported lately."""
