@@ -73,7 +73,7 @@ def test_an_sla_is_never_promised_by_the_first_minutes_of_a_node(scheduling: Con
     found = shown(scheduling, "explain", "hopeful")
     assert YOUNG_TEXT in [refusal["text"] for refusal in found["refusals"]]
     for gpu in told["gpus"]:
-        gpu |= {"idle": {"1m": 0.9, "10m": 0.9, "1h": 0.9}, "observedSeconds": 3600}
+        gpu |= {"idle": {"1m": 0.9, "10m": 0.9, "1h": 0.9}, "observedSeconds": 3600, "observedHourSeconds": 3600}
     api.patch(f"{NODES}/{name}/status", {"status": {"gpus": told["gpus"]}})
     api.patch(f"/api/v1/nodes/{name}", {"metadata": {"annotations": {names.EPOCH: "1"}}})  # as the controller does
     wait_for("the place", lambda: api.get(f"{PODS}/hopeful")["spec"].get("nodeName") == name)
