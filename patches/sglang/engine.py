@@ -40,7 +40,7 @@ class SglangEngine:
         self.tree = scheduler.tree_cache
         self.free_pages = free = FreePages(scheduler)
         self.pages, self.page_tokens = free.pages, free.page_tokens
-        self.room = AnswerRoom(scheduler, free.page_tokens)
+        self.room = AnswerRoom(scheduler, free.pages, free.page_tokens)
         self.ledger = StepLedger(
             block_tokens=self.page_tokens,
             requests=lambda: list(self._holding().values()),
@@ -130,7 +130,7 @@ class SglangEngine:
         running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
         taken = self.free_pages.taken_pages
         used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
-        return used, used + self.room.wanted(running, waiting, is_short=taken > 0), len(running), len(waiting)
+        return used, self.room.wanted(running, waiting, used, taken), len(running), len(waiting)
 
     # ---- what a step says ----
 

@@ -210,6 +210,9 @@ class Tree:
     def leaves(self):
         return [number for number, node in self.nodes.items() if number and not node.children and not node.locks]
 
+    def evictable_size(self):
+        return sum(not node.locks for node in islice(self.nodes.values(), 1, None)) * self.page
+
     def touch_prefix(self, key):
         for number in self.path(key):
             self.nodes[number] = self.nodes.pop(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kv_node import wait_for
 from sglang_world import finish, give, lose, request_of, undisturbed
 
 FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in range(9)]
@@ -134,3 +135,32 @@ def test_what_is_wanted_never_leaves_out_the_answers_of_those_that_run(world):
     left = 80 - len(request_of(scheduler, "runs").output_ids)
 
     assert node.book()["wanted"] * 4 >= 8 + left + 8 + 40
+
+
+@both
+def test_an_engine_whose_cache_makes_room_for_a_request_never_asks_for_memory(world, overlap):
+    """Offline work would be stopped for a request that begins at once: what is cached is not in anybody's way."""
+    scheduler, node = shrunken(world, overlap=overlap, pages=30)
+    cached = [(f"cached{number}", list(range(100 * number, 100 * number + 20)), 3) for number in range(4)]
+    for request in cached:
+        scheduler.add(*request)
+    finish(scheduler, [name for name, _, _ in cached])
+    assert scheduler.allocator.available_size() // 4 < 2 + 10 < 29  # its prompt and its answer
+    scheduler.add("small", list(range(1000, 1008)), 40)
+    scheduler._valve.reconciler.publish()
+    assert node.book()["wanted"] <= 29
+    finish(scheduler, ["small"])
+
+    assert node.needs == []
+
+
+@both
+def test_valved_is_asked_for_a_single_page_that_is_short(world, overlap):
+    """14 pages have memory, which would do for an answer of 40 tokens."""
+    work = ("waits", list(range(8)), 44)
+    scheduler, node = shrunken(world, overlap=overlap, pages=15, work=[work])
+    scheduler.turn()
+    assert not scheduler.running_batch.reqs
+    wait_for(lambda: node.needs, "valved is asked")
+
+    assert node.needs == [16]
