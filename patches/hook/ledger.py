@@ -27,7 +27,9 @@ from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
 MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
-MOST_TURNED = 4096  # rows, and steps, that wait for the link's thread, if it lives; more of them are done at once
+MOST_WAITING = 64  # notes, and rows, that wait for the link's thread; beyond, each step does its own and a few more:
+MORE_NOTED = 2  # requests
+MORE_TURNED = 4  # rows: a request that comes and goes has two, and a third one if blocks were kept for it
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -120,9 +122,9 @@ class Ledger:
         tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
         """
         self._noted.append((self.believed + len(self.in_flight), ended, preempted, started))
-        if len(self._noted) > MOST_TURNED:
+        if len(self._noted) > MOST_WAITING:
             with self._lock:
-                self._take_in()
+                self._take_in(len(ended) + len(preempted) + len(started) + MORE_NOTED)
 
     def _begin(self, request: str, blocks: Iterable[int], source: Any = None) -> None:
         held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1, source=source)
@@ -130,15 +132,20 @@ class Ledger:
         self._turned.append(held)
 
     def _take_in(self, most: int = 1 << 30) -> None:
-        """What was noted, in its order; under the lock."""
-        for _ in range(min(most, len(self._noted))):
+        """What was noted, in its order, under the lock: of so many requests, and of who goes in the last one's step."""
+        while self._noted and most > 0:
             launched, ended, preempted, started = self._noted.popleft()
             for name in ended:
                 self._dismiss(name, launched)
             for name in preempted:
                 if name in self.held:
                     self._dismiss(name, launched)
-            for name, source in started:
+            most -= len(ended) + len(preempted)
+            now = started[: max(most, 1)]
+            if len(now) < len(started):
+                self._noted.appendleft((launched, (), (), started[len(now) :]))
+            most -= len(now)
+            for name, source in now:
                 self._dismiss(name, launched)
                 self._begin(name, [block.block_id for block in source], source)
         if self.left:
@@ -184,8 +191,8 @@ class Ledger:
         if launched > self.believed:  # what it held, and in which of the steps, is asked when something is lost
             self.left.append((launched, held))
         self._turned.append(held)
-        if len(self._turned) > MOST_TURNED:
-            self._turn_rows(MOST_TURNED)
+        if len(self._turned) > MOST_WAITING:
+            self._turn_rows(MORE_TURNED)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
