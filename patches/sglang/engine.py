@@ -49,7 +49,7 @@ class SglangEngine:
         self.drops_all = False
         self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
-        self.has_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
+        self.may_have_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
@@ -79,6 +79,7 @@ class SglangEngine:
 
     def withhold(self, blocks: Blocks) -> None:
         self.free_pages.withhold(blocks)
+        self.may_have_sent_back |= self.free_pages.taken_pages > 0
 
     def release(self, blocks: Blocks) -> None:
         self.free_pages.release(blocks)
@@ -88,7 +89,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         scheduler = self.scheduler
-        self.drops_all = self.has_sent_back = True
+        self.drops_all = self.may_have_sent_back = True
         try:
             with self._unlimited_queue():
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -228,7 +229,7 @@ class SglangEngine:
         requests = list(requests)
         if not requests:
             return
-        self.has_sent_back = True
+        self.may_have_sent_back = True
         try:
             self._take_back(requests)
         finally:  # whoever has no pages any more stands nowhere else
