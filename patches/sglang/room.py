@@ -28,7 +28,7 @@ class AnswerRoom:
         prompts = used + sum(map(self._known_pages, waiting[:LOOK_AT_WAITING]))
         if not waiting or not taken:
             return prompts
-        expected = self._scheduler.new_token_ratio_tracker.current * sum(map(self._answer, running))
+        expected = sum(map(self._expected, running))
         needed = self._known_pages(waiting[0]) + int(self._answer(waiting[0]) + expected) // self._page + 2
         short = needed - self._room()
         return max(prompts, self._pages - taken + short) if short > 0 else prompts
@@ -41,6 +41,11 @@ class AnswerRoom:
 
     def _known_pages(self, request: Any) -> int:
         return -(-(len(request.origin_input_ids) + len(request.output_ids)) // self._page)
+
+    def _expected(self, request: Any) -> float:
+        """Of those tokens, as many as SGLang sets apart once it runs."""
+        ratio = 1.0 if request.sampling_params.ignore_eos else self._scheduler.new_token_ratio_tracker.current
+        return self._answer(request) * float(ratio)
 
     def _answer(self, request: Any) -> int:
         """Tokens to come, as many of them as SGLang counts."""

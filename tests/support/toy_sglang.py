@@ -47,7 +47,7 @@ class Req:
     prompt_logprobs: list[int] = field(default_factory=list)
 
     def __post_init__(self):
-        self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens)
+        self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens, ignore_eos=False)
 
     @property
     def tokens(self):

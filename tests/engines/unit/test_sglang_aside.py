@@ -164,3 +164,20 @@ def test_valved_is_asked_for_a_single_page_that_is_short(world, overlap):
     wait_for(lambda: node.needs, "valved is asked")
 
     assert node.needs == [16]
+
+
+def test_an_answer_that_goes_on_past_its_end_is_never_counted_as_one_that_may_end_early(world):
+    """SGLang sets apart all of it, where it expects of others a share."""
+    scheduler, node = shrunken(world, overlap=True, pages=30, work=[("runs", list(range(8)), 80)])
+    for _ in range(3):
+        scheduler.turn()
+    scheduler.new_token_ratio_tracker.current = 0.25
+    scheduler.add("waits", list(range(20, 28)), 100)
+    left = 80 - len(request_of(scheduler, "runs").output_ids)
+    scheduler._valve.reconciler.publish()
+    may_end = node.book()["wanted"]
+    request_of(scheduler, "runs").sampling_params.ignore_eos = True
+    scheduler._valve.reconciler.publish()
+
+    assert node.book()["wanted"] - may_end in (int(left * 0.75 / 4), int(left * 0.75 / 4) + 1)
+    assert node.book()["wanted"] * 4 >= 8 + left + 8 + 100
