@@ -75,6 +75,21 @@ Noted = tuple[int, Collection[str], Collection[str], Sequence[tuple[str, Sequenc
 """Steps launched by then; who has ended; who was sent back, if he held anything; who starts, with whose blocks."""
 
 
+class Guard:
+    """A lock. Whoever raises while he holds it leaves what it guards half changed, for whoever waits for it, too."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.is_whole &= error is None
+        self._lock.release()
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
     block_tokens: int
@@ -96,7 +111,7 @@ class Ledger:
     _noted: deque[Noted] = field(default_factory=deque)
     _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
+    _lock: Guard = field(default_factory=Guard)  # who tends is another thread than who schedules
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
@@ -241,6 +256,8 @@ class Ledger:
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:
+            if not self._lock.is_whole:
+                raise RuntimeError("the ledger failed before: what it says may be wrong")
             return self._judge(lost, blocks)
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:
