@@ -234,3 +234,18 @@ def test_a_ring_is_never_heeded_before_all_ranks_of_the_engine_are_known(world, 
     assert said == []
     assert engine.service not in world.kv.reserve.online
     assert world.kv.reserve.saved == {engine.service: before}
+
+
+def test_what_was_foreseen_never_stops_an_engine_that_is_asked_between_steps_since(world, said):
+    """No memory has moved: only the way has changed by which it is taken."""
+    offline, online = beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    assert world.kv.reserve.online[engine.service].ahead
+    world.kv.ways.unsafe.add(offline.shim.entry.id)
+    world.run(1000)
+    assert not world.kv.reserve.online[engine.service].ahead
+    said.clear()
+
+    rings(online, 40)
+
+    assert "stop" not in said
