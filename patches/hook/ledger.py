@@ -75,19 +75,23 @@ Noted = tuple[int, Collection[str], Collection[str], Sequence[tuple[str, Sequenc
 """Steps launched by then; who has ended; who was sent back, if he held anything; who starts, with whose blocks."""
 
 
-class Guard:
-    """A lock. Whoever raises while he holds it leaves what it guards half changed, for whoever waits for it, too."""
+class LedgerLock:
+    """Whoever raises while he holds it leaves the ledger half changed, for whoever waits for it meanwhile, too."""
 
     def __init__(self) -> None:
-        self.is_whole = True
+        self._is_whole = True
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         self._lock.acquire()
 
     def __exit__(self, error: object, *_: object) -> None:
-        self.is_whole &= error is None
+        self._is_whole &= error is None
         self._lock.release()
+
+    def check(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError("the ledger failed before: what it says may be wrong")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,16 +106,14 @@ class Ledger:
     left: list[tuple[int, Held]] = field(default_factory=list)  # who left when so many had been launched
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
-    grown: OrderedDict[int, str] | None = (
-        None  # new blocks, not read yet, and who has them; None: the engine does not tell
-    )
+    grown: OrderedDict[int, str] | None = None  # new blocks, not read yet, and whose; None: the engine does not tell
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
     _noted: deque[Noted] = field(default_factory=deque)
     _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
-    _lock: Guard = field(default_factory=Guard)  # who tends is another thread than who schedules
+    _lock: LedgerLock = field(default_factory=LedgerLock)  # who tends is another thread than who schedules
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
@@ -256,8 +258,7 @@ class Ledger:
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:
-            if not self._lock.is_whole:
-                raise RuntimeError("the ledger failed before: what it says may be wrong")
+            self._lock.check()
             return self._judge(lost, blocks)
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:

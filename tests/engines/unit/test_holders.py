@@ -120,7 +120,7 @@ def test_no_step_ever_does_the_work_of_many_while_nobody_tends(monkeypatch, most
 
 
 def test_whoever_takes_a_step_never_waits_for_more_than_a_few_requests_of_a_large_one():
-    """A thousand come with one step: the link's thread takes them in by eights, and each with the blocks he came with."""
+    """A thousand come with one step: the link's thread takes them in by eights, each with the blocks he came with."""
     ledger = Ledger(block_tokens=16)
     come = [(f"r{number}", [SimpleNamespace(block_id=number)]) for number in range(1000)]
     ledger.note((), (), come)
