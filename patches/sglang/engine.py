@@ -78,8 +78,8 @@ class SglangEngine:
         return cached
 
     def withhold(self, blocks: Blocks) -> None:
+        self.may_have_sent_back |= len(blocks) > 0
         self.free_pages.withhold(blocks)
-        self.may_have_sent_back |= self.free_pages.taken_pages > 0
 
     def release(self, blocks: Blocks) -> None:
         self.free_pages.release(blocks)

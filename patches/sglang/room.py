@@ -22,8 +22,8 @@ class AnswerRoom:
         return self._known_pages(request) * self._page + self._answer(request) + self._page
 
     def wanted(self, running: Sequence[Any], waiting: Sequence[Any], used: int, taken: int) -> int:
-        """Pages, beside page 0. While some are taken an answer may need them: then what the first that waits does not
-        find is wanted, too. What is cached for nobody makes room for it.
+        """Pages in use and to be used. While some are taken an answer may need them: then what the first that waits
+        does not find is wanted beyond all that have memory, page 0 among them. What is cached for nobody makes room.
         """
         prompts = used + sum(map(self._known_pages, waiting[:LOOK_AT_WAITING]))
         if not waiting or not taken:
