@@ -31,7 +31,8 @@ class Held:
 
 
 Places = NDArray[np.int64]
-MOST_NOTED = 4096  # admissions and ends that wait to be counted: the link's thread does it, if it lives
+MOST_NOTED = 256  # admissions and ends that wait to be counted by the link's thread; beyond, an end counts
+MORE_NOTED = 4  # of them: a request that comes and goes is noted twice, and again when it has grown
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class HolderIndex:
         held.number = 0
         self.note(held)
         if len(self._noted) > MOST_NOTED:
-            self.settle()
+            self.settle(MORE_NOTED)
 
     def note(self, held: Held) -> None:
         """It has begun, ended or grown."""

@@ -27,7 +27,9 @@ from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
 MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that were read since
-MOST_TURNED = 4096  # rows, and steps, that wait for the link's thread, if it lives; more of them are done at once
+MOST_WAITING = 64  # notes, and rows, that wait for the link's thread; beyond, each step does its own and a few more:
+MORE_NOTED = 2  # requests
+MORE_TURNED = 4  # rows: a request that comes and goes has two, and a third one if blocks were kept for it
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
@@ -73,6 +75,25 @@ Noted = tuple[int, Collection[str], Collection[str], Sequence[tuple[str, Sequenc
 """Steps launched by then; who has ended; who was sent back, if he held anything; who starts, with whose blocks."""
 
 
+class LedgerLock:
+    """Whoever raises while he holds it leaves the ledger half changed, for whoever waits for it meanwhile, too."""
+
+    def __init__(self) -> None:
+        self._is_whole = True
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._is_whole &= error is None
+        self._lock.release()
+
+    def check(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError("the ledger failed before: what it says may be wrong")
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
     block_tokens: int
@@ -85,16 +106,14 @@ class Ledger:
     left: list[tuple[int, Held]] = field(default_factory=list)  # who left when so many had been launched
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
-    grown: OrderedDict[int, str] | None = (
-        None  # new blocks, not read yet, and who has them; None: the engine does not tell
-    )
+    grown: OrderedDict[int, str] | None = None  # new blocks, not read yet, and whose; None: the engine does not tell
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
     _noted: deque[Noted] = field(default_factory=deque)
     _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
+    _lock: LedgerLock = field(default_factory=LedgerLock)  # who tends is another thread than who schedules
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
@@ -120,9 +139,9 @@ class Ledger:
         tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
         """
         self._noted.append((self.believed + len(self.in_flight), ended, preempted, started))
-        if len(self._noted) > MOST_TURNED:
+        if len(self._noted) > MOST_WAITING:
             with self._lock:
-                self._take_in()
+                self._take_in(len(ended) + len(preempted) + len(started) + MORE_NOTED)
 
     def _begin(self, request: str, blocks: Iterable[int], source: Any = None) -> None:
         held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1, source=source)
@@ -130,15 +149,20 @@ class Ledger:
         self._turned.append(held)
 
     def _take_in(self, most: int = 1 << 30) -> None:
-        """What was noted, in its order; under the lock."""
-        for _ in range(min(most, len(self._noted))):
+        """What was noted, in its order, under the lock: of so many requests, and of who goes in the last one's step."""
+        while self._noted and most > 0:
             launched, ended, preempted, started = self._noted.popleft()
             for name in ended:
                 self._dismiss(name, launched)
             for name in preempted:
                 if name in self.held:
                     self._dismiss(name, launched)
-            for name, source in started:
+            most -= len(ended) + len(preempted)
+            now = started[: max(most, 1)]
+            if len(now) < len(started):
+                self._noted.appendleft((launched, (), (), started[len(now) :]))
+            most -= len(now)
+            for name, source in now:
                 self._dismiss(name, launched)
                 self._begin(name, [block.block_id for block in source], source)
         if self.left:
@@ -184,8 +208,8 @@ class Ledger:
         if launched > self.believed:  # what it held, and in which of the steps, is asked when something is lost
             self.left.append((launched, held))
         self._turned.append(held)
-        if len(self._turned) > MOST_TURNED:
-            self._turn_rows(MOST_TURNED)
+        if len(self._turned) > MOST_WAITING:
+            self._turn_rows(MORE_TURNED)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
@@ -234,6 +258,7 @@ class Ledger:
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:
+            self._lock.check()
             return self._judge(lost, blocks)
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:

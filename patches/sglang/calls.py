@@ -89,8 +89,10 @@ class SglangHook:
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:
-        """SGLang itself sends back whom an offline engine leaves without memory; from others only the hook does."""
-        if batch.forward_mode.is_extend() and (self.link.is_offline or self.engine.has_sent_back):
+        """SGLang itself sends back whom an offline engine leaves without memory; what an online one, with all of its
+        memory since it began, does by itself is as without Valve.
+        """
+        if batch.forward_mode.is_extend() and (self.link.is_offline or self.engine.may_have_sent_back):
             self._surely(lambda: put_back(batch, overlap=self.engine.overlap))
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
@@ -265,7 +267,6 @@ def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any
     """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
     if _current is None or not _current.engine.free_pages.taken_pages:
         return retracted, aborted
-    _current.engine.has_sent_back = True  # with all its memory SGLang had gone on; till they run again it may be back
     kept = [each for each in aborted if each.beam_group is None]
     for request in kept:
         request.to_finish = None

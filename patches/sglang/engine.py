@@ -40,7 +40,7 @@ class SglangEngine:
         self.tree = scheduler.tree_cache
         self.free_pages = free = FreePages(scheduler)
         self.pages, self.page_tokens = free.pages, free.page_tokens
-        self.room = AnswerRoom(scheduler, free.page_tokens)
+        self.room = AnswerRoom(scheduler, free.pages, free.page_tokens)
         self.ledger = StepLedger(
             block_tokens=self.page_tokens,
             requests=lambda: list(self._holding().values()),
@@ -49,7 +49,7 @@ class SglangEngine:
         self.drops_all = False
         self.overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
-        self.has_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
+        self.may_have_sent_back = False  # anybody, ever: we, or SGLang for want of memory that was taken
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
@@ -78,6 +78,7 @@ class SglangEngine:
         return cached
 
     def withhold(self, blocks: Blocks) -> None:
+        self.may_have_sent_back |= len(blocks) > 0
         self.free_pages.withhold(blocks)
 
     def release(self, blocks: Blocks) -> None:
@@ -88,7 +89,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         scheduler = self.scheduler
-        self.drops_all = self.has_sent_back = True
+        self.drops_all = self.may_have_sent_back = True
         try:
             with self._unlimited_queue():
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -130,7 +131,7 @@ class SglangEngine:
         running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
         taken = self.free_pages.taken_pages
         used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
-        return used, used + self.room.wanted(running, waiting, is_short=taken > 0), len(running), len(waiting)
+        return used, self.room.wanted(running, waiting, used, taken), len(running), len(waiting)
 
     # ---- what a step says ----
 
@@ -228,7 +229,7 @@ class SglangEngine:
         requests = list(requests)
         if not requests:
             return
-        self.has_sent_back = True
+        self.may_have_sent_back = True
         try:
             self._take_back(requests)
         finally:  # whoever has no pages any more stands nowhere else

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from memory_walk import beside
-from memory_world import KvWorld
+from memory_world import BASE, Hook, KvWorld
 
 from valved.abi.kv_link import KvNeed
 from valved.abi.link import LinkType
-from valved.config import Config, MemoryTable
+from valved.config import MIB, Config, MemoryTable
 from valved.kv import columns, reserve
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
-from valved.model.memory import ReservationAction
+from valved.model.memory import KvTensor, ReservationAction
 from valved.state.registry import MEMORY_SERVICE
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, pool_mib=40)
@@ -210,3 +210,42 @@ def test_a_hook_that_rings_again_and_again_is_never_looked_at_more_than_twice_in
     world.clock.settle()
 
     assert len(looks) <= 2
+
+
+def test_a_ring_is_never_heeded_before_all_ranks_of_the_engine_are_known(world, said):
+    """What its service had at a predecessor of valved counts for the whole engine: it would be used up."""
+    world.engine("offline").hold(0, list(range(60)))
+    world.settle()
+    shim = world.shim("online")
+    shim.reserve(0, 16)
+    hook = Hook(shim, 64, ranks=2)
+    world.settle()
+    hook.register([KvTensor(base_addr=BASE, block_stride_bytes=MIB // 2, block_bytes=MIB // 2)], (0,))
+    hook.ask_table()
+    world.settle()
+    [engine] = [each for each in world.kv.books.engines.values() if each.role is Role.ONLINE]
+    assert not engine.is_complete
+    before = object()
+    world.kv.reserve.saved[engine.service] = before
+    said.clear()
+    hook.say(LinkType.KV_NEED, KvNeed(wanted_blocks=60))
+    world.settle()
+
+    assert said == []
+    assert engine.service not in world.kv.reserve.online
+    assert world.kv.reserve.saved == {engine.service: before}
+
+
+def test_what_was_foreseen_never_stops_an_engine_that_is_asked_between_steps_since(world, said):
+    """No memory has moved: only the way has changed by which it is taken."""
+    offline, online = beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    assert world.kv.reserve.online[engine.service].ahead
+    world.kv.ways.unsafe.add(offline.shim.entry.id)
+    world.run(1000)
+    assert not world.kv.reserve.online[engine.service].ahead
+    said.clear()
+
+    rings(online, 40)
+
+    assert "stop" not in said

@@ -47,7 +47,7 @@ class Req:
     prompt_logprobs: list[int] = field(default_factory=list)
 
     def __post_init__(self):
-        self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens)
+        self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens, ignore_eos=False)
 
     @property
     def tokens(self):
@@ -209,6 +209,9 @@ class Tree:
 
     def leaves(self):
         return [number for number, node in self.nodes.items() if number and not node.children and not node.locks]
+
+    def evictable_size(self):
+        return sum(not node.locks for node in islice(self.nodes.values(), 1, None)) * self.page
 
     def touch_prefix(self, key):
         for number in self.path(key):

@@ -30,6 +30,10 @@ class Growth:
         short = frozenset(gpu for gpu in engine.gpus if len(bare) and self._supply.is_short(engine, bare, gpu))
         return self._reclaimer.would_stop(short) if short else short
 
+    def stops_by(self, engine: Engine) -> object:
+        """What `would_stop` goes by beside the memory that is there. To be compared."""
+        return self._reclaimer.stops_by(engine.gpus)
+
     def hurry(self, gpus: frozenset[GpuIndex]) -> None:
         """A need is about to be told that stops these: that begins meanwhile. Ends with `calm`, in this turn of the
         loop."""

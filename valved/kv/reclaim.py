@@ -99,6 +99,10 @@ class Reclaimer:
             return frozenset()
         return gpus.union(*(engine.gpus for engine in engines))
 
+    def stops_by(self, gpus: frozenset[GpuIndex]) -> object:
+        """What `would_stop` goes by on these: who could lose memory, and by which way. To be compared."""
+        return [(engine.gpus, self._ways.way_of([engine])) for engine in self._supply.losers(gpus)]
+
     def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
         """Somebody is about to ask for memory whose reclaim stops these: see `GateTurn.stop_ahead`."""
         if gpus and self._supply.is_allowed and not self._is_running:

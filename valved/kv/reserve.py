@@ -128,7 +128,7 @@ class Reserve:
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
         """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
-        seen = engine.changes, memory.free_handles, most
+        seen = engine.changes, memory.free_handles, most, self._growth.stops_by(engine)
         if seen == online.foreseen_by:
             return
         online.foreseen_by = seen

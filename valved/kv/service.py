@@ -129,7 +129,7 @@ class KvService:
         engine = self._books.engines.get(hook.service)
         if engine is not None and not engine.rung_ns:
             engine.rung_ns = sent_ns
-        if engine is not None and engine.role is Role.ONLINE:
+        if engine is not None and engine.role is Role.ONLINE and engine.is_complete:
             self._looks.look_now(engine, wanted_blocks)
         else:
             self._looks.look_soon()

@@ -8,10 +8,12 @@ import logging
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 from kv_node import KvNode
 from toy_engine import Block, Pool, ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
+from valve_hook.holders import HolderIndex
 from valve_hook.ledger import TENDED, Ledger
 from valve_hook.vllm import asking
 from valve_hook.vllm.asking import tell
@@ -171,3 +173,19 @@ def test_no_row_of_the_book_ever_waits_for_ever_while_others_grow():
 
         assert behind <= 1024 / TENDED / 16 + 2
     assert behind > 1
+
+
+def test_a_loss_is_never_judged_by_a_ledger_that_failed_while_the_engine_waited_for_it(monkeypatch):
+    """The link's thread has taken in half of a note. The engine asked whether all is well before it waited."""
+    table = [Block(3)]
+    ledger = Ledger(block_tokens=1, current={"x": table}.get, grown=OrderedDict())
+    ledger.note((), (), [("x", table)])
+    ledger.tend()
+    ledger.note((), ["x"], [])
+    with monkeypatch.context() as patches:
+        patches.setattr(HolderIndex, "end", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            ledger.tend()
+
+    with pytest.raises(RuntimeError, match="failed"):
+        ledger.judge(np.array([3], dtype=np.uint32), 10)

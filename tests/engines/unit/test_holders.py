@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from valve_hook.holders import MOST_NOTED, Held, HolderIndex
-from valve_hook.ledger import Facts, Ledger
+from valve_hook.ledger import MOST_WAITING, TENDED, Facts, Ledger
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -82,3 +83,53 @@ def test_who_left_before_a_new_session_never_writes_into_a_row_of_its_book():
     ledger.judge(np.array([3], dtype=np.uint32), 64)
 
     assert list(new.told.values()) == [[20, 21, 22]]
+
+
+@pytest.mark.parametrize("most", [1, 9], ids=["one by one", "in groups"])
+def test_no_step_ever_does_the_work_of_many_while_nobody_tends(monkeypatch, most):
+    """With valved away the engine's thread takes in all that comes and goes: a little with each step."""
+    ledger = Ledger(block_tokens=16)
+    ledger.open_book(Book())
+    done, waiting, tables = Counter(), [], {}
+
+    def counted(owner, name, of=lambda *_: 1):
+        was = getattr(owner, name)
+
+        def call(*args):
+            done[name] += of(*args)
+            return was(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Ledger, "_begin")
+    counted(Ledger, "_turn_row")
+    counted(HolderIndex, "_change", lambda _, places, *__: len(places))
+    for step in range(6000 // most):
+        come = [(f"{step}-{place}", [SimpleNamespace(block_id=place)] * 5) for place in range(most)]
+        gone = {name for name, _ in tables.get(step - 20, ())}
+        tables[step] = come
+        done.clear()
+        ledger.note(gone, (), come)
+
+        assert done["_begin"] <= 2 * most + 2
+        assert done["_turn_row"] <= 5 * (2 * most + 2)
+        assert done["_change"] <= 5 * 5 * (2 * most + 2)
+        waiting.append(len(ledger._noted) + len(ledger._turned) + len(ledger._index._noted))
+    assert max(waiting) <= 2 * MOST_WAITING + MOST_NOTED + 60 * most
+    assert set(ledger.held) <= {name for come in tables.values() for name, _ in come}
+
+
+def test_whoever_takes_a_step_never_waits_for_more_than_a_few_requests_of_a_large_one():
+    """A thousand come with one step: the link's thread takes them in by eights, each with the blocks he came with."""
+    ledger = Ledger(block_tokens=16)
+    come = [(f"r{number}", [SimpleNamespace(block_id=number)]) for number in range(1000)]
+    ledger.note((), (), come)
+    known, has_more = 0, True
+    while has_more:
+        has_more = ledger.tend()
+        assert len(ledger.held) - known <= TENDED
+        known = len(ledger.held)
+
+    assert {name: list(held.blocks) for name, held in ledger.held.items()} == {
+        name: [blocks[0].block_id] for name, blocks in come
+    }

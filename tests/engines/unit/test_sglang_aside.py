@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kv_node import wait_for
 from sglang_world import finish, give, lose, request_of, undisturbed
 
 FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in range(9)]
@@ -134,3 +135,49 @@ def test_what_is_wanted_never_leaves_out_the_answers_of_those_that_run(world):
     left = 80 - len(request_of(scheduler, "runs").output_ids)
 
     assert node.book()["wanted"] * 4 >= 8 + left + 8 + 40
+
+
+@both
+def test_an_engine_whose_cache_makes_room_for_a_request_never_asks_for_memory(world, overlap):
+    """Offline work would be stopped for a request that begins at once: what is cached is not in anybody's way."""
+    scheduler, node = shrunken(world, overlap=overlap, pages=30)
+    cached = [(f"cached{number}", list(range(100 * number, 100 * number + 20)), 3) for number in range(4)]
+    for request in cached:
+        scheduler.add(*request)
+    finish(scheduler, [name for name, _, _ in cached])
+    assert scheduler.allocator.available_size() // 4 < 2 + 10 < 29  # its prompt and its answer
+    scheduler.add("small", list(range(1000, 1008)), 40)
+    scheduler._valve.reconciler.publish()
+    assert node.book()["wanted"] <= 29
+    finish(scheduler, ["small"])
+
+    assert node.needs == []
+
+
+@both
+def test_valved_is_asked_for_a_single_page_that_is_short(world, overlap):
+    """14 pages have memory, which would do for an answer of 40 tokens."""
+    work = ("waits", list(range(8)), 44)
+    scheduler, node = shrunken(world, overlap=overlap, pages=15, work=[work])
+    scheduler.turn()
+    assert not scheduler.running_batch.reqs
+    wait_for(lambda: node.needs, "valved is asked")
+
+    assert node.needs == [16]
+
+
+def test_an_answer_that_goes_on_past_its_end_is_never_counted_as_one_that_may_end_early(world):
+    """SGLang sets apart all of it, where it expects of others a share."""
+    scheduler, node = shrunken(world, overlap=True, pages=30, work=[("runs", list(range(8)), 80)])
+    for _ in range(3):
+        scheduler.turn()
+    scheduler.new_token_ratio_tracker.current = 0.25
+    scheduler.add("waits", list(range(20, 28)), 100)
+    left = 80 - len(request_of(scheduler, "runs").output_ids)
+    scheduler._valve.reconciler.publish()
+    may_end = node.book()["wanted"]
+    request_of(scheduler, "runs").sampling_params.ignore_eos = True
+    scheduler._valve.reconciler.publish()
+
+    assert node.book()["wanted"] - may_end in (int(left * 0.75 / 4), int(left * 0.75 / 4) + 1)
+    assert node.book()["wanted"] * 4 >= 8 + left + 8 + 100

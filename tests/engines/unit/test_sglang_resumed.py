@@ -136,13 +136,17 @@ def test_who_is_sent_back_for_a_dropped_output_never_begins_without_its_penaltie
     assert put == ["a"]
 
 
+def answering(batch):
+    return [each.rid for each in batch.reqs if each.output_ids]
+
+
 @pytest.mark.parametrize("taken", ["for good", "until one is sent back", "never"])
 def test_whom_sglang_sends_back_for_want_of_taken_memory_never_begins_without_his_penalties(world, monkeypatch, taken):
     """An online engine, by SGLang's own rule: nothing of his was lost. With all its memory it is as without Valve."""
     scheduler, node = world(pages=20)
     put, gone = [], set()
     scheduler._valve.link.is_offline = False
-    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(each.rid for each in batch.reqs))
+    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(answering(batch)))
     add = scheduler._add_request_to_queue
 
     def sent_back(one, **how):
@@ -160,6 +164,27 @@ def test_whom_sglang_sends_back_for_want_of_taken_memory_never_begins_without_hi
     assert run(scheduler, work) == undisturbed(work)
     assert gone
     assert set(put) == (set() if taken == "never" else gone)
+
+
+def test_whom_sglang_sends_back_for_a_request_that_goes_first_never_begins_without_his_penalties(world, monkeypatch):
+    """It takes from who runs when it admits somebody by priority, too, and not where it makes room for a step."""
+    scheduler, node = world(pages=40, overlap=False)
+    put, work = [], [("a", range(10), 30)]
+    scheduler._valve.link.is_offline = False
+    monkeypatch.setattr(calls, "put_back", lambda batch, overlap: put.extend(answering(batch)))
+    lose(node, scheduler, [30, 31, 32])
+    scheduler.turn()
+    scheduler.add(*work[0])
+    for _ in range(5):
+        scheduler.turn()
+    give(node, scheduler, [30, 31, 32])
+    [victim] = scheduler.running_batch.reqs
+    scheduler.running_batch.filter_batch([])
+    scheduler.release(victim)
+    scheduler._add_request_to_queue(victim, is_retracted=True)
+
+    assert finish(scheduler, ["a"]) == undisturbed(work)
+    assert put == ["a"]
 
 
 def a_loss_before_the_output_of_two_prompts(world):
