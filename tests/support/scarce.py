@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 
 def opened() -> Counter[str]:
-    """What this process has open, by what it is. Works without a free descriptor, too: `left` bounds the numbers then."""
+    """What this process has open, by what it is. Where no descriptor is free, `left` bounds the numbers to look at."""
     try:
         numbers = list(map(int, os.listdir("/proc/self/fd")))
     except OSError:
