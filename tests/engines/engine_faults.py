@@ -153,6 +153,7 @@ def is_believed_again(hook: Any) -> None:
     from valve_hook.wire import Mode
 
     hook.reconciler.is_sure, hook.reconciler.lends, hook.reconciler.mode = True, True, Mode.FULL
+    hook.reconciler.ledger._lock._is_whole = True
 
 
 def detached_is_deaf() -> None:
