@@ -25,7 +25,7 @@ _NOT_STARTED = frozenset(
 )
 _OF_DEVICES = re.compile(r"\bCDI\b|\bdevice plugin\b|\bnvidia-(?:container|cdi|ctk)|/dev/nvidia")
 _OF_THE_IMAGE = re.compile(
-    r"\brequirement error\b|\bunsatisfied condition\b|\bldcache error\b|\bmount error: [^\n]{0,512}\bfile exists\b"
+    r"\brequirement error\b|\bunsatisfied condition\b|\bmount error: [^\n]{0,512}\bfile exists\b"
 )
 _MOST_TEXT = 256  # characters: events show it, and the views of pods keep it
 

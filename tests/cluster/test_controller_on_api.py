@@ -349,8 +349,8 @@ def test_a_disruption_budget_keeps_the_pod_and_the_condition_says_it_misses(watc
     reported_until(watched, 10.0, persistently, pod)
     wait_for("a refused eviction", lambda: "eviction refused" in watched.log("controller"))
 
+    wait_for("the stored eviction to be taken back", lambda: status_of(watched, owner)["evictions"] == 0)
     assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
-    assert status_of(watched, owner)["evictions"] == 0
     watched.api.delete(f"{BUDGETS}/keep")
     watched.api.delete(f"{JOBS}/kept", {"propagationPolicy": "Background"})
 

@@ -188,3 +188,24 @@ def test_no_process_stands_for_ever_because_valved_ended_before_it_could_be_let_
     third.run(20)
 
     assert third.signals == [(pid, "SIGCONT")]
+
+
+def test_no_frozen_process_that_closed_its_link_stands_for_ever_or_is_forgotten_by_a_successor(world):
+    client, online = world.offline(pid=300), world.online(pid=200)
+    process = world.books.clients[client].process
+    world.run(100)
+    world.gate.launch(online)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+
+    world.register.leave(client, "link closed")
+    world.run(100_000)  # past the time after which it is killed: with its channels off nobody is
+    assert world.signals == [(300, "SIGSTOP")]
+    assert process in world.ladder.to_release()
+
+    world.gate.come_back(gpu=0, service=world.service_of(online))
+    world.gate.finish(online)
+    world.run(100_000)
+
+    assert world.signals == [(300, "SIGSTOP"), (300, "SIGCONT")]
+    assert process not in world.ladder.to_release()

@@ -40,6 +40,10 @@ DENIED = {
         "OCI runtime create failed: runc create failed: error during container init: error running hook #0: stdout: , "
         "stderr: Auto-detected mode as 'legacy' nvidia-container-cli: device error: GPU-1: unknown device: unknown",
     ),
+    "its host has no linker": (
+        "RunContainerError",
+        "stderr: nvidia-container-cli: ldcache error: open failed: /sbin/ldconfig.real: no such file or directory",
+    ),
 }
 # What would be as it is on any other node, and what may take its time.
 OF_ITS_OWN = {
@@ -62,10 +66,6 @@ OF_ITS_OWN = {
         "RunContainerError",
         "OCI runtime create failed: stderr: nvidia-container-cli: mount error: file creation failed: "
         "/run/containerd/rootfs/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1: file exists: unknown",
-    ),
-    "the linker of its image": (
-        "RunContainerError",
-        "stderr: nvidia-container-cli: ldcache error: process /sbin/ldconfig failed with error code: 1: unknown",
     ),
 }
 
@@ -248,8 +248,22 @@ def hold_by_the_node(world: World, is_held: bool) -> None:
 
 def hold_by_a_guard(world: World, is_held: bool) -> None:
     node = harvest_node("n1")
-    node["status"]["gpus"][0]["harvestable"] = not is_held
+    node["status"]["gpus"][0] |= {"harvestable": not is_held, "guarded": is_held}
     world.nodes.sink.put(node)
+
+
+def test_a_pod_without_its_devices_is_never_left_because_its_gpu_is_not_offered() -> None:
+    """MIG is on, or no online pod holds the GPU any more: nothing holds the pod back there but its node."""
+    world = reporting()
+    node = harvest_node("n1")
+    node["status"]["gpus"][0] |= {"harvestable": False, "guarded": False}
+    world.nodes.sink.put(node)
+    world.pods.sink.put(denied("p1", DENIED["its hook fails"], sla="0.3"))
+    assert moved(world) == []
+
+    world.now_s += 10 * PATIENCE_S
+
+    assert moved(world) == [("p1", "PlaceLost")]
 
 
 @pytest.mark.parametrize("hold", [hold_by_the_brake, hold_by_the_node, hold_by_a_guard])

@@ -30,6 +30,15 @@ END_AGAIN_NS = SECOND_NS // 10  # where a process that is to end cannot be signa
 KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A process that stands, also when its link has ended since."""
+
+    entry: ClientEntry
+    gpus: frozenset[GpuIndex]
+    timer: TimerHandle | None
+
+
 @dataclass(eq=False, repr=False)
 class Ladder:
     _books: Books
@@ -43,11 +52,11 @@ class Ladder:
     def __post_init__(self) -> None:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
-        self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
+        self._frozen: dict[ClientId, Frozen] = {}
         self._ending: dict[ClientId, ProcessId] = {}  # their end waits until they stand
 
     def frozen(self) -> list[ProcessId]:
-        return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
+        return [frozen.entry.process for frozen in self._frozen.values()]
 
     def to_release(self) -> set[ProcessId]:
         """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
@@ -86,7 +95,7 @@ class Ladder:
             if entry.id in self._frozen:
                 continue
             if self._signals.send(entry.process, signal.SIGSTOP) is not Delivery.FAILED:
-                self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
+                self._frozen[entry.id] = Frozen(entry, frozenset(entry.gpus()), self._kill_timer(entry.id))
                 self._gating.want_prompt("frozen", True)
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
                 self._gating.listener.frozen_changed()
@@ -96,15 +105,13 @@ class Ladder:
         if not self._frozen:
             return
         ungated = self._gating.ungated()  # first: the stamps that this reads may come here themselves
-        for client, (_, gpus) in list(self._frozen.items()):
-            entry = self._books.clients.get(client)
-            if entry is None:
-                self._forget(client)
-            elif not gpus & ungated:
-                self._forget(client)
-                self._signals.send(entry.process, signal.SIGCONT)
-                self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
-                self._gating.listener.frozen_changed()
+        for client, frozen in list(self._frozen.items()):
+            if client not in self._frozen or frozen.gpus & ungated:
+                continue
+            self._forget(client)
+            if self._signals.send(frozen.entry.process, signal.SIGCONT) is not Delivery.FAILED:
+                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free, or its channels are off after all")
+            self._gating.listener.frozen_changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:
@@ -113,9 +120,10 @@ class Ladder:
         return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
 
     def _kill(self, client: ClientId) -> None:
-        self._frozen.pop(client, None)
-        self._gating.want_prompt("frozen", bool(self._frozen))
-        self.end(client, "could not be gated and stayed frozen for too long")
+        """One that has closed its link stands on until its GPUs are free: nobody could enable its channels first."""
+        if client in self._books.clients:
+            self._forget(client)
+            self.end(client, "could not be gated and stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
         """Kill a process, with its channels on. Not before it can be signalled: it would run with them."""
@@ -126,6 +134,8 @@ class Ladder:
             self._ending[client] = entry.process
             self._clock.call_at_ns(self._clock.now_ns() + END_AGAIN_NS, lambda: self._end_again(entry, reason))
             return
+        if client in self._frozen:
+            self._forget(client)
         self._leave(client, KILL)  # enables its channels
         self._signals.send(entry.process, signal.SIGKILL)
         self._record(EventKind.KILLED, entry, reason)
@@ -139,7 +149,7 @@ class Ladder:
             self._record(EventKind.KILLED, entry, reason)
 
     def _forget(self, client: ClientId) -> None:
-        timer, _ = self._frozen.pop(client)
+        timer = self._frozen.pop(client).timer
         self._gating.want_prompt("frozen", bool(self._frozen))
         if timer is not None:
             timer.cancel()

@@ -119,7 +119,7 @@ class Promises:
 
     async def _denied(self, steady_s: float) -> list[tuple[Json, Track]]:
         """Pods that have lacked their devices for long enough."""
-        self._denials.look(self._caches.pods.items.values(), self._is_held, steady_s)
+        self._denials.look(self._caches.pods.items.values(), self._is_stopped_or_guarded, steady_s)
         return await each(self._denials.lasting(steady_s), denied_track)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
@@ -160,15 +160,25 @@ class Promises:
 
     def _is_held(self, place: PodPlace) -> bool:
         """Something keeps the pod from running that is no fault of its node: by our own word, or by the node's."""
+        return self._is_stopped(place) or not all(gpu.get("harvestable") for gpu in self._gpus(place))
+
+    def _is_stopped_or_guarded(self, place: PodPlace) -> bool:
+        """A GPU that is not offered for another reason holds nobody back whose container cannot be made."""
+        return self._is_stopped(place) or any(gpu.get("guarded") for gpu in self._gpus(place))
+
+    def _is_stopped(self, place: PodPlace) -> bool:
+        """Offline work may not run there now: a brake, a pause, a drain or a mode."""
         policies = self._caches.state.policies
         if policies.brake or policies.paused(self._caches.labels.get(place.node, {})):
             return True
         node = self._caches.node(place.node)
-        status = node.get("status") or {}
-        if phase_in_force(status, node.get("spec") or {}) != "Harvesting":
-            return True
-        harvestable = {gpu["uuid"] for gpu in status.get("gpus") or [] if gpu.get("harvestable")}
-        return not harvestable.issuperset(place.gpu_uuids)
+        return phase_in_force(node.get("status") or {}, node.get("spec") or {}) != "Harvesting"
+
+    def _gpus(self, place: PodPlace) -> list[Json]:
+        """The pod's, as its node reports them; one that it does not report is empty."""
+        status = self._caches.node(place.node).get("status") or {}
+        reported = {gpu["uuid"]: gpu for gpu in status.get("gpus") or []}
+        return [reported.get(uuid, {}) for uuid in place.gpu_uuids]
 
 
 def _by_owner(tracks: Iterable[Track]) -> dict[str, list[Track]]:
