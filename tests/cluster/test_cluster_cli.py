@@ -92,8 +92,8 @@ def test_a_node_whose_clock_is_off_is_never_shown_as_silent(control_plane: Contr
         return time.time() - 120.0
 
     async def write(server: ApiServer, epoch: int) -> None:
-        state = "True" if server.clock.is_off else "False"
-        skew = {"type": "ClockSkew", "status": state, "reason": "ClockOff", "message": server.clock.text}
+        state = {None: "Unknown", False: "False", True: "True"}[server.clock.is_off]
+        skew = {"type": "ClockSkew", "status": state, "reason": "ClockOff", "message": server.clock.text or ""}
         now = {"observedAt": text_of(behind_s()), "epoch": epoch}
         assert await server.write(status | now | {"conditions": [skew | {"lastTransitionTime": now["observedAt"]}]})
 
