@@ -31,6 +31,10 @@ PROFILES = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
 
 
 def test_status_lists_every_node_with_what_it_offers(control_plane: ControlPlane, nodes: int) -> None:
+    owners = f"{names.API_PATH}/namespaces/default/offlineworkloads"
+    for earlier in control_plane.api.get(owners)["items"]:  # of other tests
+        control_plane.api.delete(f"{owners}/{earlier['metadata']['name']}")
+
     rows = shown(control_plane, "status")["nodes"]
 
     assert len(rows) == nodes

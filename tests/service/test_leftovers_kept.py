@@ -7,8 +7,9 @@ import errno
 import pytest
 from node_world import World, successor
 
+from valved.clients.leftovers import Leftovers
 from valved.machine.ports import ArmResult, LeftOff
-from valved.model.ids import Reach
+from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Reach
 
 
 @pytest.fixture
@@ -64,3 +65,15 @@ def test_a_leftover_that_its_client_reports_to_a_driver_that_hangs_is_never_forg
     second.add_channel(client, h_client=h_client)
 
     assert [channel.h_client for channel in second.gate.foreign_enabled] == [h_client]
+
+
+@pytest.mark.parametrize("compute", [True, False])
+def test_a_copy_channel_that_is_owed_an_enable_never_bars_grants_for_as_long_as_a_service_holds(compute):
+    """No plan stops one at the end of a grant, whoever enables it."""
+    leftovers = Leftovers()
+    channel = ChannelRef(gpu=GpuIndex(0), h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=compute)
+
+    leftovers.keep(channel, ProcessId(pid=300, start_time=1), LeftOff.HELD)
+
+    assert len(leftovers) == 1
+    assert leftovers.bar_grants() == ({0} if compute else set())

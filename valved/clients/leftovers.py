@@ -30,8 +30,11 @@ class Leftovers:
         return len(self._channels)
 
     def bar_grants(self) -> frozenset[GpuIndex]:
-        """Where there is one that we may enable at any time: it would run on at the end of a grant: no plan has it."""
-        return frozenset(left.channel.gpu for left in self._channels.values() if not left.is_out_of_reach)
+        """Where there is one that we may enable at any time: it would run on at the end of a grant: no plan has it. A copy
+        channel is in no plan in any case.
+        """
+        barring = (left for left in self._channels.values() if left.channel.compute and not left.is_out_of_reach)
+        return frozenset(left.channel.gpu for left in barring)
 
     def put(
         self, channel: ChannelRef, owner: ProcessId, *, has_left: bool = False, is_out_of_reach: bool = False
