@@ -30,8 +30,8 @@ class Leftovers:
         return len(self._channels)
 
     def bar_grants(self) -> frozenset[GpuIndex]:
-        """Where there is one that we may enable at any time: it would run on at the end of a grant: no plan has it. A copy
-        channel is in no plan in any case.
+        """Where there is one that we may enable at any time: no plan has it, so it would run on at the end of a grant.
+        Not for a copy channel: no plan ever has one.
         """
         barring = (left for left in self._channels.values() if left.channel.compute and not left.is_out_of_reach)
         return frozenset(left.channel.gpu for left in barring)
