@@ -6,7 +6,8 @@
  * After each turn: launches that waited, and channels that were off, are so still, unless somebody let them who may; and a stop that
  * the driver refused is made as soon as it refuses no more. After all: nothing is left off, or waits.
  *
- * With clang: -fsanitize=fuzzer,address,undefined. Elsewhere main() runs N inputs of its own making: -r N SEED
+ * With clang: -fsanitize=fuzzer,address,undefined. Elsewhere main() runs N inputs of its own making: -r N SEED, or the one
+ * that stands in hex on the command line.
  */
 #define valve_packet_send real_packet_send
 #include "link/packet.c"
@@ -483,7 +484,12 @@ int main(int argc, char **argv)
 	long count = argc == 4 ? strtol(argv[2], NULL, 10) : 0;
 	uint64_t random = argc == 4 ? strtoull(argv[3], NULL, 10) | 1 : 1;
 	unsigned char events[64];
+	size_t told = 0;
 
+	for (const char *hex = argc == 2 ? argv[1] : ""; hex[2 * told] && told < sizeof(events); told++)
+		CHECK(sscanf(hex + 2 * told, "%2hhx", &events[told]) == 1);
+	if (told)
+		LLVMFuzzerTestOneInput(events, told), count = 0;
 	for (long i = 0; i < count; i++) {
 		for (size_t k = 0; k < sizeof(events); k++) {
 			random ^= random << 13;
@@ -493,7 +499,7 @@ int main(int argc, char **argv)
 		}
 		LLVMFuzzerTestOneInput(events, random % sizeof(events));
 	}
-	printf("%ld inputs\n", count);
+	printf("%ld inputs\n", told ? 1 : count);
 	return 0;
 }
 #endif

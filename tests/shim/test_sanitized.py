@@ -81,11 +81,25 @@ def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
     assert (done.returncode, done.stdout, done.stderr) == (0, "20000 inputs\n", "")
 
 
-@pytest.mark.sanitizer
-def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(repository, tmp_path):
-    program = build(repository, tmp_path / "fuzz_link", "tests/fuzz/fuzz_link.c", LINK, *STRICT)
+@pytest.fixture(scope="session")
+def link_fuzzer(tmp_path_factory, repository):
+    out = tmp_path_factory.mktemp("fuzz") / "fuzz_link"
+    return build(repository, out, "tests/fuzz/fuzz_link.c", LINK, *STRICT)
 
-    done = subprocess.run([program, "-r", "500", "7"], capture_output=True, text=True, timeout=200, check=False)
+
+@pytest.mark.sanitizer
+def test_no_launches_run_beside_online_work_under_a_valved_that_hangs_after_it_called_a_drain_off(link_fuzzer):
+    drain, online, stop, go_on, hang = "0e", "1b", "14", "1e", "2a"
+    events = [drain, online, stop, go_on, hang]
+
+    done = subprocess.run([link_fuzzer, "".join(events)], capture_output=True, text=True, timeout=200, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 inputs\n", "")
+
+
+@pytest.mark.sanitizer
+def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(link_fuzzer):
+    done = subprocess.run([link_fuzzer, "-r", "500", "7"], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "500 inputs\n", "")
 

@@ -136,8 +136,10 @@ static void lose_link(void)
 		valve_launches_hold();
 	session.stopped |=
 	        load_relaxed(&valve_shim.self_stopped) != 0; /* by order: who would end that is gone */
-	if (session.stopped)
+	if (session.stopped) {
+		session.released = false;
 		stop_again();
+	}
 }
 
 /* ---- the end of our own stop and of a hold that was there before, under a new valved ---- */
@@ -262,6 +264,8 @@ static void check_lease(void)
 			valve_orphan_check(session.lost_ns);
 		return;
 	}
+	if (is_linked())
+		session.released = false; /* a drain that was called off: valved gates again */
 	valve_until_check(session.released, &session.stopped);
 	if (!is_lease_over())
 		return;
