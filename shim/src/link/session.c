@@ -89,6 +89,7 @@ static void obey(void)
  * stop that the driver refuses. */
 static void stop_again(void)
 {
+	session.released = false;
 	store_relaxed(&valve_shim.self_stopped, 1);
 	if (valve_self_gate(true, VALVE_GATE_ALL))
 		valve_launches_hold();
@@ -97,7 +98,6 @@ static void stop_again(void)
 static void stop_own_channels(const char *why)
 {
 	session.stopped = true;
-	session.released = false;
 	VALVE_REGION->self_stops++;
 	stop_again();
 	valve_say(why);
@@ -136,10 +136,8 @@ static void lose_link(void)
 		valve_launches_hold();
 	session.stopped |=
 	        load_relaxed(&valve_shim.self_stopped) != 0; /* by order: who would end that is gone */
-	if (session.stopped) {
-		session.released = false;
+	if (session.stopped)
 		stop_again();
-	}
 }
 
 /* ---- the end of our own stop and of a hold that was there before, under a new valved ---- */
