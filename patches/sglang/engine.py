@@ -128,10 +128,10 @@ class SglangEngine:
         return self.free_pages.columns()
 
     def gauges(self) -> tuple[int, int, int, int]:
+        """What is cached for nobody is not in use: it makes room."""
         running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
-        taken = self.free_pages.taken_pages
-        used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
-        return used, self.room.wanted(running, waiting, used, taken), len(running), len(waiting)
+        held = self.pages - 1 - self.room.free_or_cached() - self.free_pages.taken_pages
+        return held, self.room.wanted(waiting, held), len(running), len(waiting)
 
     # ---- what a step says ----
 
