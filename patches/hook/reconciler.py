@@ -163,9 +163,9 @@ class Reconciler:
             self._told = receipts
         if mode is Mode.NONE or session.table.slow[DETACHED]:
             return False
-        if self.backed > session.table.slow[TARGET_BLOCKS]:
-            return self._offer(session)
-        if wanted > self.backed and wanted > self._asked:
+        if wanted <= self.backed:
+            return self.backed > session.table.slow[TARGET_BLOCKS] and self._offer(session, wanted)
+        if wanted > self._asked:
             self._asked = wanted
             self.link.need(wanted)
         return False
@@ -295,14 +295,14 @@ class Reconciler:
 
     # ---- parts of publish ----
 
-    def _offer(self, session: Session) -> bool:
-        """Whole free columns until what is left fits the target. Nobody is preempted for it."""
+    def _offer(self, session: Session, wanted: int) -> bool:
+        """Whole free columns until what is left fits the target, or who waits. Nobody is preempted for it."""
         given: list[int] = []
         for column in self.engine.free_columns():
-            if self.backed - len(given) <= session.table.target_blocks:
-                break
-            blocks = self._column_blocks[column]
-            given += [int(block) for block in blocks if not self.withheld[block]]
+            own = [int(block) for block in self._column_blocks[column] if not self.withheld[block]]
+            if self.backed - len(given) <= max(session.table.target_blocks, wanted + len(own)):
+                break  # one block is handed out to nobody
+            given += own
         if not given:
             return False
         blocks = np.array(given, dtype=np.uint32)

@@ -80,7 +80,6 @@ class SglangHook:
         self.reconciler.publish()
         if self.ranks.is_first:
             self.link.lifecycle.tell(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
-        self.aside.before_choose()
 
     def after_choose(self, batch: Any) -> None:
         reasons = map(cannot_begin_again, batch.reqs if batch.forward_mode.is_extend() else ())
@@ -238,6 +237,7 @@ def before_choose(scheduler: Any, running_batch: Any, last_batch: Any) -> tuple[
         return running_batch, last_batch
     if not hook.guard(hook.before_choose):
         hook.recover()
+    hook.guard(hook.aside.before_choose)  # whatever has failed: memory may be withheld by now
     return scheduler.running_batch, scheduler.last_batch
 
 
@@ -263,11 +263,24 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
     return hook.before_result(batch, result)
 
 
-def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
-    """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
+def sparing(batch: Any) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+    """Before ScheduleBatch.retract_decode, and what it returns is called with whom that retracted and aborted: while we
+    withhold pages, who finds no memory waits for them. Who was to end anyway, as its client has left, ends now and for
+    that reason: SGLang would write its own over it.
+    """
     if _current is None or not _current.engine.free_pages.taken_pages:
-        return retracted, aborted
-    kept = [each for each in aborted if each.beam_group is None]
-    for request in kept:
-        request.to_finish = None
-    return [*retracted, *kept], [each for each in aborted if each.beam_group is not None]
+        return lambda retracted, aborted: (retracted, aborted)
+    ending = {each.rid: each.to_finish for each in batch.reqs if each.to_finish is not None}
+
+    def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
+        kept, gone = [each for each in retracted if each.rid not in ending], []
+        for each in (*(each for each in retracted if each.rid in ending), *aborted):
+            if each.rid in ending or each.beam_group is not None:
+                each.to_finish = ending.get(each.rid, each.to_finish)
+                gone.append(each)
+            else:
+                each.to_finish = None
+                kept.append(each)
+        return kept, gone
+
+    return spare

@@ -18,6 +18,7 @@ SCHEDULER_NAMES = (
     "running_batch",
     "last_batch",
     "chunked_req",
+    "_pending_chunked_abort_req",
     "max_queued_requests",
     "_add_request_to_queue",
     "device_module",

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from valve_hook.sglang.cache import evict
+from valve_hook.sglang.endings import ends, tell
 from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.prefixes import KeptPrefixes
 from valve_hook.sglang.room import AnswerRoom
@@ -93,6 +94,7 @@ class SglangEngine:
         try:
             with self._unlimited_queue():
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            scheduler.waiting_queue = [each for each in scheduler.waiting_queue if not ends(scheduler, each)]
             self.retract_dropped()
             self.ledger.clear()
             if self.ranks > 1:  # one of them may have failed half way: all queues are alike again
@@ -108,7 +110,6 @@ class SglangEngine:
         """Who holds pages ends as SGLang ends a request that finds no memory; of them and of the cache nothing is kept.
         Should somebody unknown hold a page, it is withheld when it comes back.
         """
-        from sglang.srt.managers.io_struct import AbortReq
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         self.free_pages.take_what_comes_back()
@@ -117,7 +118,7 @@ class SglangEngine:
         self._take_back(holding)
         for each in holding:
             each.to_finish = FINISH_ABORT(WHY_ENDED, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-            self.scheduler.send_abort_output(AbortReq(rid=each.rid, finished_reason=each.to_finish.to_json()), each)
+            tell(self.scheduler, each)
         self._empty_cache()
         return len(holding)
 
@@ -128,10 +129,10 @@ class SglangEngine:
         return self.free_pages.columns()
 
     def gauges(self) -> tuple[int, int, int, int]:
+        """What is cached for nobody is not in use: it makes room."""
         running, waiting = self.scheduler.running_batch.reqs, self.scheduler.waiting_queue
-        taken = self.free_pages.taken_pages
-        used = self.pages - 1 - self.allocator.available_size() // self.page_tokens - taken
-        return used, self.room.wanted(running, waiting, used, taken), len(running), len(waiting)
+        held = self.pages - 1 - self.room.free_or_cached() - self.free_pages.taken_pages
+        return held, self.room.wanted(waiting, held), len(running), len(waiting)
 
     # ---- what a step says ----
 
@@ -225,7 +226,7 @@ class SglangEngine:
         return {each.rid: each for each in dict.fromkeys(everybody) if each.kv.holds_kv and not each.finished()}
 
     def _retract(self, requests: Iterable[Any]) -> None:
-        """Back to the queue; a limit of the queue is for newcomers."""
+        """Back to the queue; a limit of the queue is for newcomers. Who was to end anyway ends here."""
         requests = list(requests)
         if not requests:
             return
@@ -235,7 +236,7 @@ class SglangEngine:
         finally:  # whoever has no pages any more stands nowhere else
             with self._unlimited_queue():
                 for each in requests:
-                    if not each.kv.holds_kv:
+                    if not (each.kv.holds_kv or ends(self.scheduler, each)):
                         self.scheduler._add_request_to_queue(each, is_retracted=True)
 
     def _take_back(self, requests: list[Any]) -> None:

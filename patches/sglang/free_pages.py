@@ -24,7 +24,8 @@ class FreePages:
         self.withheld = np.zeros(self.pages, dtype=bool)
         self.taken = np.zeros(self.pages, dtype=bool)  # off the free list: what is withheld, unless somebody held it
         self.taken_pages = 0
-        self._column_of = np.zeros(self.pages, dtype=np.int64)
+        self.arrange(np.zeros(self.pages, dtype=np.uint32))
+        self.has_whole = False  # columns, at the last look
         self._looks = 0
         self._free: Any = None  # the allocator's own, once pages without memory may come back
         self._clear, allocator.clear = allocator.clear, self.clear
@@ -69,16 +70,22 @@ class FreePages:
     def arrange(self, column_of: Blocks) -> None:
         """Free pages are sorted by number at each event, which is by column."""
         self._column_of = column_of.astype(np.int64)
+        self._sizes = np.bincount(self._column_of)
+        self._least = int(self._sizes[self._sizes > 0].min())
 
     def columns(self) -> Sequence[int]:
-        """Whole ones, from the last to the first: the first are handed out first."""
+        """Whole ones, from the last to the first: the first are handed out first. Where the cache keeps the surplus
+        there is none, and nothing is read for that.
+        """
         self._looks += 1
         if self._looks % OFFER_EVERY:
             return []
-        free = self.numbers()
-        sizes = np.bincount(self._column_of)
-        counts = np.bincount(self._column_of[free], minlength=len(sizes))
-        return [int(column) for column in np.flatnonzero((counts == sizes) & (sizes > 0))[::-1]]
+        found: list[int] = []
+        if self._allocator.available_size() >= self._least * self.page_tokens:
+            counts = np.bincount(self._column_of[self.numbers()], minlength=len(self._sizes))
+            found = np.flatnonzero((counts == self._sizes) & (self._sizes > 0))[::-1].tolist()
+        self.has_whole = bool(found)
+        return found
 
     def numbers(self) -> Any:
         self._allocator.merge_and_sort_free()

@@ -79,9 +79,11 @@ class LoopPauses:
         facts.running = max(facts.running, self.asking.readers)  # a prompt's requests are merged with the next choice
         used, _, _, _ = hook.engine.gauges()
         facts.kv_used, facts.kv_pool = used, hook.engine.pages - 1
-        facts.kv_mapped = facts.kv_pool - hook.engine.free_pages.taken_pages
+        free = hook.engine.free_pages
+        facts.kv_mapped = facts.kv_pool - free.taken_pages
         session = hook.reconciler.session
-        facts.reclaim_pending = session is not None and session.is_asked(facts.kv_mapped + 1)
+        offers = facts.kv_mapped + 1 if free.has_whole else 0  # surplus that the cache keeps is no pending offer
+        facts.reclaim_pending = session is not None and session.is_asked(offers)
 
     def wait(self, seconds: float) -> bool:
         """Until a request or a call comes."""

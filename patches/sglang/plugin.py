@@ -72,9 +72,11 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, resu
 
 
 def around_retract(original: Callable[..., Any], batch: Any) -> Any:
+    if is_patched():
+        return original(batch)
+    spare = calls.sparing(batch)
     retracted, ratio, aborted = original(batch)
-    if not is_patched():
-        retracted, aborted = calls.spare(retracted, aborted)
+    retracted, aborted = spare(retracted, aborted)
     return retracted, ratio, aborted
 
 

@@ -66,3 +66,24 @@ def key_of(request: Any, tokens: int) -> Any:
 
     ids = request.origin_input_ids + request.output_ids
     return RadixKey(token_ids=ids, extra_key=request.extra_key, limit=tokens, cache_salt=request.cache_salt)
+
+
+def held_by_others(tree: Any, request: Any) -> int:
+    """Tokens at the beginning of a waiting request's prompt that stand in the cache and that somebody who runs holds.
+    Locks reach from a node to the root: pinned for this moment, the prefix tells by what becomes unavailable.
+    """
+    core: Any = getattr(tree, "tree_core", None)
+    has_own_embeddings = getattr(request, "positional_embed_overrides", None) is not None  # then SGLang shares nothing
+    if has_own_embeddings or not hasattr(core, "match_full_device_prefix"):
+        return 0
+    limit = request._compute_max_prefix_len(len(request.origin_input_ids) + len(request.output_ids))
+    matched, node, whole = core.match_full_device_prefix(key_of(request, limit))
+    if not matched:
+        return 0
+    before = tree.evictable_size()
+    core.inc_full_pin(node)
+    try:
+        unheld = before - tree.evictable_size()
+    finally:
+        core.dec_full_pin(node)
+    return int(min(matched, whole - unheld))

@@ -7,6 +7,7 @@ per trial on standard output; a trial may take a protection out of the live engi
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+PREEMPT = "sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule"
+PLACES = 6  # in a batch, where requests have priorities: a request that goes first takes the place of another one
 NEAR = 1e-3  # of two log probabilities in float32
 IDLE_TURNS = 200  # without memory, until a starved request gets it back
 
@@ -42,7 +45,7 @@ class Injector:
         self.pool = self.allocator.get_kvcache()
         self.page = self.allocator.page_size
         self.pages = self.allocator.size // self.page + 1
-        self.calls = self.step = self.began = self.events = self.idle_turns = self.starved = 0
+        self.calls = self.step = self.began = self.events = self.idle_turns = self.starved = self.preempted = 0
         self.taken: list[tuple[list[int], int]] = []
         self.plan: dict[str, Any] = {}
         self.seen = 0.0
@@ -75,7 +78,8 @@ class Injector:
         if self.node is not None:
             receipts = self.node.book() if self.node.attached else {}
             receipts |= {"layout": self._layout_is_told()} if self.node.attached else {}
-            report = {"events": self.events, "attached": bool(self.node.attached), "starved": self.starved, **receipts}
+            counts = {name: getattr(self, name) for name in ("events", "starved", "preempted")}
+            report = {**counts, "attached": bool(self.node.attached), **receipts}
             self.report.write_text(json.dumps(report))
 
     def read_plan(self) -> None:
@@ -83,6 +87,7 @@ class Injector:
         if stamp != self.seen:
             self.seen, self.plan = stamp, json.loads(self.plan_file.read_text())
             self.chance, self.events, self.began = random.Random(self.plan["seed"]), 0, self.step
+            self.preempted = 0
             self._remove(self.plan.get("remove"))
 
     def _remove(self, name: str | None) -> None:
@@ -183,14 +188,23 @@ def register(kind: type[Injector] = Injector) -> None:
     """Entry point `sglang.srt.plugins` of the mounted test folder."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    injectors: list[Injector] = []
+
     def after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         scheduler._injector = kind(scheduler)
+        injectors.append(scheduler._injector)
+
+    def counted(original: Any, *arguments: Any) -> Any:
+        has_preempted = original(*arguments)
+        injectors[0].preempted += has_preempted
+        return has_preempted
 
     def without_nccl(original: Any, *arguments: Any, **options: Any) -> Any:
         """A CUDA build of torch on CPU: SGLang would ask NCCL for ranks on a CPU."""
         return original(*arguments, **{**options, "use_pynccl": False})
 
     HookRegistry.register(SCHEDULER_INIT, after_init, HookType.AFTER)
+    HookRegistry.register(PREEMPT, counted, HookType.AROUND)
     group = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
     HookRegistry.register(group, without_nccl, HookType.AROUND)
 
@@ -215,6 +229,28 @@ def is_same(mine: tuple[Any, list[float]], theirs: tuple[Any, list[float]]) -> b
     if mine[0] != theirs[0] or len(mine[1]) != len(theirs[1]):
         return False
     return all(abs(one - other) < NEAR for one, other in zip(mine[1], theirs[1], strict=True))
+
+
+async def by_priority(engine: Any, work: list[list[int]], sampling: list[dict[str, Any]]) -> list[Any]:
+    """The first half comes at once. The others come one by one while these are answered, each before all that are
+    there already.
+    """
+    half, told = len(work) // 2, 0
+    comes = [asyncio.Event() for _ in work[half:]]
+
+    async def one(number: int) -> list[int]:
+        nonlocal told
+        answer: list[int] = []
+        if number >= half:
+            await comes[number - half].wait()
+        asked = {"input_ids": work[number], "sampling_params": sampling[number], "priority": number}
+        async for chunk in await engine.async_generate(**asked, stream=True):
+            answer, told = chunk["output_ids"], told + 1
+            if told % 20 == 0 and told // 20 <= half:
+                comes[told // 20 - 1].set()
+        return answer
+
+    return [(answer, []) for answer in await asyncio.gather(*map(one, range(len(work))))]
 
 
 def idle_state(folder: Path) -> dict[str, Any]:
@@ -259,6 +295,8 @@ def main() -> None:
         disable_overlap_schedule=not plan.get("overlap", True),
         enable_mixed_chunk=plan.get("mixed", False),
         tp_size=plan.get("ranks", 1),
+        **({"enable_priority_scheduling": True, "max_running_requests": PLACES} if plan.get("priority") else {}),
+        **({"priority_scheduling_preemption_threshold": 0} if plan.get("priority") else {}),
     )
     asks, logprobs = plan.get("asks", {}), plan.get("logprobs", False)
     sampling = [
@@ -289,7 +327,10 @@ def main() -> None:
     for trial in plan["trials"]:
         began, count = time.monotonic(), trial.get("requests", 24)
         (folder / "plan.json").write_text(json.dumps(trial))
-        got = answers(count)
+        if plan.get("priority"):
+            got = engine.loop.run_until_complete(by_priority(engine, work, sampling))
+        else:
+            got = answers(count)
         (folder / "plan.json").write_text(json.dumps({"seed": 0, "events": 0}))
         report = json.loads((folder / "report.json").read_text())
         if "remove" not in trial:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from valve_hook.sglang.engine import SglangEngine
+from valve_hook.sglang.prefixes import held_by_others
 
 HEAD = list(range(10))
 PROMPTS = {"a": [*HEAD, *range(100, 106)], "b": [*HEAD, *range(200, 206)], "c": list(range(300, 312))}
@@ -72,6 +73,21 @@ def keeping(core, *, keeps):
     return cached(tree)
 
 
+def shared(core):
+    """Of prompts of those beginnings, what a request that runs holds: all of b, and nothing else."""
+    tree = make(core)[0].tree
+    lock = tree.lock(match(tree, PROMPTS["b"]).last_device_node)
+    request = SimpleNamespace(output_ids=array("q"), extra_key=None, cache_salt=None)
+    request._compute_max_prefix_len = lambda tokens: tokens - 1
+    found = {}
+    for name, prompt in PROMPTS.items():
+        request.origin_input_ids = array("q", prompt)
+        found[name] = held_by_others(tree, request)
+    tree.unlock(lock)
+    tree.sanity_check()
+    return found
+
+
 def story(core):
     engine, slots = make(core)
     tree, allocator = engine.tree, engine.allocator
@@ -84,6 +100,7 @@ def story(core):
         "forgotten": forgotten,
         "cached": cached(tree),
         "free": allocator.available_size(),
+        "shared": shared(core),
         "kept": keeping(core, keeps=True),
         "not kept": keeping(core, keeps=False),
     }

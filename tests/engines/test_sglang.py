@@ -93,6 +93,24 @@ def test_what_goes_with_an_answers_tokens_is_never_otherwise_after_reclaims(engi
     assert trials[-1]["wrong"] > 0
 
 
+@pytest.mark.parametrize(
+    ("plan", "ablation"),
+    [
+        ({"overlap": True, "priority": True}, "everything"),
+        ({"overlap": False, "priority": True}, "everything"),
+        ({"overlap": False, "priority": True, "asks": {"frequency_penalty": 0.7}}, "putting_back"),
+    ],
+    ids=["overlap", "no overlap", "frequency"],
+)
+def test_no_answer_is_otherwise_where_requests_that_go_first_take_others_places(engines, tmp_path, plan, ablation):
+    """SGLang itself sends back who runs, for one of higher priority, beside reclaims."""
+    trials = campaign(engines, tmp_path, {**plan, "trials": [*TRIALS, {**TRIALS[0], "remove": ablation}]})
+
+    assert held(trials) >= 3 * 15
+    assert min(trial["preempted"] for trial in trials) > 3
+    assert trials[-1]["wrong"] > 0
+
+
 def test_an_answer_told_at_once_never_counts_otherwise_than_one_told_token_by_token(engines):
     """SGLang's own four penalizers, answers of up to 600 tokens that repeat: all that they keep is equal bit by bit."""
     if not (engines.folder / "stubs").is_dir():
@@ -113,6 +131,7 @@ def test_both_tree_cores_forget_chosen_pages_and_nothing_else_and_keep_what_wait
         "forgotten": 1,
         "cached": {"a": 16, "b": 10, "c": 12},
         "free": 35,
+        "shared": {"a": 10, "b": 15, "c": 0},
         "kept": {"a": 16, "b": 10, "c": 0},
         "not kept": {"a": 0, "b": 0, "c": 12},
     }
@@ -157,3 +176,11 @@ def test_one_request_that_does_not_fit_never_stops_a_real_engine(engines, tmp_pa
     assert told["before"] == ["alone", "huge", *(f"short{number}" for number in range(9))]
     assert told["is_same"]
     assert "950 tokens" in told["huge"]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_a_real_engine_never_asks_for_what_its_cache_makes_and_never_ends_for_a_chunk(engines, tmp_path, overlap):
+    """All memory that there is was cached. Then a prompt's next chunk finds none: SGLang would end itself."""
+    (told,) = run_with_plugin(engines, tmp_path, "sglang_room", json.dumps({"overlap": overlap}))
+
+    assert told == {"needs": [], "is_same": True}

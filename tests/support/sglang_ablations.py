@@ -80,7 +80,7 @@ def telling_the_leak_check(engine: Any) -> None:
 
 
 def sparing_the_last(engine: Any) -> None:
-    calls.spare = lambda retracted, aborted: (retracted, aborted)
+    calls.sparing = lambda batch: lambda *both: both
 
 
 def acting_on_losses(engine: Any) -> None:

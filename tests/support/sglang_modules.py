@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from toy_sglang import FULL
+from toy_sglang import ending
+from toy_sglang_memory import FULL
 from toy_tensor import tensor
 
 
@@ -23,7 +24,7 @@ def sglang_modules(scheduler_of):
         "sglang.srt.managers": {},
         "sglang.srt.managers.schedule_batch": {
             "retract_all": retract_all,
-            "FINISH_ABORT": lambda message, status_code: SimpleNamespace(to_json=lambda: {"message": message}),
+            "FINISH_ABORT": ending,
         },
         "sglang.srt.managers.io_struct": {
             "PauseGenerationReqInput": lambda mode: SimpleNamespace(mode=mode),

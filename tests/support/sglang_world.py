@@ -34,7 +34,7 @@ def world(tmp_path, monkeypatch):
         wait_for(lambda: link.session is not None, "attached")
         return scheduler, nodes[-1]
 
-    monkeypatch.setattr(calls, "spare", calls.spare)  # what a test may replace is put back
+    monkeypatch.setattr(calls, "sparing", calls.sparing)  # what a test may replace is put back
     for name, module in sglang_modules(lambda tree: schedulers[id(tree)]).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(calls, "_current", None)

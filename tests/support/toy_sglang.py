@@ -5,18 +5,16 @@ request's pages hold, so one wrong number anywhere shows in the output.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
 from types import SimpleNamespace
 
-import numpy as np
-from toy_tensor import Tensor, tensor
+from toy_sglang_memory import Allocator, Kv, Rows, Tree
+from toy_tensor import tensor
 
 POISON = 987_654_321
-FULL = "FULL"
 
 
 class Mode(IntEnum):
@@ -27,6 +25,11 @@ class Mode(IntEnum):
         return self is Mode.EXTEND
 
 
+def ending(message, status_code=None):
+    """FINISH_ABORT."""
+    return SimpleNamespace(message=message, to_json=lambda: {"message": message})
+
+
 @dataclass(eq=False)
 class Req:
     rid: str
@@ -35,7 +38,7 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     is_retracted: bool = False
     is_done: bool = False
-    to_finish: str | None = None
+    to_finish: SimpleNamespace | None = None
     beam_group: object = None
     input_embeds: object = None
     extra_key: str | None = None
@@ -53,20 +56,11 @@ class Req:
     def tokens(self):
         return [*self.origin_input_ids, *self.output_ids]
 
+    def _compute_max_prefix_len(self, tokens):
+        return tokens - 1
+
     def finished(self):
         return self.is_done
-
-
-@dataclass(eq=False)
-class Kv:
-    req_pool_idx: int | None = None
-    kv_allocated_len: int = 0
-    kv_committed_len: int = 0
-    cache_protected_len: int = 0
-
-    @property
-    def holds_kv(self):
-        return self.req_pool_idx is not None
 
 
 @dataclass(eq=False)
@@ -100,185 +94,6 @@ class Batch:
         self.reqs = [self.reqs[at] for at in keep_indices]
 
 
-class Rows:
-    """ReqToTokenPool: a row of slots for each request."""
-
-    def __init__(self, rows):
-        self.req_to_token = np.zeros((rows, 400), dtype=np.int64).view(Tensor)
-        self.clear()
-
-    def write(self, indices, values):
-        self.req_to_token[indices] = values
-
-    def free(self, request):
-        self.free_rows.append(request.kv.req_pool_idx)
-        request.kv = Kv()
-
-    def clear(self):
-        self.free_rows = list(range(len(self.req_to_token)))
-
-
-class MHATokenToKVPool:
-    """Two layers; 8 bytes a token in each of four buffers, 4096 bytes apart."""
-
-    kv_cache_layout = "nhd"
-
-    def __init__(self, slots):
-        bases = [
-            SimpleNamespace(data_ptr=lambda at=at: 4096 * at, stride=lambda _: 4, element_size=lambda: 2)
-            for at in range(4)
-        ]
-        self.slots, self.k_buffer, self.v_buffer = slots, bases[:2], bases[2:]
-
-
-class Allocator:
-    def __init__(self, pages, page_size):
-        self.size, self.page_size = (pages - 1) * page_size, page_size
-        self.clear()
-
-    def clear(self):
-        self.free_pages = tensor(range(1, self.size // self.page_size + 1))
-
-    def get_kvcache(self):
-        return MHATokenToKVPool(self.size + self.page_size)
-
-    def merge_and_sort_free(self):
-        pass
-
-    def available_size(self):
-        return len(self.free_pages) * self.page_size
-
-    def alloc(self, count):
-        taken, self.free_pages = self.free_pages[:count].tolist(), self.free_pages[count:]
-        return taken
-
-    def free(self, pages):
-        self.free_pages = tensor([*self.free_pages.tolist(), *pages])
-
-
-@dataclass(eq=False)
-class Node:
-    parent: int
-    key: tuple[int, ...]
-    page: int
-    locks: int = 0
-    children: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-
-class Tree:
-    """One page a node; cache and tree core in one."""
-
-    def __init__(self, allocator):
-        self.allocator, self.page = allocator, allocator.page_size
-        self.tree_components, self.tree_core = (FULL,), self
-        self.numbers = itertools.count(1)
-        self.reset()
-
-    def reset(self):
-        self.nodes = {0: Node(parent=-1, key=(), page=-1)}
-
-    def supports_prefix_sharing(self):
-        return True
-
-    def path(self, tokens):
-        at, found = 0, []
-        for start in range(0, len(tokens) - self.page + 1, self.page):
-            at = self.nodes[at].children.get(tuple(tokens[start : start + self.page]))
-            if at is None:
-                break
-            found.append(at)
-        return found
-
-    def insert(self, tokens, pages):
-        """The path that now stands for these tokens: nodes that were there keep their page."""
-        at, path = 0, []
-        for number, page in enumerate(pages):
-            key = tuple(tokens[number * self.page : (number + 1) * self.page])
-            if key not in self.nodes[at].children:
-                new = next(self.numbers)
-                self.nodes[at].children[key] = new
-                self.nodes[new] = Node(parent=at, key=key, page=page)
-            at = self.nodes[at].children[key]
-            path.append(at)
-        return path
-
-    def lock(self, node, by):
-        while node:
-            self.nodes[node].locks += by
-            node = self.nodes[node].parent
-
-    def leaves(self):
-        return [number for number, node in self.nodes.items() if number and not node.children and not node.locks]
-
-    def evictable_size(self):
-        return sum(not node.locks for node in islice(self.nodes.values(), 1, None)) * self.page
-
-    def touch_prefix(self, key):
-        for number in self.path(key):
-            self.nodes[number] = self.nodes.pop(number)
-
-    def make_room(self, pages):
-        if pages > 0:
-            self.evict(SimpleNamespace(num_tokens=pages * self.page))
-
-    def evict(self, params):
-        """What was used the longest ago first."""
-        pages = params.num_tokens // self.page
-        while pages > 0 and self.leaves():
-            self._evict_device_leaf(self.leaves()[0], {})
-            pages -= 1
-
-    # ---- SGLang's names ----
-
-    def all_values_flatten(self):
-        pages = [node.page for number, node in self.nodes.items() if number]
-        return tensor([page * self.page + slot for page in pages for slot in range(self.page)])
-
-    def evict_device_start(self, component, count):
-        assert (component, count > 0) == (FULL, True)
-        self.seen = set()
-
-    def evict_device_end(self, component):
-        del self.seen
-
-    def _evict_device_next_node(self, component, tracker):
-        node = next((each for each in self.leaves() if each not in self.seen), None)
-        self.seen.add(node)
-        return node, node is not None
-
-    def _evict_device_leaf(self, number, tracker):
-        node = self.nodes[number]
-        assert not node.children
-        assert not node.locks
-        del self.nodes[node.parent].children[node.key], self.nodes[number]
-        self.allocator.free([node.page])
-
-    def collect_path_info(self, numbers):
-        return [self._path_info(number) for number in numbers]
-
-    def _path_info(self, number):
-        chain = []
-        while number:
-            chain.insert(0, number)
-            number = self.nodes[number].parent
-        return [
-            SimpleNamespace(
-                node_id=each,
-                parent_id=self.nodes[each].parent,
-                path_end=place * self.page,
-                num_children=len(self.nodes[each].children),
-            )
-            for place, each in enumerate(chain, 1)
-        ]
-
-    def collect_full_device_indices(self, number, root):
-        pages = []
-        while number != root:
-            pages.insert(0, self.nodes[number].page)
-            number = self.nodes[number].parent
-        return tensor([page * self.page + slot for page in pages for slot in range(self.page)])
-
-
 class Processor:
     """A frozen value, as there."""
 
@@ -295,13 +110,14 @@ class Scheduler:
     return_logprob = False
 
     def __init__(self, pages=60, page_size=4, overlap=True, rows=8, chunk=12, hooks=None):
-        self.page, self.enable_overlap, self.chunk, self.hooks = page_size, overlap, chunk, hooks
+        self.page, self.enable_overlap, self.chunked_prefill_size, self.hooks = page_size, overlap, chunk, hooks
         self.token_to_kv_pool_allocator = self.allocator = Allocator(pages, page_size)
         self.tree_cache = self.tree = Tree(self.allocator)
         self.req_to_token_pool = Rows(rows)
         self.table = self.req_to_token_pool.req_to_token
         self.running_batch = self.batch([], Mode.DECODE)
         self.last_batch = self.chunked_req = self.hisparse_coordinator = self.max_queued_requests = None
+        self._pending_chunked_abort_req = None
         self.waiting_queue: list[Req] = []
         self.result_queue: deque[tuple[Batch, SimpleNamespace]] = deque()
         self.batch_result_processor = Processor(overlap)
@@ -326,6 +142,17 @@ class Scheduler:
 
     def add(self, rid, prompt, max_new_tokens):
         self.waiting_queue.append(Req(rid, list(prompt), max_new_tokens))
+
+    def abort(self, rid):
+        """A client has left: abort_request, between two steps."""
+        if self.chunked_req is not None and self.chunked_req.rid == rid:
+            self._pending_chunked_abort_req = self.chunked_req
+        for each in [each for each in self.waiting_queue if each.rid == rid]:
+            self.waiting_queue.remove(each)
+            self.done[rid] = "left"
+        for each in (*self.running_batch.reqs, *(self.last_batch.reqs if self.last_batch else ())):
+            if each.rid == rid and not each.finished():
+                each.to_finish = ending("left")
 
     @property
     def is_idle(self):
@@ -353,6 +180,11 @@ class Scheduler:
     def get_next_batch_to_run(self, running, last):
         if self.hooks:
             running, last = self.hooks.before_choose(self, running, last)
+        if (gone := self._pending_chunked_abort_req) is not None:
+            if self.chunked_req is gone:
+                gone.is_done, self.done[gone.rid], self.chunked_req = True, "left", None
+                self.release(gone)
+            self._pending_chunked_abort_req = None
         if self.chunked_req is not None:
             self.checkpoint(self.chunked_req)  # before its result: others may find the chunk from here on
         if last is not None and last.forward_mode.is_extend():
@@ -365,13 +197,18 @@ class Scheduler:
         return chosen
 
     def prefill(self, running):
-        room, chosen = self.chunk, []
+        room, chosen = self.chunked_prefill_size, []
         chunked, self.chunked_req = self.chunked_req, None
         queue = [chunked] if chunked else []
+        if chunked:  # add_chunked_req
+            answers = sum(each.max_new_tokens - len(each.output_ids) for each in running.reqs)
+            left = self.allocator.available_size() + self.tree.evictable_size() - answers
+            room = min(room, left // self.page * self.page) if left >= self.page else room
         while room > 0 and (queue or self.waiting_queue):
             request = queue.pop() if queue else self.waiting_queue[0]
             if not self.extend(request, room):
-                self.chunked_req = request if request is chunked else None
+                if request is chunked:
+                    raise RuntimeError("Prefill out of memory")
                 break
             if request is not chunked:
                 self.waiting_queue.pop(0)
@@ -394,7 +231,9 @@ class Scheduler:
             self.tree.lock(path[-1] if path else 0, 1)
         end = min(len(tokens), request.prefix_len + room)
         have = request.prefix_len if not kv.holds_kv else kv.kv_allocated_len
-        pages = self.pages_for(have, end)
+        whole = -(-len(tokens) // self.page) - -(-have // self.page)  # a prompt begins where all of it finds memory
+        fits = kv.holds_kv or whole <= (self.allocator.available_size() + self.tree.evictable_size()) // self.page
+        pages = self.pages_for(have, end) if fits else None
         if pages is None:
             self.tree.lock(path[-1] if path else 0, -1)
             return False
@@ -431,17 +270,17 @@ class Scheduler:
             self.tree.make_room(need - len(self.allocator.free_pages))
             return need <= len(self.allocator.free_pages)
 
+        spare = self.hooks.sparing(running) if self.hooks else lambda *both: both
         retracted, aborted = [], []
         while running.reqs and not fits():
             victim = running.reqs.pop()
             self.release(victim)
             (retracted if running.reqs else aborted).append(victim)
         for each in aborted:
-            each.to_finish = "out of memory"
-        if self.hooks and retracted + aborted:
-            retracted, aborted = self.hooks.spare(retracted, aborted)
+            each.to_finish = ending("out of memory")
+        retracted, aborted = spare(retracted, aborted)
         for each in aborted:
-            each.is_done, self.done[each.rid] = True, each.to_finish
+            self.done[each.rid] = each.to_finish.message
         for each in retracted:
             self._add_request_to_queue(each, is_retracted=True)
 
@@ -462,7 +301,8 @@ class Scheduler:
                 continue
             request.output_ids.append(token)
             if request.to_finish or len(request.output_ids) >= request.max_new_tokens:
-                request.is_done, self.done[request.rid] = True, request.to_finish or request.output_ids
+                told = request.to_finish.message if request.to_finish else request.output_ids
+                request.is_done, self.done[request.rid] = True, told
                 self.checkpoint(request, len(request.tokens) - 1)
                 self.release(request)
             elif batch.forward_mode.is_extend():

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from toy_engine import ToyScheduler
-from toy_sglang import MHATokenToKVPool
 from toy_sglang import Scheduler as ToySglang
+from toy_sglang_memory import MHATokenToKVPool
 from valve_hook import Refused, shim
 from valve_hook.sglang import calls as sglang_calls
 from valve_hook.sglang import check, memory

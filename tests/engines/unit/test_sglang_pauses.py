@@ -27,8 +27,8 @@ def requests(count=5, tokens=30):
 class Played:
     """The toy with the plugin around it, and a valved that gives what it is asked for."""
 
-    def __init__(self, scheduler, valved):
-        self.scheduler, self.valved, self.flown = scheduler, valved, []
+    def __init__(self, scheduler, node, valved):
+        self.scheduler, self.node, self.valved, self.flown = scheduler, node, valved, []
         choose, process = scheduler.get_next_batch_to_run, scheduler.process_batch_result
         scheduler.hooks = None  # the plugin calls them
 
@@ -72,12 +72,12 @@ def played(request, world, monkeypatch):
     monkeypatch.setattr(plugin, "nothing", lambda running: SimpleNamespace(batch_to_run=None, running_batch=running))
     monkeypatch.setattr(Req, "stream", True, raising=False)
     monkeypatch.setattr(Mode, "is_decode", lambda mode: mode is Mode.DECODE, raising=False)
-    scheduler, _ = world(overlap=request.param, pages=PAGES)
+    scheduler, node = world(overlap=request.param, pages=PAGES)
     scheduler.max_running_requests, scheduler.is_generation = 64, True
     scheduler.request_receiver = SimpleNamespace(recv_from_tokenizer=SimpleNamespace(poll=None), recv_from_rpc=None)
     valved = Valved()
     valved.consent(1_000.0, 1_000.0)
-    yield Played(scheduler, valved)
+    yield Played(scheduler, node, valved)
     valved.close()
 
 
@@ -90,6 +90,17 @@ def test_pauses_begin_with_nothing_in_flight_and_change_no_token(played):
     assert played.pauses.asking.sums.given > 0, played.pauses.asking.reasons
     assert {flying for _, flying in played.flown} == {0}
     assert played.pauses.asking.readers == 0
+
+
+def test_surplus_that_the_cache_keeps_never_keeps_an_engine_from_pausing(played):
+    """valved would have memory back, and has all that is free in whole columns."""
+    played.node.aim(1)
+    played.run(requests())
+    given = played.pauses.asking.sums.given
+    played.run([(f"{name} again", prompt, tokens) for name, prompt, tokens in requests()])
+
+    assert played.node.offered()
+    assert played.pauses.asking.sums.given > given
 
 
 def test_without_consent_the_loop_is_untouched(played):

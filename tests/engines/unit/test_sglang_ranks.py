@@ -80,7 +80,8 @@ def engine(tmp_path, monkeypatch):
 
     for name, module in sglang_modules(lambda tree: next(s for s in schedulers if s.tree is tree)).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(calls, "spare", lambda retracted, aborted: ([*retracted, *aborted], []))  # one per process
+    # the hook is one per process, and here are two: whom SGLang aborts waits
+    monkeypatch.setattr(calls, "sparing", lambda batch: lambda retracted, aborted: ([*retracted, *aborted], []))
     yield make
     for link in links:
         link.close()
