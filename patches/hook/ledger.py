@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from valve_hook.holders import Held, HolderIndex
 from valve_hook.losses import NOTHING_WRITTEN, Spread, spread
 from valve_hook.shared import Blocks, Book
@@ -110,7 +108,7 @@ class Ledger:
     book: Book | None = None
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
-    _noted: deque[Noted] = field(default_factory=deque)
+    noted: deque[Noted] = field(default_factory=deque)  # not taken in yet
     _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
     _lock: LedgerLock = field(default_factory=LedgerLock)  # who tends is another thread than who schedules
@@ -138,8 +136,8 @@ class Ledger:
         """Who comes and who goes with the step that is launched next. It is taken in when somebody asks, or by who
         tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
         """
-        self._noted.append((self.believed + len(self.in_flight), ended, preempted, started))
-        if len(self._noted) > MOST_WAITING:
+        self.noted.append((self.believed + len(self.in_flight), ended, preempted, started))
+        if len(self.noted) > MOST_WAITING:
             with self._lock:
                 self._take_in(len(ended) + len(preempted) + len(started) + MORE_NOTED)
 
@@ -150,8 +148,8 @@ class Ledger:
 
     def _take_in(self, most: int = 1 << 30) -> None:
         """What was noted, in its order, under the lock: of so many requests, and of who goes in the last one's step."""
-        while self._noted and most > 0:
-            launched, ended, preempted, started = self._noted.popleft()
+        while self.noted and most > 0:
+            launched, ended, preempted, started = self.noted.popleft()
             for name in ended:
                 self._dismiss(name, launched)
             for name in preempted:
@@ -160,7 +158,7 @@ class Ledger:
             most -= len(ended) + len(preempted)
             now = started[: max(most, 1)]
             if len(now) < len(started):
-                self._noted.appendleft((launched, (), (), started[len(now) :]))
+                self.noted.appendleft((launched, (), (), started[len(now) :]))
             most -= len(now)
             for name, source in now:
                 self._dismiss(name, launched)
@@ -182,14 +180,14 @@ class Ledger:
                     read += held is not None and self._catch_up(held)
                     if read == most:
                         break
-                return self._index.settle(most) or bool(self.grown) or bool(self._turned) or bool(self._noted)
+                return self._index.settle(most) or bool(self.grown) or bool(self._turned) or bool(self.noted)
             if not self._tour:
                 self._tour = list(self.held.values())
             tour = self._tour
             for _ in range(min(most, len(tour))):
                 self._catch_up(tour.pop())
             self._index.settle(most)
-            return bool(tour) or bool(self._turned) or bool(self._noted)
+            return bool(tour) or bool(self._turned) or bool(self.noted)
 
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
@@ -271,13 +269,13 @@ class Ledger:
             for held in present:
                 self._look_at(held)
             verdict = self._spread(lost, [*present, *left], blocks)
-            bad = verdict.bad
-            self._refresh(bad)
-            more = self.holders(bad)
-            if {id(held) for held in present}.issuperset(map(id, more)):
+            self._refresh(verdict.spoilt)
+            known = {id(held) for held in present}
+            more = [held for held in self.holders(verdict.spoilt) if id(held) not in known]
+            if not more:
                 break
-            present = more
-        return _judgement(verdict, present, left, blocks)
+            present += more
+        return _judgement(verdict, present, left)
 
     def holders(self, blocks: Blocks) -> list[Held]:
         """Those who may hold one of these blocks now."""
@@ -303,9 +301,9 @@ class Ledger:
         """Everybody who may hold one of these blocks that is not in the index yet."""
         grown = self.grown
         if grown is None or any(step.facts.copies for step in self.steps):
-            names = list(self.held)
+            names = set(self.held)
         else:
-            names = [grown[block] for block in grown.keys() & lost.tolist()]
+            names = {name for name in map(grown.get, lost.tolist()) if name is not None}
         for name in names:
             if (held := self.held.get(name)) is not None:
                 self._look_at(held)
@@ -357,16 +355,10 @@ def _turn_row(book: Book, free: list[int], held: Held) -> None:
         book.open_row(held.row, hash(held.request) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
 
 
-def _judgement(verdict: Spread, present: list[Held], left: list[Held], blocks: int) -> Judgement:
-    is_bad = np.zeros(blocks + 1, dtype=bool)
-    is_bad[verdict.bad] = True
-    hit = sorted(verdict.hit)
+def _judgement(verdict: Spread, present: list[Held], left: list[Held]) -> Judgement:
+    count = len(present)
     return Judgement(
-        running={present[at].request: _sound(present[at].blocks, is_bad) for at in hit if at < len(present)},
-        left=frozenset(left[at - len(present)].request for at in hit if at >= len(present)),
+        running={present[at].request: good for at, good in verdict.hit.items() if at < count},
+        left=frozenset(left[at - count].request for at in verdict.hit if at >= count),
         bad=verdict.bad,
     )
-
-
-def _sound(table: array[int], bad: NDArray[np.bool_]) -> int:
-    return int(np.argmax(bad[np.minimum(np.array(table, dtype=np.uint32), len(bad) - 1)]))

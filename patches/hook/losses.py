@@ -20,8 +20,9 @@ NOTHING_WRITTEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    hit: frozenset[int]  # indices into the tables
-    bad: NDArray[np.uint32]  # every block whose content must not be used, the lost ones among them
+    hit: dict[int, int]  # index into the tables: how many of its blocks, from the first, are good
+    bad: NDArray[np.uint32]  # every block whose content must not be used
+    spoilt: NDArray[np.uint32]  # of them, those that were not lost
 
 
 def spread(
@@ -46,11 +47,18 @@ def spread(
     while before != (before := int(np.count_nonzero(bad))):
         bad[edges[bad[edges[:, 0]], 1]] = True
         places = np.flatnonzero(bad.take(flat, mode="clip"))
-        now = set(np.searchsorted(ends, places, side="right").tolist())
-        for index in now - hit:
+        owners, firsts = np.unique(np.searchsorted(ends, places, side="right"), return_index=True)
+        for index in owners.tolist():
+            if index in hit:
+                continue
+            hit.add(index)
             first = first_written(index)
             if first != NOTHING_WRITTEN:
                 bad[np.minimum(np.array(tables[index][first:], dtype=np.uint32), nobody)] = True
                 bad[nobody] = False
-        hit |= now
-    return Spread(hit=frozenset(hit), bad=np.flatnonzero(bad).astype(np.uint32))
+    begins = ends - [len(table) for table in tables]
+    every = np.flatnonzero(bad).astype(np.uint32)
+    bad[lost[lost < blocks]] = False
+    spoilt = np.flatnonzero(bad).astype(np.uint32)
+    good = (places[firsts] - begins[owners]).tolist()
+    return Spread(hit=dict(zip(owners.tolist(), good, strict=True)), bad=every, spoilt=spoilt)

@@ -23,6 +23,7 @@ from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
 Mask = NDArray[np.bool_]
+STEPS_ROUND = 1 << 31  # then from the start: half of what the book's word holds, for a calm step only adds (vllm)
 
 
 class EngineAdapter(Protocol):
@@ -149,7 +150,7 @@ class Reconciler:
         """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some. Whether some
         were offered.
         """
-        self.steps += 1
+        self.steps = (self.steps + 1) % STEPS_ROUND
         session = self.session
         if session is None:
             return False
@@ -266,8 +267,8 @@ class Reconciler:
             self.receipts.lost_blocks += len(lost)
             self.receipts.hit_requests += self.engine.reset() if mode is Mode.COARSE else self._abandon()
         self._unoffer(change.lost)
-        should = ~change.backed | self.offered
-        withhold, release = np.flatnonzero(should & ~self.withheld), np.flatnonzero(~should & self.withheld)
+        other = np.flatnonzero((should := ~change.backed | self.offered) != self.withheld)
+        withhold, release = other[should[other]], other[~should[other]]
         self.engine.withhold(withhold.astype(np.uint32))
         self.withheld[withhold] = True
         self.engine.release(release.astype(np.uint32))

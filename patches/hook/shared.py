@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,11 +60,11 @@ class Table:
             raise Foreign(f"table: a block in column {int(self.column_of.max())} of {self.columns}")
         self._epoch = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
         self.slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_STEP_TOKENS + 4].cast("I")
-        words = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_STEP_TOKENS + 4]
-        self.words: Callable[[], bytes] = words.tobytes
-        """All that valved ever changes but the entries, as it is now: while it stays the same nothing is new."""
+        self.words = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_STEP_TOKENS + 4]
+        """All that valved ever changes but the entries, as it is now: while it equals a copy nothing is new."""
         self.seen_epoch = -1
         self.seen = np.zeros(self.blocks, dtype=np.uint32)
+        self._backed = np.zeros(self.blocks, dtype=bool)  # by what was seen
         self._spare = np.zeros(self.blocks, dtype=np.uint32)  # for the next look: new memory would cost more than it
 
     @property
@@ -112,14 +112,15 @@ class Table:
         """
         epoch, entries = self._copy()
         lost = np.flatnonzero(entries != self.seen).astype(np.uint32)
-        backed = (entries & wire.ENTRY_BACKED).astype(bool)
+        backed = self._backed.copy()
+        backed[lost] = entries[lost] & wire.ENTRY_BACKED
         return Change(epoch=epoch, lost=lost, backed=backed, entries=entries)
 
     def accept(self, change: Change) -> None:
         """It has been acted on: no news any more. Never earlier, for what fails half way has to be found again."""
         if change.entries is self._spare:
             self._spare = self.seen
-        self.seen, self.seen_epoch = change.entries, change.epoch
+        self.seen, self._backed, self.seen_epoch = change.entries, change.backed, change.epoch
 
     def changed(self) -> NDArray[np.bool_]:
         """Of every block, whether it changed since what was accepted last."""
@@ -175,7 +176,7 @@ class Book:
 
     def write_gauges(self, mode: int, used: int, wanted: int, steps: int) -> None:
         words = self.gauges  # in a step's way: stores cost a third of packing
-        words[0], words[1], words[2], words[3] = mode, used, wanted, steps & 0xFFFFFFFF
+        words[0], words[1], words[2], words[3] = mode, used, wanted, steps
 
     def write_mode(self, mode: int) -> None:
         self.gauges[0] = mode

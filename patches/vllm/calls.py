@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from valve_hook import VERSION, Refused
-from valve_hook.ledger import Ledger
+from valve_hook.ledger import MOST_STEPS, Ledger
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Reconciler
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
-from valve_hook.vllm.calm import Calm
+from valve_hook.vllm.calm import Calm, calm_of
 from valve_hook.vllm.engine import VllmEngine, facts_of, has_waiting
-from valve_hook.vllm.progress import Progress
+from valve_hook.vllm.progress import MOST_ROWS, Progress
 from valve_hook.vllm.step_limit import step_limit
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
@@ -29,7 +29,7 @@ TENDED_BESIDE = 12  # rounds of the book in one look of the link's thread beside
 MOST_TENDED = 128  # and beside one that takes none
 BREATH_S = 0.0005  # between two rounds: the engine's thread goes first
 NEVER = object()  # no session
-UNHEEDED = "_valve_unheeded"  # on a step's output: why nobody heeds valved's table for it; empty where somebody does
+UNHEEDED = "_valve_unheeded"  # on a step's output (after_schedule): why nobody heeds valved's table for it, or nothing
 
 
 class VllmHook:
@@ -55,10 +55,9 @@ class VllmHook:
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._has_waited = self._has_said = False
         self._looked: object = NEVER  # the session in which a look left nothing to do, and what valved had written
-        self._words: Callable[[], bytes] = bytes
-        self._seen = b""
+        self.words, self.seen = memoryview(b""), b""
         self._name = engine
-        self.calm: Calm | None = None  # what held after the last step, where it left nothing to do
+        self.calm = None  # what held after the last step, where it left nothing to do
         self._calm: Calm | None = None  # the one that was made last
         self._is_aside = False  # somebody may stand aside in this step
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
@@ -76,6 +75,15 @@ class VllmHook:
         )
         link.on_tick, link.told_mode = self.on_tick, lambda: self.reconciler.told_mode
         link.propose(wanted)
+
+    @property
+    def calm(self) -> Calm | None:
+        found: Calm | None = self.scheduler._valve_calm
+        return found
+
+    @calm.setter
+    def calm(self, calm: Calm | None) -> None:
+        self.scheduler._valve_calm = calm
 
     def begin_idle(self) -> None:
         """The scheduler stands and has no work yet: until it has, the link's thread attaches and gives back."""
@@ -105,7 +113,7 @@ class VllmHook:
 
     def is_quiet(self) -> bool:
         """valved has written nothing since a look that left nothing to do, and no other thread may act."""
-        return self.link.session is self._looked and self._words() == self._seen and not self._is_idle
+        return self.link.session is self._looked and self.words == self.seen and not self._is_idle
 
     def before_schedule(self) -> bool:
         """Whether the table is heeded."""
@@ -127,10 +135,10 @@ class VllmHook:
         if self.reconciler.sync():
             self._dropping = len(self.ledger.in_flight)
         session = self.reconciler.session
-        words = session.table.words() if session is not None else b""
+        words = bytes(session.table.words) if session is not None else b""
         self.step_limit.heed(self.reconciler.step_tokens)
         if session is not None and not session.table.has_news:
-            self._looked, self._words, self._seen = session, session.table.words, words
+            self._looked, self.words, self.seen = session, session.table.words, words
 
     def on_tick(self) -> None:
         """On the link's thread, a few times a second."""
@@ -190,41 +198,9 @@ class VllmHook:
         if output.finished_req_ids or len(self.scheduler.requests) != self.progress.told_open:
             self.progress.after_schedule(output)
         if not has_offered and not self._dropping and self.is_quiet():
-            self.calm = self._calm_now()
+            self.calm = calm_of(self, self._calm)
+            self._calm = self.calm or self._calm
         return self.unheeded
-
-    def _calm_now(self) -> Calm | None:
-        """The look left nothing to do: nor does anything else, where everybody runs and no column is looked for."""
-        reconciler, engine, scheduler = self.reconciler, self.engine, self.scheduler
-        session, open_requests = reconciler.session, len(scheduler.requests)
-        is_open = 0 < open_requests == len(scheduler.running)
-        if session is None or not is_open or (session.is_asked(reconciler.backed) and not engine.knows_free_columns):
-            return None
-        calm, queue = self._calm, engine.pool.free_block_queue
-        if calm is not None and calm.session is session and calm.seen is self._seen and calm.queue is queue:
-            calm.open_requests, calm.most_used = open_requests, engine.most_used
-            calm.is_asked = session.is_asked(reconciler.backed)
-            return calm
-        self._calm = Calm(
-            scheduler=scheduler,
-            requests=scheduler.requests,
-            open_requests=open_requests,
-            queue=queue,
-            most_used=engine.most_used,
-            link=self.link,
-            session=session,
-            gauges=session.book.gauges,
-            words=self._words,
-            seen=self._seen,
-            reconciler=reconciler,
-            ledger=self.ledger,
-            in_flight=self.ledger.in_flight,
-            asked=self.ledger.asked,
-            engine=engine,
-            progress=self.progress,
-            is_asked=session.is_asked(reconciler.backed),
-        )
-        return self._calm
 
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
@@ -270,7 +246,7 @@ def _hook(scheduler: Any) -> VllmHook | Progress | None:
     hook: VllmHook | Progress | None = scheduler.__dict__.get("_valve")
     if "_valve" in scheduler.__dict__:
         return hook
-    scheduler._valve, scheduler._valve_why = None, "no valved was found"
+    scheduler._valve, scheduler._valve_calm, scheduler._valve_why = None, None, "no valved was found"
     try:
         link = process_link()
         if link is not None:
@@ -309,13 +285,29 @@ def built(scheduler: Any) -> None:
             hook.fail("begin_idle failed", is_look=True)
 
 
+# In each of the next three the first lines are those of a calm step (calm.py). They call no function of the hook:
+# between two steps a function costs more than what it does.
+
+
 def before_schedule(scheduler: Any) -> None:
     """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
+    try:
+        calm = scheduler._valve_calm
+        if calm is not None and calm.words == calm.seen and calm.link.session is calm.session:
+            calm.has_waiting = not len(calm.requests) == calm.open_requests == len(scheduler.running)
+            if not calm.has_waiting or calm.fits():
+                return
+    except Exception:  # of the first step; what else fails, fails in the long way, too
+        scheduler._valve_calm = None
+    _before_schedule(scheduler)
+
+
+def _before_schedule(scheduler: Any) -> None:
     hook = getattr(scheduler, "_valve", None) or _hook(scheduler)
     is_heeded = False
     if hook is not None:
         try:
-            is_heeded = ((calm := hook.calm) is not None and calm.holds()) or hook.before_schedule()
+            is_heeded = hook.before_schedule()
         except Exception:
             hook.fail("before_schedule failed", is_look=True)
             is_heeded = not hook.unheeded
@@ -328,24 +320,57 @@ def after_schedule(scheduler: Any, output: Any) -> None:
 
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """
-    hook = getattr(scheduler, "_valve", None)
-    if hook is None:
-        why = scheduler.__dict__.get("_valve_why", "no hook")
-    else:
-        try:
-            why = "" if (calm := hook.calm) is not None and calm.launch(output) else hook.after_schedule(output)
-        except Exception:
-            hook.fail("after_schedule failed")
-            why = hook.unheeded
-    setattr(output, UNHEEDED, why)
+    why = ""
+    try:
+        calm = scheduler._valve_calm
+        if (
+            calm is None
+            or output.preempted_req_ids
+            or output.scheduled_cached_reqs.resumed_req_ids
+            or not output.num_scheduled_tokens
+            or not calm.reconciler.is_sure  # the link's thread may have failed
+            or len(calm.in_flight) >= MOST_STEPS
+            or ((output.scheduled_new_reqs or output.finished_req_ids or calm.has_waiting) and not calm.turns(output))
+        ):
+            hook = scheduler._valve
+            why = hook.after_schedule(output) if hook is not None else scheduler._valve_why
+        else:
+            calm.in_flight.append(output)
+            gauges, reconciler = calm.gauges, calm.reconciler
+            gauges[1] = gauges[2] = calm.most_used - calm.queue.num_free_blocks
+            gauges[3] = reconciler.steps = reconciler.steps + 1
+    except Exception:
+        why = _failed(scheduler, "after_schedule failed")
+    output._valve_unheeded = why
 
 
 def before_update(scheduler: Any, output: Any, result: Any) -> None:
     """First thing in Scheduler.update_from_output: before this step's output is believed."""
+    try:
+        calm = scheduler._valve_calm
+        if (
+            calm is not None
+            and calm.words == calm.seen
+            and calm.link.session is calm.session
+            and not output.scheduled_spec_decode_tokens
+            and not result.pooler_output
+            and len(rows := calm.rows) < MOST_ROWS  # else the link's thread, which counts them, has no connection
+            and (records := calm.in_flight)
+            and records[0] is output
+        ):  # each row of it is one token or none
+            rows.append(calm.progress.row(output, result) if calm.gone else (result.sampled_token_ids, ()))
+            records.popleft()
+            calm.ledger.believed += 1
+        elif (hook := scheduler._valve) is not None:
+            hook.before_update(output, result)
+    except Exception:
+        _failed(scheduler, "before_update failed", is_look=True)
+
+
+def _failed(scheduler: Any, what: str, *, is_look: bool = False) -> str:
+    """Why nobody heeds the table for this step."""
     hook = getattr(scheduler, "_valve", None)
-    if hook is not None:
-        try:
-            if (calm := hook.calm) is None or not calm.believe(output, result):
-                hook.before_update(output, result)
-        except Exception:
-            hook.fail("before_update failed", is_look=True)
+    if hook is None:
+        return str(getattr(scheduler, "_valve_why", "no hook"))
+    hook.fail(what, is_look=is_look)
+    return str(hook.unheeded)

@@ -7,102 +7,112 @@ changes for Valve is its number and how many blocks are in use; and where one re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from valve_hook.ledger import MOST_STEPS, Ledger
+from valve_hook.ledger import MOST_WAITING, Ledger, Noted
 from valve_hook.link import Link
 from valve_hook.reconciler import Reconciler
 from valve_hook.sessions import Session
-from valve_hook.vllm.engine import VllmEngine
-from valve_hook.vllm.progress import Progress
+from valve_hook.vllm.progress import Progress, Row
 
 
 @dataclass(slots=True, kw_only=True)
 class Calm:
-    """What held after a step that left nothing to do. Each answer False means: by the long way. Made once after a look;
-    from step to step two numbers change.
+    """What held after a step that left nothing to do. Made once after a look; from step to step two numbers change.
+
+    The three calls look at it (calls.py). What they need is here and not behind another object, for each object that
+    they touch is in no cache.
     """
 
-    scheduler: Any
-    requests: dict[str, Any]  # the scheduler's own
-    open_requests: int
-    queue: Any  # of free blocks
-    most_used: int  # blocks in use when none is free
+    words: memoryview  # of valved's table, as they are now
+    seen: bytes
     link: Link
     session: Session
-    gauges: Any  # of its book
-    words: Callable[[], bytes]  # of valved's table, as they are now
-    seen: bytes
-    reconciler: Reconciler
-    ledger: Ledger
-    in_flight: deque[Any]  # both are the ledger's own
-    asked: Sized
-    engine: VllmEngine
-    progress: Progress
-    is_asked: bool = False  # for blocks: who ends may leave a column free
+    requests: dict[str, Any]  # the scheduler's own
+    open_requests: int
     has_waiting: bool = False  # in this step
+    reconciler: Reconciler
+    in_flight: deque[Any]  # the ledger's own; no loss asks about any of them
+    gauges: Any  # of the session's book
+    queue: Any  # of free blocks
+    most_used: int  # blocks in use when none is free
+    noted: deque[Noted]  # the ledger's own
+    rows: deque[Row]  # both are the progress's own
+    gone: set[str]
+    progress: Progress
+    ledger: Ledger
+    scheduler: Any
+    tables: Mapping[str, Sequence[Any]]  # the engine's own lists of blocks
+    block_tokens: int
+    is_asked: bool  # for blocks: who ends may leave a column free
 
-    def holds(self) -> bool:
-        """Before a step is scheduled."""
-        if self.words() != self.seen or self.link.session is not self.session:
-            return False
-        if len(self.requests) == self.open_requests == len(self.scheduler.running):
-            self.has_waiting = False
-            return True
-        self.has_waiting = True
+    def fits(self) -> bool:
+        """Before a step is scheduled: whoever waits first. Who does not fit has to stand aside."""
         waiting = self.scheduler.waiting
-        try:  # who does not fit has to stand aside; a priority queue is copied to be walked
-            first = getattr(waiting, "_heap", waiting)[0]
+        try:
+            first = getattr(waiting, "_heap", waiting)[0]  # a priority queue is copied to be walked
         except IndexError:
             return True
-        return bool(first.num_tokens <= self.most_used * self.engine.block_tokens)
+        return bool(first.num_tokens <= self.most_used * self.block_tokens)
 
-    def launch(self, output: Any) -> bool:
-        """The step was scheduled: note it, if that is all that happened."""
-        reconciler, records = self.reconciler, self.in_flight
-        new, ended = output.scheduled_new_reqs, output.finished_req_ids
-        if (
-            output.preempted_req_ids
-            or output.scheduled_cached_reqs.resumed_req_ids
-            or not output.num_scheduled_tokens
-            or not reconciler.is_sure  # the link's thread may have failed
-            or len(records) >= MOST_STEPS
-        ):
-            return False
-        if (new or ended or self.has_waiting) and not self._turns(output):
-            return False
-        records.append(output)
-        gauges, reconciler.steps = self.gauges, reconciler.steps + 1
-        gauges[1] = gauges[2] = self.most_used - self.queue.num_free_blocks
-        gauges[3] = reconciler.steps & 0xFFFFFFFF
-        return True
-
-    def _turns(self, output: Any) -> bool:
-        """As many begin as have ended, and nobody waits."""
-        requests = self.requests
+    def turns(self, output: Any) -> bool:
+        """As many begin as have ended, and nobody waits: noted, as `Ledger.note` does."""
+        requests, ended, started = self.requests, output.finished_req_ids, []
         if self.is_asked or not len(requests) == self.open_requests == len(self.scheduler.running):
             return False
         for new in output.scheduled_new_reqs:
-            if requests[new.req_id].resumable:
+            table = self.tables.get(new.req_id)
+            if table is None or requests[new.req_id].resumable:
                 return False
-        self.engine.record(self.ledger, output)
-        self.progress.note_ended(output.finished_req_ids)
+            started.append((new.req_id, table))
+        if len(self.noted) >= MOST_WAITING:
+            return False
+        self.noted.append((self.ledger.believed + len(self.in_flight), ended, (), started))
+        progress = self.progress
+        progress.ended += len(ended)
+        self.gone |= ended
+        if self.link.is_offline:
+            progress.ended_beside = progress.ended
+        elif ended:
+            progress.tell()
         return True
 
-    def believe(self, output: Any, result: Any) -> bool:
-        """Its output is in: take it in, if every token of it counts."""
-        records = self.in_flight
-        if (
-            self.words() != self.seen
-            or self.link.session is not self.session
-            or not records
-            or records[0] is not output
-            or self.asked
-            or not self.progress.count_plain(output, result)
-        ):
-            return False
-        records.popleft()
-        self.ledger.believed += 1
-        return True
+
+def calm_of(hook: Any, last: Calm | None) -> Calm | None:
+    """A step left nothing to do: nor does the next one, where everybody runs and no column is looked for."""
+    reconciler, engine, scheduler, ledger = hook.reconciler, hook.engine, hook.scheduler, hook.ledger
+    session, open_requests, queue = reconciler.session, len(scheduler.requests), engine.pool.free_block_queue
+    is_asked = session is not None and session.is_asked(reconciler.backed)
+    if session is None or not 0 < open_requests == len(scheduler.running):
+        return None
+    if is_asked and not engine.knows_free_columns:
+        return None
+    if ledger.asked or engine.prefixes.computed:  # a loss asked about steps in flight; somebody was sent back
+        return None
+    if last is not None and last.session is session and last.seen is hook.seen and last.queue is queue:
+        last.open_requests, last.most_used, last.is_asked = open_requests, engine.most_used, is_asked
+        return last
+    return Calm(
+        words=hook.words,
+        seen=hook.seen,
+        link=hook.link,
+        session=session,
+        requests=scheduler.requests,
+        open_requests=open_requests,
+        reconciler=reconciler,
+        in_flight=ledger.in_flight,
+        gauges=session.book.gauges,
+        queue=queue,
+        most_used=engine.most_used,
+        noted=ledger.noted,
+        rows=hook.progress.rows,
+        gone=hook.progress.gone,
+        progress=hook.progress,
+        ledger=ledger,
+        scheduler=scheduler,
+        tables=engine.tables,
+        block_tokens=engine.block_tokens,
+        is_asked=is_asked,
+    )

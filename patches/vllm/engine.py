@@ -89,10 +89,16 @@ class VllmEngine:
 
     def forget(self, blocks: Blocks) -> int:
         ids = set(blocks.tolist()) - {self.pool.null_block.block_id}
-        found = [self.pool.blocks[block] for block in ids]
-        worth: int = sum(block.ref_cnt > 0 or block.block_hash is not None for block in found)
+        pool_blocks, withheld, worth, unknown = self.pool.blocks, self.withheld, 0, 0
+        for number in ids:
+            block = pool_blocks[number]
+            if block.ref_cnt > 0:
+                worth += 1
+                unknown += number not in withheld
+            elif block.block_hash is not None:
+                worth += 1
         self.manager.evict_blocks(ids)
-        self._refuse_held(ids, "spoilt")
+        _refuse(unknown, "spoilt")
         self._forgotten = ids
         return worth
 
@@ -103,25 +109,22 @@ class VllmEngine:
         new = set(blocks.tolist()) - self.withheld - {self.pool.null_block.block_id}
         forgotten, self._forgotten = self._forgotten, set()
         self.manager.evict_blocks(new - forgotten)
+        pool_blocks = self.pool.blocks
+        found = [pool_blocks[number] for number in sorted(new)]
+        free = [block for block in found if block.ref_cnt == 0]
         if not self.has_abandoned:
-            self._refuse_held(new, "lost")
-        self._hold([self.pool.blocks[block] for block in sorted(new)])
+            _refuse(len(found) - len(free), "lost")
+        self._hold(found, free)
         self.withheld |= new
 
-    def _hold(self, blocks: Sequence[Any]) -> None:
+    def _hold(self, blocks: Sequence[Any], free: Sequence[Any]) -> None:
         """`BlockPool.touch`, for all of them at once where they can be; vLLM's statistics have it block by block."""
         if self._columns is None or getattr(self.pool, "metrics_collector", None) is not None:
             self.pool.touch(blocks)
             return
-        self._columns.remove_all([block for block in blocks if block.ref_cnt == 0])
+        self._columns.remove_all(free)
         for block in blocks:
             block.ref_cnt += 1
-
-    def _refuse_held(self, blocks: Iterable[int], what: str) -> None:
-        pool_blocks, withheld = self.pool.blocks, self.withheld
-        held = sum(pool_blocks[block].ref_cnt > 0 and block not in withheld for block in blocks)
-        if held:
-            raise RuntimeError(f"an unknown holder uses {held} {what} blocks")
 
     def release(self, blocks: Blocks) -> None:
         back = set(blocks.tolist()) & self.withheld
@@ -250,6 +253,11 @@ class VllmEngine:
         if table is None:
             raise KeyError(f"request {request} was scheduled and has no blocks")
         return table  # type: ignore[no-any-return]
+
+
+def _refuse(unknown: int, what: str) -> None:
+    if unknown:
+        raise RuntimeError(f"an unknown holder uses {unknown} {what} blocks")
 
 
 def has_waiting(scheduler: Any) -> bool:

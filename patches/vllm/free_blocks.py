@@ -144,13 +144,15 @@ class ColumnQueue:
 
     def keep(self, blocks: Iterable[Block]) -> None:
         """Somebody comes back for what they hold: as long as anything else is free, it is not given up."""
+        free = dict[int, Block]()
         for block in blocks:
             number = block.block_id
             self._kept[number] = self._kept.get(number, 0) + 1
             if number in self._cached[self._column_of[number]]:
-                self.remove(block)
-                self.num_free_blocks += 1
-                self._kept_free[number] = block
+                free[number] = block
+        self.remove_all(list(free.values()))
+        self.num_free_blocks += len(free)
+        self._kept_free |= free
 
     def let_go(self, blocks: Iterable[Block]) -> None:
         """`keep`, undone: what is free was used just now."""

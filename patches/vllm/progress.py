@@ -32,22 +32,22 @@ class Progress:
     def __init__(self, scheduler: Any, link: Link) -> None:
         self._scheduler = scheduler
         self._link = link
-        self.ended = self._ended_beside = 0
+        self.ended = 0
+        self.ended_beside = 0  # as many had come: of an offline engine the link's thread tells it
         self._counted = 0  # rows that wait are not in it, what is to be taken out of them is
         self._last_useful = 0
-        self._rows: deque[Row] = deque()  # of steps that are not counted yet
+        self.rows: deque[Row] = deque()  # of steps that are not counted yet
         self._lock = threading.Lock()
-        self._gone: set[str] = set()  # ended, and may be in a step in flight
+        self.gone: set[str] = set()  # ended, and may be in a step in flight
         self.told_open = -1
         self._failures = 0
-        self.calm: None = None
 
     @property
     def useful_tokens(self) -> int:
         """Any thread may ask, and counts what is left to count."""
         with self._lock:
-            while self._rows:
-                self._counted += tokens_of(*self._rows.popleft())
+            while self.rows:
+                self._counted += tokens_of(*self.rows.popleft())
             self._last_useful = self._counted
             return self._counted
 
@@ -67,21 +67,12 @@ class Progress:
         finished = output.finished_req_ids
         if finished:
             self.ended += len(finished)
-            self._gone |= finished
+            self.gone |= finished
         if finished or len(self._scheduler.requests) != self.told_open:
-            self._tell()
+            self.tell()
         return self.unheeded
 
-    def note_ended(self, names: Collection[str]) -> None:
-        """As many have come as ended: of an offline engine the link's thread tells it."""
-        self.ended += len(names)
-        self._gone.update(names)
-        if self._link.is_offline:
-            self._ended_beside = self.ended
-        elif names:
-            self._tell()
-
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """In a step's way the tokens as they were counted last: the link's thread counts and tells them."""
         self.told_open = len(self._scheduler.requests)
         tokens = self._last_useful if self.told_open else self.useful_tokens
@@ -89,42 +80,31 @@ class Progress:
 
     def tell_tokens(self) -> None:
         """On the link's thread, between two changes of what is open; and what is, before the first step."""
-        self._link.lifecycle.tell_beside(len(self._scheduler.requests), self._ended_beside, self.useful_tokens)
+        self._link.lifecycle.tell_beside(len(self._scheduler.requests), self.ended_beside, self.useful_tokens)
 
     def before_update(self, output: Any, result: Any) -> None:
         self.count(output, result)
 
-    def count_plain(self, output: Any, result: Any) -> bool:
-        """Take it in where each row is one token or none; whether it was."""
-        rows = self._rows
-        if (
-            output.scheduled_spec_decode_tokens
-            or getattr(result, "pooler_output", None)
-            or len(rows) >= MOST_ROWS  # the link's thread, which counts them, has no connection
-        ):
-            return False
-        rows.append(self._row(output, result) if self._gone else (result.sampled_token_ids, ()))
-        return True
-
-    def _row(self, output: Any, result: Any) -> Row:
-        sampled, late = result.sampled_token_ids, list[int]()
-        if self._gone:
-            self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
+    def row(self, output: Any, result: Any) -> Row:
+        sampled, gone, late = result.sampled_token_ids, self.gone, []
+        if gone:
+            gone -= output.finished_req_ids  # steps come in in order: theirs are in
             if sampled:  # none of prompts that go on
-                scheduled, row_of = output.num_scheduled_tokens, result.req_id_to_index
-                late = [row_of[name] for name in self._gone if name in scheduled]
+                for name in gone:
+                    if name in output.num_scheduled_tokens:
+                        late.append(result.req_id_to_index[name])
         return sampled, late
 
     def count(self, output: Any, result: Any, dropped: Collection[str] = ()) -> int:
         """Take a step's output into the sum. Returns the tokens of requests whose output is `dropped`."""
-        sampled, late = row = self._row(output, result)
+        sampled, late = row = self.row(output, result)
         wasted, requests = 0, self._scheduler.requests
         if sampled:  # without drafts a row holds one token or none
             if output.scheduled_spec_decode_tokens:  # of several in a row vLLM may yet take some out
                 self._count(tokens_of(*row))
             else:
-                self._rows.append(row)
-                if len(self._rows) >= MOST_ROWS:  # the link's thread, which counts them, has no connection
+                self.rows.append(row)
+                if len(self.rows) >= MOST_ROWS:  # the link's thread, which counts them, has no connection
                     self.tell_tokens()
             if dropped:
                 places = [result.req_id_to_index[name] for name in dropped]

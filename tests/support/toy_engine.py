@@ -351,7 +351,8 @@ class ToyScheduler:
             sampled.append(self._compute(name, starts[name], output.num_scheduled_tokens[name]))
         if reclaim is not None and not names:
             reclaim()
-        self.in_flight.append((output, SimpleNamespace(sampled_token_ids=sampled, req_id_to_index=index)))
+        result = SimpleNamespace(sampled_token_ids=sampled, req_id_to_index=index, pooler_output=None)
+        self.in_flight.append((output, result))
 
     def believe(self):
         if self.in_flight:

@@ -69,6 +69,8 @@ def _step_rows(part: dict[str, list[float]] | None, metric: str, note: str) -> I
     """The hook's calls by themselves, and what a step takes longer than the same step without the hook."""
     if part is None:
         return
+    if "clock_us" in part:
+        note = f"{note}; {part['clock_us'][0]:.0f} us for readings of the clock are taken off"
     yield row_of("hook", metric, "us", part["own_us"], MEDIAN_US, judged="p50", note=note)
     yield row_of("hook", f"{metric}, tail", "us", part["own_us"], TAIL_US, judged="p99", note=note)
     if "beside_us" in part:

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from statistics import median
 from time import thread_time_ns
 from typing import Any
 
@@ -49,17 +50,26 @@ def one_goes_one_comes(engine: RiggedScheduler, number: int) -> None:
 def steps(
     hooked: RiggedScheduler, stock: RiggedScheduler, between: Callable[[RiggedScheduler, int], None] = nothing
 ) -> dict[str, list[float]]:
-    own, pairs, beside = [], [], []
+    own, clock, pairs, beside = [], [], [], []
     for number in range(STEPS):
         for engine in (hooked, stock) if number % 2 else (stock, hooked):
             between(engine, number)
             engine.step()
         own.append(hooked.hook_ns / 1e3)
+        clock.append(stock.hook_ns / 1e3)
+        hooked.hook.progress.tell_tokens()  # the link's thread does
         began = thread_time_ns()
-        hooked.hook.ledger.tend()  # the link's thread does
+        hooked.hook.ledger.tend()  # so does it
         beside.append((thread_time_ns() - began) / 1e3)
         pairs.append((hooked.step_ns - stock.step_ns) / 1e3)
-    return {"own_us": own, "added_us": pairs, "beside_us": beside, "stock_us": [stock.step_ns / 1e3]}
+    reading = median(clock)  # of the clock, around nothing, at the same places beside the scheduler without the hook
+    return {
+        "own_us": [each - reading for each in own],
+        "clock_us": [reading],
+        "added_us": pairs,
+        "beside_us": beside,
+        "stock_us": [stock.step_ns / 1e3],
+    }
 
 
 def events(engine: RiggedScheduler) -> list[float]:

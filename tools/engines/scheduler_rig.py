@@ -142,7 +142,8 @@ class RiggedScheduler:
         self.flying: deque[tuple[Any, Any]] = deque()
         self.asked = self.found = 0  # tokens of prompts, and of them in the cache
         self.computed: dict[str, int] = {}  # by every request: tokens of all its steps
-        self.step_ns = self.hook_ns = 0  # of this thread's time: all of the last step's scheduling, and the hook's part
+        self.step_ns = 0  # of this thread's time, in the last step: all of its scheduling
+        self.hook_ns = 0  # and the hook's part; without a hook what the readings of the clock take
         self._chance = random.Random(7)
         self.desk: RigDesk | None = RigDesk() if column else None
         self.hook: Any = None
@@ -188,15 +189,13 @@ class RiggedScheduler:
 
     def _schedule(self) -> Any:
         began = thread_time_ns()
-        if self.hook is None:
-            output = self.scheduler.schedule()
-            self.step_ns += thread_time_ns() - began
-            return output
-        calls.before_schedule(self.scheduler)
+        if self.hook is not None:
+            calls.before_schedule(self.scheduler)
         looked = thread_time_ns()
         output = self.scheduler.schedule()
         scheduled = thread_time_ns()
-        calls.after_schedule(self.scheduler, output)
+        if self.hook is not None:
+            calls.after_schedule(self.scheduler, output)
         ended = thread_time_ns()
         self.hook_ns += looked - began + ended - scheduled
         self.step_ns += ended - began
@@ -207,7 +206,7 @@ class RiggedScheduler:
         began = thread_time_ns()
         if self.hook is not None:
             calls.before_update(self.scheduler, output, result)
-            self.hook_ns += thread_time_ns() - began
+        self.hook_ns += thread_time_ns() - began
         self.scheduler.update_from_output(output, result)
         self.step_ns += thread_time_ns() - began
 

@@ -86,7 +86,7 @@ def step_of(blocks: BlockManager, *, is_first: bool) -> tuple[Any, Any]:
         kv_cache_block_copies=None,
         scheduled_spec_decode_tokens={},
     )
-    return output, SimpleNamespace(sampled_token_ids=[[7] for _ in tables], req_id_to_index={})
+    return output, SimpleNamespace(sampled_token_ids=[[7] for _ in tables], req_id_to_index={}, pooler_output=None)
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
-from valve_hook.reconciler import Reconciler
+from valve_hook.ledger import MOST_WAITING
+from valve_hook.reconciler import STEPS_ROUND, Reconciler
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
 
@@ -115,6 +116,32 @@ def test_one_that_ends_and_one_that_comes_with_a_step_are_never_lost_in_it(node,
     assert "late" not in {each.request_id for each in calm.running}
     assert set(hook.ledger.held) == {"r0", "r2"}
     assert hook.progress.ended == 1
+
+
+def test_what_calm_steps_note_never_piles_up_where_no_thread_takes_it_in(calm, monkeypatch):
+    hook, longest = calm._valve, 0
+    monkeypatch.setattr(hook.link, "on_tick", None)
+    for number in range(3 * MOST_WAITING):
+        calm.abort(calm.running[0].request_id)
+        calm.add(f"another-{number}", range(100, 106), 60)
+        calm.launch()
+        calm.believe()
+        longest = max(longest, len(hook.ledger.noted))
+
+    assert MOST_WAITING <= longest <= MOST_WAITING + 1
+    assert hook.progress.ended == 3 * MOST_WAITING
+    assert hook.reconciler.receipts.failures == 0
+
+
+def test_the_number_of_a_step_never_outgrows_its_word_in_the_book(node, calm):
+    hook = calm._valve
+    hook.reconciler.steps, hook.calm = STEPS_ROUND - 1, None
+    for _ in range(3):  # the first by the long way
+        calm.launch()
+        calm.believe()
+
+    assert hook.calm is not None
+    assert (node.book()["steps"], hook.reconciler.receipts.failures) == (2, 0)
 
 
 def test_a_step_that_schedules_nothing_is_never_in_flight(calm):

@@ -69,7 +69,7 @@ def step(scheduler: ToyScheduler, names) -> tuple[SimpleNamespace, SimpleNamespa
         kv_cache_block_copies=None,
         scheduled_spec_decode_tokens={},
     )
-    return output, SimpleNamespace(sampled_token_ids=[[7]] * len(names), req_id_to_index={})
+    return output, SimpleNamespace(sampled_token_ids=[[7]] * len(names), req_id_to_index={}, pooler_output=None)
 
 
 def test_a_step_of_1024_requests_costs_little(world):

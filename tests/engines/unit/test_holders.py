@@ -114,7 +114,7 @@ def test_no_step_ever_does_the_work_of_many_while_nobody_tends(monkeypatch, most
         assert done["_begin"] <= 2 * most + 2
         assert done["_turn_row"] <= 5 * (2 * most + 2)
         assert done["_change"] <= 5 * 5 * (2 * most + 2)
-        waiting.append(len(ledger._noted) + len(ledger._turned) + len(ledger._index._noted))
+        waiting.append(len(ledger.noted) + len(ledger._turned) + len(ledger._index._noted))
     assert max(waiting) <= 2 * MOST_WAITING + MOST_NOTED + 60 * most
     assert set(ledger.held) <= {name for come in tables.values() for name, _ in come}
 

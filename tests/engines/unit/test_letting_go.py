@@ -152,8 +152,8 @@ def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
     scheduler.launch()  # schedules nothing: idle from here on
     inside, go_on, hold = threading.Event(), threading.Event(), hook.engine._hold
 
-    def slow(blocks):
-        hold(blocks)
+    def slow(*blocks):
+        hold(*blocks)
         if threading.current_thread().name == "link":
             inside.set()
             go_on.wait(60)

@@ -87,7 +87,7 @@ def test_the_prompt_of_a_request_that_ended_never_counts_although_a_step_of_it_g
     told.finished_req_ids = {"gone"}
     progress.after_schedule(told)
 
-    assert progress.count_plain(step("gone"), result(["gone"]))
+    assert progress.row(step("gone"), result(["gone"])) == ([], [])
     assert progress.useful_tokens == 0
 
 
@@ -123,7 +123,7 @@ def test_steps_never_pile_up_where_no_thread_counts_them(progress):
     for _ in range(3 * MOST_ROWS):
         progress.before_update(step("a"), result("a", [[5]]))
 
-    assert len(progress._rows) < MOST_ROWS
+    assert len(progress.rows) < MOST_ROWS
     assert progress.useful_tokens == 3 * MOST_ROWS
 
 
