@@ -266,6 +266,11 @@ class ChannelPort(Protocol):
         """The same for one whose process lives."""
         ...
 
+    def turned_out_on(self) -> set[ChannelRef]:
+        """Channels that left while the driver hung, with a process that lives on: they counted as off until now. Each is
+        told of once."""
+        ...
+
     def disabled(self) -> tuple[ChannelRef, ...]:
         """Channels that this port holds off now, for the state file."""
         ...

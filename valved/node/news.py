@@ -68,6 +68,9 @@ class GateNews(GateListener):
         finally:  # a consent that was taken back stands in no file because something else failed
             self._sharing.refresh()
 
+    def about_to_freeze(self) -> None:
+        self._handover.save()
+
     def frozen_changed(self) -> None:
         self._handover.save_soon()
 
