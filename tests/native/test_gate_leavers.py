@@ -1,4 +1,4 @@
-"""Processes that leave valved and live on while the driver hangs: nobody knows at once whether their channels are off."""
+"""Processes that leave valved and live on while the driver hangs: are their channels off? Nobody knows at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def left(node: NativeWorld) -> set[tuple[int, int]]:
     return {(one.channel.h_client, one.channel.h_channel) for one in leftovers}
 
 
-def test_who_leaves_a_running_gpu_while_the_driver_hangs_never_bars_grants_once_that_is_over(node: NativeWorld) -> None:
+def test_who_leaves_while_the_driver_hangs_never_bars_grants_once_that_is_over(node: NativeWorld) -> None:
     other = node.world.offline(gpus=())
     client, key = node.offline()
     hang(node, other)

@@ -103,9 +103,12 @@ def test_no_kill_that_could_not_be_sent_is_lost_with_the_valved_that_decided_it(
     world.node.drain("me", stop=False)
     world.run(59_900)
     sent = world._signal
-    world._signal = lambda process, number: setattr(world, "is_scarce", number.name == "SIGSTOP") or sent(
-        process, number
-    )
+
+    def signal(process, number):
+        world.is_scarce = number.name == "SIGSTOP"
+        return sent(process, number)
+
+    world._signal = signal
     world.run(1000)
     assert world.signals[-1] == (pid, "SIGSTOP")
     assert not world.books.clients

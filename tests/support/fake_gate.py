@@ -395,9 +395,6 @@ class FakeGate:
     def turned_out_on(self):
         return set()
 
-    def disabled(self):
-        return tuple(self.off.values())
-
     def alive(self):
         self.calls.append(("alive",))
 

@@ -1,9 +1,9 @@
-"""Kills processes with their channels on: the driver would wait for channels that are off in the teardown, under locks that
-online work needs.
+"""Kills processes with their channels on: in the teardown the driver would wait for those that are off, under locks
+that online work needs.
 
-A process is stopped first, and its channels are on only once it stands: else it would run with them. One that cannot be
-signalled stays held. Who is to stand is written down before it is told to: where valved is killed in between, nobody but
-a successor lets it go, or ends it.
+A process is stopped first, and its channels are on only once it stands: else it would run with them. One that cannot
+be signalled stays held. Who is to stand is written down before it is told to: where valved is killed in between, nobody
+but a successor lets it go, or ends it.
 """
 
 from __future__ import annotations

@@ -267,12 +267,7 @@ class ChannelPort(Protocol):
         ...
 
     def turned_out_on(self) -> set[ChannelRef]:
-        """Channels that left while the driver hung, with a process that lives on: they counted as off until now. Each is
-        told of once."""
-        ...
-
-    def disabled(self) -> tuple[ChannelRef, ...]:
-        """Channels that this port holds off now, for the state file."""
+        """Of processes that left while the driver hung and live on: what counted as off and is not. Told once."""
         ...
 
 

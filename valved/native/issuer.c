@@ -275,7 +275,7 @@ static void read_mail(struct gpu *gpu)
 			follow(gpu);
 		oldest->was_off |= was_stopped;
 		answer(gpu, oldest);
-		was_stopped |= stops && gpu->state >= VALVE_GPU_STOPPED; /* what it named may leave in the next */
+		was_stopped |= stops && gpu->state >= VALVE_GPU_STOPPED; /* what leaves with the next, say */
 		oldest = next;
 	}
 }

@@ -1,7 +1,7 @@
 """Ends the offline processes of a node that must become empty: asked first, killed after a grace period.
 
-They stay stopped all the while: the brake holds every GPU. How one is killed: gate/ending.py. On a Kubernetes node nobody
-is signalled: the controller evicts the pods, and this class says how long that takes.
+They stay stopped all the while: the brake holds every GPU. How one is killed: gate/ending.py. On a Kubernetes node
+nobody is signalled: the controller evicts the pods, and this class says how long that takes.
 
 A signal that waits for a descriptor (machine/signals.py) has stopped nobody and killed nobody: its process stays held,
 and the node is not empty.
