@@ -263,6 +263,10 @@ class Channels:
             self._app_switched(entry, (body.h_client, body.h_channel), body.code == Note.APP_DISABLED)
             return
         text = _text(body)
+        if body.code == Note.NO_MEMORY:
+            if not any(self._books.with_role(Role.OFFLINE)):
+                return  # its own doing
+            text = f"{text} while offline work was here: start services first, or a smaller job"
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
             self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
