@@ -146,6 +146,23 @@ def test_no_process_stands_for_ever_because_valved_was_killed_just_after_it_froz
     assert after_a_crash(world).signals == [(300, "SIGCONT")]
 
 
+def test_nobody_runs_on_because_the_file_of_a_successor_cannot_be_written(world, monkeypatch):
+    client, online = stopped(world)
+
+    def fail():
+        raise RuntimeError("a book makes no sense")
+
+    monkeypatch.setattr(world.handover, "snapshot", fail)
+    world.handover.save_soon = lambda: None
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+    assert world.signals == [(300, "SIGSTOP")]
+
+    world.ladder.end(client, "it broke a promise")
+
+    assert world.signals[-1] == (300, "SIGKILL")
+
+
 def test_no_process_stands_for_ever_because_valved_was_killed_while_it_waited_for_it_to_stand(world):
     client, _ = stopped(world)
     world.node.drain("me", stop=True)

@@ -69,7 +69,10 @@ class GateNews(GateListener):
             self._sharing.refresh()
 
     def about_to_freeze(self) -> None:
-        self._handover.save()
+        try:
+            self._handover.save()
+        except Exception:  # who is to stand must stand; what fails here is told when the file is written again
+            self._handover.save_soon()
 
     def frozen_changed(self) -> None:
         self._handover.save_soon()
