@@ -192,6 +192,22 @@ def test_nobody_who_is_to_be_killed_is_let_go_because_its_gpu_opened_meanwhile(w
     assert world.signals[-1] == (300, "SIGKILL")
 
 
+def test_a_drain_taken_back_never_lets_go_whose_gate_failed_meanwhile(world):
+    _, online = stopped(world)
+    world.node.drain("me", stop=False)
+    world.run(59_900)
+    world.processes.slow_to_stop.add(300)
+    world.run(200)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+
+    world.node.resume()
+    world.run(1)
+
+    assert [name for _, name in world.signals][-1] == "SIGSTOP"
+    assert world.ladder.frozen()
+
+
 def test_nobody_is_let_run_with_its_channels_on_before_it_stands(world):
     """A stop signal takes its time on a busy machine."""
     client, _ = stopped(world)

@@ -103,15 +103,16 @@ class Ladder:
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
-        fresh = [entry for entry in self._on_gpu(stamp.gpu) if entry.id not in self._frozen]
-        fresh = [entry for entry in fresh if entry.process not in self._endings]  # it is to stand, and never goes on
+        doomed = self._endings.to_end()  # they stand for good
+        on_gpu = self._on_gpu(stamp.gpu)
+        fresh = [entry for entry in on_gpu if entry.id not in self._frozen and entry.process not in doomed]
         if not fresh:
             return
         for entry in fresh:
             self._frozen[entry.id] = Frozen(entry, frozenset(entry.gpus()), self._kill_timer(entry.id))
         self._gating.want_prompt("frozen", True)
         self._gating.listener.about_to_freeze()
-        for entry in fresh:
+        for entry in [entry for entry in fresh if entry.id in self._frozen]:  # stamps that came meanwhile may thaw some
             if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.FAILED:
                 self._forget(entry.id)
             else:
