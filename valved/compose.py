@@ -17,6 +17,7 @@ from valved.clients.identity import ClaimSource
 from valved.clients.register import Register
 from valved.clients.sharing import SharedWeights
 from valved.config import Config
+from valved.gate.ending import Endings
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
 from valved.gate.permits import GateSettings
@@ -111,9 +112,10 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
     limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir))
     register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
-    ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, register.leave)
+    endings = Endings(gating, journal, clock, processes, outer.signals, register.let_die)
+    ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, processes, endings)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
-    leaving = Leaving(config, gate, books, register, journal, clock, processes, outer.signals)
+    leaving = Leaving(config, books, register, journal, clock, processes, outer.signals, endings, ladder)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
     handover = Handover(
         run_dir / state.STATE_FILE,

@@ -121,7 +121,7 @@ async def run(
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(state.HAND_OVER, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, daemon.sharing, folder, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.service)

@@ -121,6 +121,7 @@ enum valve_note {
 	VALVE_NOTE_UNKNOWN_SUBMIT = 5, /* a submit-class name that the table does not know */
 	VALVE_NOTE_MPS = 6,            /* MPS client: not supported */
 	VALVE_NOTE_NOT_ENABLED = 7,    /* the driver refused to enable channels: they are tried again */
+	VALVE_NOTE_NO_MEMORY = 8,      /* of an online process: the card had not enough for an allocation */
 };
 
 struct valve_link_header {

@@ -7,6 +7,7 @@ import errno
 import os
 
 from gates import wait_until
+from scarce import left
 
 from valved.machine.ports import SparseResult
 from valved.machine.uvm import UVM, UvmDoor, is_file
@@ -23,6 +24,15 @@ def test_a_file_that_is_no_drivers_is_not_taken_for_one() -> None:
     fd = os.open(os.devnull, os.O_RDWR)
 
     assert not is_file(fd, UVM)
+    os.close(fd)
+
+
+def test_an_honest_descriptor_is_never_taken_for_a_lie_for_want_of_another() -> None:
+    fd = os.open(os.devnull, os.O_RDWR)
+
+    with left(0):
+        assert is_file(fd, os.devnull)
+        assert not is_file(fd, "/dev/zero")
     os.close(fd)
 
 

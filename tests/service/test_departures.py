@@ -9,7 +9,7 @@ from fake_gate import FakeGate
 from node_world import World
 
 from valved.clients.departures import EXIT, LOOKS
-from valved.gate.freeze import KILL
+from valved.gate.ending import KILL
 from valved.model.ids import Role
 from valved.state import saved as state
 

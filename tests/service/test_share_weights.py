@@ -234,7 +234,7 @@ def test_a_consent_never_stands_because_what_comes_before_its_withdrawal_fails(
 
 def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World, monkeypatch) -> None:
     number = launched(world, YES)
-    world.gating.listener = GateListener()
+    listener, world.gating.listener = world.gating.listener, GateListener()
     world.consents.say(number, NO)
 
     def fails() -> None:
@@ -242,8 +242,8 @@ def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World,
 
     monkeypatch.setattr(upkeep, "TICK_S", 0.0)
     ours = types.SimpleNamespace(is_ours=lambda: True)
-    gating = types.SimpleNamespace(resync=fails)
+    gating = types.SimpleNamespace(resync=fails, listener=listener)
     with pytest.raises(RuntimeError):
-        asyncio.run(upkeep.Upkeep(None, gating, None, None, world.sharing, ours, has_watch=True).run())
+        asyncio.run(upkeep.Upkeep(None, gating, None, None, ours, has_watch=True).run())
 
     assert told(world) == {"chat": False}

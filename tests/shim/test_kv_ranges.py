@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import FEATURE_MEMORY, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, ONLINE, RUN, STOP, until
+from fake_daemon import FEATURE_MEMORY, KV_PIN, KV_RANGE, KV_RANGE_DEL, NOTE, OFFLINE, ONLINE, RUN, STOP, until
 from kv_pool import BACK, ELASTIC, MIB, QUARANTINE, ZERO, Entry
 
 H = 2 * MIB
@@ -317,3 +317,19 @@ def test_a_collective_librarys_own_virtual_memory_is_untouched(kv_world, librari
     assert pool.born.qsize() == 1
     clients = [client for client in world.daemons[-1].alive if client.hello]
     assert all(client.none_of(KV_PIN) for client in clients)
+
+
+@pytest.mark.parametrize("role", [ONLINE, OFFLINE])
+def test_an_online_process_that_finds_no_memory_is_never_silent_about_it(kv_world, role):
+    world = kv_world(role)
+    world.begin()
+    engine, client = world.engine()
+
+    assert engine.alloc(1 << 40) == -2
+
+    if role == ONLINE:
+        assert client.expect(NOTE).code == 8
+    else:
+        engine.alloc(H, 0)
+        client.expect(KV_RANGE)
+        assert client.none_of(NOTE)

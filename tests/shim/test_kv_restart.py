@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import CHANNEL_ADD, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, RUN, STOP, until
+from fake_daemon import CHANNEL_ADD, KV_HELD, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, RUN, STOP, until
 from kv_pool import BACK, CREATE, ELASTIC, ENTRIES, MIB, QUARANTINE, ZERO, Entry, unpack_entries
 
 H = 2 * MIB
@@ -85,6 +85,47 @@ def test_many_slots_are_told_in_packets(world):
     again = world.begin()
 
     assert set(told(again, ENTRIES + 10)) == set(range(ENTRIES + 10))
+
+
+def test_no_slot_is_kept_from_a_new_valved_for_ever_for_want_of_a_descriptor(world):
+    """After the first packet the process has no descriptor at all, and later some."""
+    count = ENTRIES + 10
+    pool, engine, client, _, address = begin(world, count)
+    engine.retain(address)
+    client.expect(KV_PIN)
+    pool.daemon.close()
+    pool.close()
+    again = world.begin()
+    take = again.take
+
+    def take_once(client, message):
+        if message.type == KV_HELD:
+            engine.limit_fds(3)
+            again.daemon.on_message = take
+        return take(client, message)
+
+    again.daemon.on_message = take_once
+    found = told(again, 1)
+    world.daemons[-1].client().expect(KV_PIN)  # the look at the slots is over
+    engine.limit_fds(1024)
+
+    found |= told(again, count - len(found))
+    assert set(found) == set(range(count))
+
+
+def test_no_number_that_a_launch_may_ring_is_ever_free_for_a_file_of_the_application(world):
+    """The application has lowered its limit, so the bells of the next valved lie elsewhere."""
+    _, engine, _, _, _ = begin(world)
+    bells = engine.bells()
+    assert len(bells) == 2
+    engine.limit_fds(200)
+    world.daemons[-1].close()
+    again = world.begin()
+    told(again, 8)
+
+    engine.limit_fds(1024)
+
+    assert set(bells) <= set(engine.bells())
 
 
 def test_while_no_valved_is_there_everything_stays(world):

@@ -189,10 +189,14 @@ class Commands:
     def lives(fd):
         return os.path.lexists(f"/proc/self/fd/{fd}")
 
+    def bells(self):
+        """Numbers of eventfds that lie high: doorbell and order bell."""
+        return [fd for fd in range(900, 1024) if self.lives(fd) and "eventfd" in os.readlink(f"/proc/self/fd/{fd}")]
+
     def limit_fds(self, count):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     def fork_and_free(self, address):
         """What a forked child gets, which has no CUDA: the shim must not touch its parent's ranges."""

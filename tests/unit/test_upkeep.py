@@ -135,7 +135,7 @@ logs.set_up("info")
 gate = types.SimpleNamespace(is_turning=lambda: False)
 leaving = types.SimpleNamespace(owes_signals=lambda: False)
 brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving)
-asyncio.run(Upkeep(gate, None, None, brake, None, None, has_watch=True)._end_unreachable())
+asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
 """
 
 

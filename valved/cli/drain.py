@@ -47,9 +47,10 @@ def drain(options: argparse.Namespace) -> int:
 
 
 def staying(status: Any) -> list[str]:
-    """Offline services that are still there, with their processes."""
-    return [
+    """Offline services that are still there, with their processes; else processes of none."""
+    services = [
         f"{service.name} ({', '.join(map(str, service.pids)) or 'not connected'})"
         for service in status.services
         if service.role == node_pb2.ROLE_OFFLINE
     ]
+    return services or [f"process {pid}" for pid in status.offline_pids]

@@ -262,11 +262,11 @@ class Channels:
         if body.code in (Note.APP_DISABLED, Note.APP_ENABLED) and entry.role is Role.OFFLINE:
             self._app_switched(entry, (body.h_client, body.h_channel), body.code == Note.APP_DISABLED)
             return
-        text = _text(body)
+        text = _text(body, is_beside_offline=any(self._books.with_role(Role.OFFLINE)))
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
             self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
-        if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
+        if not text or len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)
         self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=text, pid=entry.process.pid)
@@ -295,6 +295,10 @@ def _told(gpu: GpuIndex, body: Channel) -> ChannelRef:
     )
 
 
-def _text(body: NoteMessage) -> str:
+def _text(body: NoteMessage, *, is_beside_offline: bool) -> str:
+    """Empty: nobody need know. A service that finds no memory where no offline work is has itself to thank."""
     name = Note(body.code).name.lower().replace("_", "-") if body.code in set(Note) else f"note-{body.code}"
+    if body.code == Note.NO_MEMORY:
+        told = f"{name}: {body.text} while offline work was here: start services first, or a smaller job"
+        return told if is_beside_offline else ""
     return f"{name}: {body.text}" if body.text else name

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from valved.clients.exits import Exits
 from valved.clients.leftovers import Leftovers
-from valved.gate.freeze import KILL
+from valved.gate.ending import KILL
 from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
@@ -62,7 +62,7 @@ class Departures:
             self._exits.forget(entry.id)
         if lives_on:
             return 0
-        left = self._enable_left(process) if entry.role is Role.OFFLINE else 0
+        left = self.enable_left(process) if entry.role is Role.OFFLINE else 0
         self._counters.channels_enabled_on_exit += len(off)
         return len(off) + left
 
@@ -72,6 +72,8 @@ class Departures:
             self._ticker.start(LOOK_NS)
 
     def _look(self) -> None:
+        if on := self._gate.channels.turned_out_on():
+            self._leftovers.take_where(lambda left: left.has_left and left.channel in on)
         if not len(self._leftovers):
             self._ticker.stop()
         if not self._to_look:
@@ -80,7 +82,8 @@ class Departures:
             if self._processes.is_ending(process.pid, process.start_time):
                 self._ended(process)
 
-    def _enable_left(self, process: ProcessId) -> int:
+    def enable_left(self, process: ProcessId) -> int:
+        """What it left off. It ends: else the driver waits for them."""
         left: list[ChannelRef] = self._leftovers.take_of(process)
         if left:
             self._gate.channels.enable_foreign(left)
@@ -90,7 +93,7 @@ class Departures:
     def _ended(self, process: ProcessId) -> None:
         """It never came back."""
         self._exits.forget(("left", process))
-        if enabled := self._enable_left(process):
+        if enabled := self.enable_left(process):
             self._journal.emit(
                 EventKind.ENABLED_LEFTOVER, reason="their process ended", pid=process.pid, channels=enabled
             )

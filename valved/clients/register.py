@@ -28,6 +28,7 @@ from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
+from valved.gate.ending import KILL
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
 from valved.machine.ports import ClientFds, ClientView, GatePort, ProcessPort, ProverPort
@@ -242,6 +243,12 @@ class Register:
             self.channels.gpus_changed(entry.service)
         self.claimed.drop_if_empty(entry.service)
         self.listener.books_changed()
+
+    def let_die(self, process: ProcessId) -> None:
+        """It stands, and is killed next: its channels are enabled."""
+        for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
+            self.leave(entry.id, KILL)
+        self.departures.enable_left(process)
 
     def _read_tokens(self, entry: ClientEntry) -> None:
         if entry.role is Role.HOOK:

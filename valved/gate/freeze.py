@@ -3,21 +3,21 @@
 A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
 hand. It ends when the gate call comes back well after all (the native side tries again for as long as the GPU is held):
 what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
-process that is late to carry out an order is given some time before it is frozen. Nobody is killed while its channels
-are off: they are enabled first, or the driver would wait for them in the teardown under locks that online work needs.
+process that is late to carry out an order is given some time before it is frozen. How one is killed: gate/ending.py.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from valved.config import LadderTable
 from valved.gate.edges import DRIVER_CALLS
+from valved.gate.ending import Endings
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
-from valved.machine.ports import Stamp
+from valved.machine.ports import ProcessPort, Stamp
 from valved.machine.signals import Delivery, SignalPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
@@ -26,8 +26,6 @@ from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
 LATE_NS = 200_000_000  # ten times what the native side allows for one order
-END_AGAIN_NS = SECOND_NS // 10  # where a process that is to end cannot be signalled
-KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +45,34 @@ class Ladder:
     _clock: Clock
     _settings: LadderTable
     _signals: SignalPort
-    _leave: Callable[[ClientId, str], None]
+    _processes: ProcessPort
+    _endings: Endings
 
     def __post_init__(self) -> None:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, Frozen] = {}
-        self._ending: dict[ClientId, ProcessId] = {}  # their end waits until they stand
 
     def frozen(self) -> list[ProcessId]:
         return [frozen.entry.process for frozen in self._frozen.values()]
 
+    def standing(self) -> set[ProcessId]:
+        """Who is stopped or is to be, to be let go or killed, with or without a link."""
+        frozen = {process for process in self.frozen() if not self._processes.is_gone(process)}
+        return frozen | self._endings.present() | self._signals.waiting(signal.SIGCONT)
+
     def to_release(self) -> set[ProcessId]:
         """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
-        return {*self.frozen(), *self._ending.values(), *self._signals.waiting(signal.SIGCONT)}
+        stands = {*self.frozen(), *self._endings.to_release(), *self._signals.waiting(signal.SIGCONT)}
+        return stands - self._endings.to_end()
+
+    def to_end(self) -> set[ProcessId]:
+        """Whom a successor has to end."""
+        return self._endings.to_end()
+
+    def take_up(self, process: ProcessId) -> None:
+        """End a process that a predecessor was about to end. Its channels may be off: they are known by now."""
+        self._endings.begin(process, "a valved that ended meanwhile was about to kill it", is_final=True)
 
     def release(self, process: ProcessId) -> None:
         """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
@@ -72,7 +84,7 @@ class Ladder:
         if not (self._settings.freeze and self._signals.send(process, signal.SIGSTOP) is Delivery.DONE):
             return False
         if process not in self._strangers:
-            self._strangers.add(process)
+            self._strangers = {one for one in self._strangers if not self._processes.is_gone(one)} | {process}
             self._journal.emit(EventKind.FROZEN, reason=f"{name} uses a GPU without the shim", pid=process.pid)
         return True
 
@@ -91,14 +103,20 @@ class Ladder:
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
-        for entry in self._on_gpu(stamp.gpu):
-            if entry.id in self._frozen:
-                continue
-            if self._signals.send(entry.process, signal.SIGSTOP) is not Delivery.FAILED:
-                self._frozen[entry.id] = Frozen(entry, frozenset(entry.gpus()), self._kill_timer(entry.id))
-                self._gating.want_prompt("frozen", True)
+        doomed = self._endings.to_end()  # they stand for good
+        on_gpu = self._on_gpu(stamp.gpu)
+        fresh = [entry for entry in on_gpu if entry.id not in self._frozen and entry.process not in doomed]
+        if not fresh:
+            return
+        for entry in fresh:
+            self._frozen[entry.id] = Frozen(entry, frozenset(entry.gpus()), self._kill_timer(entry.id))
+        self._gating.want_prompt("frozen", True)
+        self._gating.listener.about_to_freeze()
+        for entry in [entry for entry in fresh if entry.id in self._frozen]:  # stamps that came meanwhile may thaw some
+            if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.FAILED:
+                self._forget(entry.id)
+            else:
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
-                self._gating.listener.frozen_changed()
 
     def thaw(self) -> None:
         """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
@@ -109,6 +127,8 @@ class Ladder:
             if client not in self._frozen or frozen.gpus & ungated:
                 continue
             self._forget(client)
+            if frozen.entry.process in self._endings:
+                continue
             if self._signals.send(frozen.entry.process, signal.SIGCONT) is not Delivery.FAILED:
                 self._record(EventKind.THAWED, frozen.entry, "its GPUs are free, or its channels are off after all")
             self._gating.listener.frozen_changed()
@@ -126,27 +146,13 @@ class Ladder:
             self.end(client, "could not be gated and stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
-        """Kill a process, with its channels on. Not before it can be signalled: it would run with them."""
+        """Kill a process, with its channels on."""
         entry = self._books.clients.get(client)
-        if entry is None or client in self._ending:
-            return
-        if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.WAITS:
-            self._ending[client] = entry.process
-            self._clock.call_at_ns(self._clock.now_ns() + END_AGAIN_NS, lambda: self._end_again(entry, reason))
+        if entry is None:
             return
         if client in self._frozen:
             self._forget(client)
-        self._leave(client, KILL)  # enables its channels
-        self._signals.send(entry.process, signal.SIGKILL)
-        self._record(EventKind.KILLED, entry, reason)
-
-    def _end_again(self, entry: ClientEntry, reason: str) -> None:
-        del self._ending[entry.id]
-        if entry.id in self._books.clients:
-            self.end(entry.id, reason)
-        else:  # it closed its link meanwhile, and may stand
-            self._signals.send(entry.process, signal.SIGKILL)
-            self._record(EventKind.KILLED, entry, reason)
+        self._endings.begin(entry.process, reason, is_final=True, **_facts(entry))
 
     def _forget(self, client: ClientId) -> None:
         timer = self._frozen.pop(client).timer
@@ -158,11 +164,8 @@ class Ladder:
         return [entry for entry in self._books.with_role(Role.OFFLINE) if gpu in entry.gpus()]
 
     def _record(self, kind: EventKind, entry: ClientEntry, reason: str) -> None:
-        self._journal.emit(
-            kind,
-            service=entry.service,
-            client=entry.id,
-            gpus=tuple(sorted(entry.gpus())),
-            reason=reason,
-            pid=entry.process.pid,
-        )
+        self._journal.emit(kind, reason=reason, pid=entry.process.pid, **_facts(entry))
+
+
+def _facts(entry: ClientEntry) -> dict[str, Any]:
+    return {"service": entry.service, "client": entry.id, "gpus": tuple(sorted(entry.gpus()))}

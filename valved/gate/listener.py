@@ -23,5 +23,8 @@ class GateListener:
     def clients_changed(self) -> None:
         """Clients, channels or consents of somebody. Called before any of them is answered."""
 
+    def about_to_freeze(self) -> None:
+        """Processes are told to stand next. A successor must know of them: nobody else would let them go."""
+
     def frozen_changed(self) -> None:
-        """The list of frozen processes."""
+        """Fewer processes are frozen."""

@@ -37,10 +37,13 @@ class NativeChannels:
         self._refusal = refusal
         self._channels = ArmedChannels()
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
+        self._unsure: list[tuple[Any, set[ChannelRef]]] = []  # the first is the native side's to write
         self._view = ffi.new("struct valve_view *")
 
     def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
         holder = self._clients[client]
+        for _, refs in self._unsure:
+            refs.discard(channel)  # it is back
         if self._refusal or not 0 <= channel.gpu < len(self._infos):
             return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
         numbers = holder.rm_clients.setdefault(channel.h_client, RmNumbers())
@@ -257,10 +260,19 @@ class NativeChannels:
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             kept = _can_wait(gone) if lives_on else []
-            was_off = ffi.new("uint32_t *", 1)  # where the driver hangs, too: a stop may come first
-            self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was_off)
-            off.extend(channel.ref for channel in (kept if lives_on else gone) if was_off[0])
+            was = ffi.new("uint32_t *", lib.VALVE_WAS_OFF)
+            self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was)
+            if was[0] == lib.VALVE_WAS_ON:
+                continue
+            off.extend(channel.ref for channel in (kept if lives_on else gone))
+            if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: off until it has said more
+                self._unsure.append((was, {channel.ref for channel in kept}))
         return tuple(off)
+
+    def turned_out_on(self) -> set[ChannelRef]:
+        told = [one for one in self._unsure if one[0][0] != lib.VALVE_WAS_UNKNOWN]
+        self._unsure = [one for one in self._unsure if one not in told]
+        return set().union(*(refs for was, refs in told if was[0] == lib.VALVE_WAS_ON))
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from valved.fds import is_scarce
 from valved.kube.series import NodeSeries, Saved
 
 log = logging.getLogger("valved.kube")
@@ -45,6 +46,8 @@ def read(path: Path, series: NodeSeries, boot: str, gpus: Sequence[str], now_s: 
     except FileNotFoundError:
         return "there is none"
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, OSError) and is_scarce(error):
+            raise  # it may well be there, and would be written over
         return f"unreadable: {error}"
     if str(found.pop("boot", "")) != boot or list(map(str, found.pop("gpus", np.array([])))) != list(gpus):
         return "of another boot or other GPUs"

@@ -266,8 +266,8 @@ class ChannelPort(Protocol):
         """The same for one whose process lives."""
         ...
 
-    def disabled(self) -> tuple[ChannelRef, ...]:
-        """Channels that this port holds off now, for the state file."""
+    def turned_out_on(self) -> set[ChannelRef]:
+        """Of processes that left while the driver hung and live on: what counted as off and is not. Told once."""
         ...
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import os
+import stat
 from collections import deque
 from collections.abc import Callable
 
@@ -20,20 +20,13 @@ CONTROL = "/dev/nvidiactl"
 
 
 def is_file(fd: int, path: str) -> bool:
-    """Is that the file a client says it is? A driver's bare request number could mean anything to another file."""
+    """Is that the file a client says it is? A driver's bare request number could mean anything to another file. Asked
+    without a descriptor of our own: for want of one an honest client would be taken for a liar."""
     try:
-        return _device_of(path) == _device(fd) is not None
-    except OSError:
+        node = os.stat(path)
+    except FileNotFoundError:
         return False
-
-
-@functools.cache  # a card's nodes stay what they are; what cannot be opened is asked for again
-def _device_of(path: str) -> tuple[int, int] | None:
-    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return _device(own)
-    finally:
-        os.close(own)
+    return stat.S_ISCHR(node.st_mode) and (os.major(node.st_rdev), os.minor(node.st_rdev)) == _device(fd)
 
 
 def _device(fd: int) -> tuple[int, int] | None:

@@ -214,6 +214,7 @@ class NodeState:
     lease_ns: int
     run_dir: str
     memory: MemoryState = MemoryState()
+    offline_pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

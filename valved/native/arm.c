@@ -21,6 +21,14 @@ static struct mail *mail_new(const struct mail *words)
 	return mail;
 }
 
+/* Once, as its sender may keep no place for more. Precondition: it was carried out. */
+static void tell_was(struct mail *mail)
+{
+	if (mail->was)
+		*mail->was = mail->was_off ? VALVE_WAS_OFF : VALVE_WAS_ON;
+	mail->was = NULL;
+}
+
 static void mail_free(struct mail *mail, bool with_plan)
 {
 	if (mail->client) {
@@ -51,10 +59,12 @@ void mail_reap(struct gpu *gpu)
 	while (mail) {
 		struct mail *next = mail->next;
 
-		if (load_acquire(&mail->done))
+		if (load_acquire(&mail->done)) {
+			tell_was(mail);
 			mail_free(mail, false); /* its plan is the issuer's now, or some later mail's `old` */
-		else
+		} else {
 			mail_spend(gpu, mail);
+		}
 		mail = next;
 	}
 }
@@ -206,7 +216,8 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
  * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held.
- * *was_off: whether what leaves with the plan before may be off. Left alone where nobody knows; NULL: nobody asks. */
+ * *was_off: valve_was, whether what leaves with the plan before may be off. Where the issuer hangs nobody knows yet, and it is
+ * written again when that is known, in a later valve_arm or valve_gate_alive; NULL: nobody asks. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count, uint32_t *was_off)
@@ -217,6 +228,7 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 
 	if (!mail)
 		return -ENOMEM;
+	mail->was = was_off;
 	mail->plan = plan_new(gpu, all, count);
 	mail->stop_now = plan_new(gpu, stop_now, stop_count);
 	mail->run_now = plan_new(gpu, run_now, run_count);
@@ -227,11 +239,12 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 	if (!send(gpu, mail)) {
 		if (valve_gpu_gated(gate, index))
 			hold_entries(gpu, stop_now, stop_count);
+		if (was_off)
+			*was_off = VALVE_WAS_UNKNOWN;
 		return -ETIMEDOUT;
 	}
 	status = mail->status;
-	if (was_off)
-		*was_off = mail->was_off;
+	tell_was(mail);
 	mail_reap(gpu);
 	return status;
 }

@@ -116,6 +116,13 @@ enum valve_gpu_state {
 	VALVE_GPU_FAILED = 5,   /* should be stopped and is not, or not for sure: tried again and again */
 };
 
+/* What left a plan (valve_arm): none of it was off, some may be, or that is told later. */
+enum valve_was {
+	VALVE_WAS_ON = 0,
+	VALVE_WAS_OFF = 1,
+	VALVE_WAS_UNKNOWN = 2,
+};
+
 /* What the ordinary wake decision rests on: valved/policy/wake.py, WakeSettings, and what Python knows of the service. */
 struct valve_wake_rule {
 	uint64_t cooldown_ns;

@@ -96,9 +96,9 @@ struct mail {
 	struct valve_client *client;  /* ... whom this mail keeps; NULL: it uses nothing of a client's */
 	uint32_t cid;                 /* out */
 	struct plan *old;             /* out: the plan that this one replaced */
-	bool was_off;                 /* out: whether something of that one may be off */
-	int status;                   /* out */
-	uint32_t done;                /* futex: issuer sets 1 when the mail was carried out */
+	uint32_t was_off, *was; /* out: whether something of that one may be off; where its sender hears it */
+	int status;             /* out */
+	uint32_t done;          /* futex: issuer sets 1 when the mail was carried out */
 };
 
 /* A flight is whatever an issuer does in the driver, as the watchdog sees it: the word is (number << 2 | state). */

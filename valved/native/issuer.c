@@ -224,6 +224,7 @@ void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 
 static void take_plan(struct gpu *gpu, struct mail *mail)
 {
+	mail->was_off = gpu->state >= VALVE_GPU_STOPPED; /* a stop from here on walks the new plan */
 	mail->old = gpu->plan;
 	gpu->plan = mail->plan;
 	if (mail->old && mail->plan)
@@ -235,8 +236,7 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 static void answer(struct gpu *gpu, struct mail *mail)
 {
 	at_point(gpu->gate, VALVE_POINT_MAIL);
-	/* As when its plan was taken, or stopped since: no mail runs the GPU. */
-	mail->was_off = gpu->state >= VALVE_GPU_STOPPED;
+	mail->was_off |= gpu->owed;
 	take_off(gpu, now_ns());
 	mail->status = mail_carry_out(gpu, mail);
 	at_point(gpu->gate, VALVE_POINT_MAIL);
@@ -267,12 +267,15 @@ static void read_mail(struct gpu *gpu)
 	for (struct mail *mail = oldest; mail; mail = mail->next)
 		if (mail->kind == MAIL_PLAN)
 			take_plan(gpu, mail);
-	while (oldest) {
+	for (bool was_stopped = false; oldest;) {
 		struct mail *next = oldest->next;
+		bool stops = oldest->stop_now;
 
 		if (gpu_is_awaited(gpu))
 			follow(gpu);
+		oldest->was_off |= was_stopped;
 		answer(gpu, oldest);
+		was_stopped |= stops && gpu->state >= VALVE_GPU_STOPPED; /* what leaves with the next, say */
 		oldest = next;
 	}
 }

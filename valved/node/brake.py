@@ -120,7 +120,7 @@ class Brake:
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
         self._is_handed_over = True  # no switch takes this back
         self._gating.permits.is_braked = True  # nobody who comes from here on is woken
-        self.leaving.take_back(self.ladder.frozen())  # a drain is its successor's: nobody stays stopped for it
+        self.leaving.take_back()  # a drain is its successor's: nobody stays stopped for it
         self._gating.set_standing(
             BRAKE_SERVICE, frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared()
         )
@@ -161,7 +161,7 @@ class Brake:
         if switches.must_leave:
             self.leaving.begin(self._emptied)
         else:
-            self.leaving.take_back(self.ladder.frozen())
+            self.leaving.take_back()
         self._gating.permits.look_at_all()
 
 

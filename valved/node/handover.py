@@ -145,6 +145,9 @@ class Handover:
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
         for client in saved.clients:
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
+        for pid, start_time in saved.ending:
+            doomed = ProcessId(pid=pid, start_time=start_time)
+            self._clock.call_at_ns(self._clock.now_ns(), partial(self._ladder.take_up, doomed))  # which writes the file
         self._journal.emit(
             EventKind.TAKEN_OVER,
             reason="state of a predecessor",

@@ -68,6 +68,12 @@ class GateNews(GateListener):
         finally:  # a consent that was taken back stands in no file because something else failed
             self._sharing.refresh()
 
+    def about_to_freeze(self) -> None:
+        try:
+            self._handover.save()
+        except Exception:  # who is to stand must stand; what fails here is told when the file is written again
+            self._handover.save_soon()
+
     def frozen_changed(self) -> None:
         self._handover.save_soon()
 

@@ -80,6 +80,7 @@ class Snapshots:
             policy=policy,
             memory=self._saved_memory(),
             frozen=[(process.pid, process.start_time) for process in self._ladder.to_release()],
+            ending=[(process.pid, process.start_time) for process in self._ladder.to_end()],
         )
 
     def _saved_memory(self) -> SavedMemory:

@@ -106,6 +106,7 @@ class Reporter:
             lease_ns=self.lease_ns,
             run_dir=str(self.run_dir),
             memory=self.kv.state() if self.kv is not None else MemoryState(),
+            offline_pids=tuple(sorted(process.pid for process in brake.leaving.present())),
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
-from valved.clients.sharing import SharedWeights
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader
@@ -38,7 +37,6 @@ class Upkeep:
     _gating: GateService
     _handover: Handover
     _brake: Brake
-    _sharing: SharedWeights
     _folder: RunFolder
     _: KW_ONLY
     has_watch: bool  # the pause file is seen without looking
@@ -51,7 +49,7 @@ class Upkeep:
             if not self._folder.is_ours():
                 await self._end_unreachable()
             try:
-                self._sharing.refresh()
+                self._gating.listener.clients_changed()  # who has left channels off may have ended
             finally:  # neither stands still because the other one fails
                 self._gating.resync()
             self._handover.settle(patience_over=True)

@@ -124,6 +124,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     policy: SavedPolicy = SavedPolicy()
     memory: SavedMemory = SavedMemory()
     frozen: list[tuple[int, int]] = []  # processes stopped by signal: somebody must let them go
+    ending: list[tuple[int, int]] = []  # processes that are stopped, or to be, and then killed
 
 
 def boot_id() -> str:

@@ -188,7 +188,11 @@ CUresult valve_on_cuMemAlloc(uintptr_t out, uintptr_t bytes, uintptr_t a2, uintp
 		if (mode >= 0)
 			valve_place_capture_mode(mode);
 	}
-	return result == CUDA_ERROR_NOT_SUPPORTED ? CALL(entry, out, bytes, a2, a3, a4, a5) : result;
+	if (result == CUDA_ERROR_NOT_SUPPORTED)
+		result = CALL(entry, out, bytes, a2, a3, a4, a5);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && load_relaxed(&valve_shim.role) == VALVE_ROLE_ONLINE)
+		valve_note(VALVE_NOTE_NO_MEMORY, 0, 0, "an allocation of device memory failed");
+	return result;
 }
 
 /* As the driver's own free, it waits for what the application submitted; not in a capture, where that is not allowed. */

@@ -8,12 +8,14 @@
 #include <string.h>
 
 #define ANSWER_MS 5000
-#define STEP_NS   20000000u /* between two questions to a valved that does not answer */
+#define STEP_NS \
+	20000000u /* between two questions to a valved that does not answer, and two looks for descriptors */
 
-static uint32_t waiting; /* threads that wait for a valved before a step */
-static uint32_t heeded;  /* ranges up to this id: valved has said that a step meets no hole unawares */
-static uint32_t asked;   /* generation of the link by which a step was last asked about, 0: none */
-static uint32_t telling; /* a valved is being told: what is marked as told may be unsent */
+static uint32_t waiting;  /* threads that wait for a valved before a step */
+static uint32_t heeded;   /* ranges up to this id: valved has said that a step meets no hole unawares */
+static uint32_t asked;    /* generation of the link by which a step was last asked about, 0: none */
+static uint64_t again_ns; /* the memory thread's: when it looks for descriptors again */
+static uint32_t telling;  /* a valved is being told: what is marked as told may be unsent */
 
 static bool is_linked(void)
 {
@@ -121,9 +123,10 @@ void valve_announce_reset(void)
 	store_relaxed(&waiting, 0);
 	store_relaxed(&asked, 0);
 	store_relaxed(&telling, 0);
+	again_ns = 0;
 }
 
-/* Backed slots from *next on, with a descriptor each; fewer where the process has no room for more. */
+/* Backed slots from *next on, with a descriptor each; fewer, or none, where the process has no room for more. */
 static void gather(const struct valve_range *range, uint32_t *next, struct valve_link_kv_entries *held,
                    struct valve_fds *fds)
 {
@@ -131,26 +134,26 @@ static void gather(const struct valve_range *range, uint32_t *next, struct valve
 		if (range->slot[*next] != SLOT_BACKED)
 			continue;
 		fds->at[fds->count] = valve_vmm_export(range, *next);
-		if (fds->at[fds->count] < 0 && fds->count)
-			return;
 		if (fds->at[fds->count] < 0)
-			continue;
+			return;
 		fds->count++;
 		held->entry[held->count++] =
 		        (struct valve_kv_entry){.handle = range->handle[*next], .slot = *next};
 	}
 }
 
-static void tell_held(uint32_t id, uint32_t generation)
+/* The slots from `next` on. Where there is no descriptor for the first one it is tried again (valve_announce_rest). */
+static void tell_held(uint32_t id, uint32_t generation, uint32_t next)
 {
 	struct valve_range *range;
 
-	for (uint32_t next = 0; (range = valve_range_hold(id));) {
+	while ((range = valve_range_hold(id))) {
 		struct valve_link_kv_entries held = {.range = id, .op = VALVE_KV_BACK};
 		struct valve_fds fds = {.count = 0};
+		bool is_here = !valve_place_enter(range->place, NULL);
 
-		valve_place_enter(range->place, NULL);
 		gather(range, &next, &held, &fds);
+		range->untold_from = is_here && next < range->slots ? next + 1 : 0;
 		valve_unlock(&range->lock);
 		if (held.count && generation == load_acquire(&valve_shim.link_generation))
 			valve_link_request_fds(&held, sizeof(held), VALVE_LINK_KV_HELD, fds.at, fds.count,
@@ -159,6 +162,26 @@ static void tell_held(uint32_t id, uint32_t generation)
 		if (!held.count || generation != load_acquire(&valve_shim.link_generation))
 			return;
 	}
+}
+
+/* What there was no descriptor for. True: there is more, and the thread comes again. */
+bool valve_announce_rest(void)
+{
+	uint32_t generation = load_acquire(&valve_shim.link_generation);
+	struct valve_range *range;
+	bool is_left = false;
+
+	if (now_ns() < again_ns)
+		return true;
+	for (uint32_t i = 0; is_linked() && (range = valve_range_at(i)); i++) {
+		if (load_acquire(&range->state) != RANGE_LIVE || range->generation != generation ||
+		    !range->untold_from)
+			continue;
+		tell_held(range->id, generation, range->untold_from - 1);
+		is_left |= range->untold_from != 0;
+	}
+	again_ns = is_left ? now_ns() + STEP_NS : 0;
+	return is_left;
 }
 
 void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes)
@@ -212,7 +235,7 @@ static void announce(uint32_t id)
 	if (valve_orders_send(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, generation))
 		return;
 	if (message.held)
-		tell_held(id, generation);
+		tell_held(id, generation, 0);
 	range = valve_range_hold(id);
 	if (!range)
 		return;

@@ -149,8 +149,9 @@ struct valve_range {
 	uint32_t generation; /* of the link by which it was told; under the book's lock */
 	uint32_t flags;
 	uint32_t slots;
-	uint32_t clearing; /* orders whose zeroing is under way. Futex word */
-	uint32_t progress; /* orders carried out, for the thread that waits for the ACK */
+	uint32_t clearing;    /* orders whose zeroing is under way. Futex word */
+	uint32_t untold_from; /* 1 + the first slot that it was not told with, 0: none. The memory thread's */
+	uint32_t progress;    /* orders carried out, for the thread that waits for the ACK */
 	uint64_t base, bytes, handle_bytes;
 	bool stays; /* its addresses are not given back: a valved that takes memory from outside knows them */
 	struct valve_place *place;
@@ -240,6 +241,7 @@ void valve_orders_reset(void);
 /* announce.c */
 bool valve_announce_due(void);
 void valve_announce_ranges(void);
+bool valve_announce_rest(void);
 void valve_announce_describe(const struct valve_range *range, uint32_t held,
                              struct valve_link_kv_range *message);
 void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes);

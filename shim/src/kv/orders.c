@@ -313,7 +313,8 @@ static void *serve(void *unused)
 			is_relaxed = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED) >= 0;
 		store_release(&orders.at_work, 1);
 		moved = work();
-		rests = !valve_announce_ends() && !valve_zeroings() && !orders.trials;
+		rests = !valve_announce_ends() && !valve_announce_rest() && !valve_zeroings() &&
+		        !orders.trials;
 		store_release(&orders.at_work, 0);
 		nap_ns = moved ? POLL_MIN_NS : nap_ns * 2 < POLL_MAX_NS ? nap_ns * 2 : POLL_MAX_NS;
 		if (!moved)

@@ -10,6 +10,7 @@
 
 #include "shim.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -48,7 +49,17 @@ int valve_own_high(int fd)
 	return high;
 }
 
-/* Bells keep their numbers while they are ours: a launching thread may be about to write to one. */
+/* In one step, so that the number is never another's. False: it lies above a limit that the application has lowered. */
+static bool put_there(int fd, int number)
+{
+	while (syscall(SYS_dup3, fd, number, O_CLOEXEC) < 0)
+		if (errno != EBUSY && errno != EINTR)
+			return false;
+	return true;
+}
+
+/* Bells keep their numbers while they are ours: a launching thread may be about to write to one. For the same reason one
+ * that had to move leaves its old number open, to no effect, to whoever closes what he does not know. */
 void valve_own_take(enum valve_own which, int fd)
 {
 	struct valve_own_fd *own = &valve_shim.own[which];
@@ -59,12 +70,12 @@ void valve_own_take(enum valve_own which, int fd)
 	store_relaxed(&own->is_marked, !syscall(SYS_fcntl, fd, F_SETSIG, MARK));
 	store_relaxed(&own->dev, file.st_dev);
 	store_relaxed(&own->ino, file.st_ino);
-	if (before >= 0 && syscall(SYS_dup3, fd, before, O_CLOEXEC) == before) {
+	if (before >= 0 && put_there(fd, before)) {
 		syscall(SYS_close, fd);
 		return;
 	}
 	store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
-	if (before >= 0) /* above a limit that the application has lowered meanwhile */
+	if (before >= 0 && which == VALVE_OWN_LINK)
 		syscall(SYS_close, before);
 }
 

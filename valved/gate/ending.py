@@ -1,0 +1,109 @@
+"""Kills processes with their channels on: in the teardown the driver would wait for those that are off, under locks
+that online work needs.
+
+A process is stopped first, and its channels are on only once it stands: else it would run with them. One that cannot
+be signalled stays held. Who is to stand is written down before it is told to: where valved is killed in between, nobody
+but a successor lets it go, or ends it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock
+from valved.machine.ports import ProcessPort
+from valved.machine.signals import Delivery, SignalPort
+from valved.model.events import EventKind
+from valved.model.ids import ProcessId
+from valved.state.journal import Journal
+
+SECOND_NS = 1_000_000_000
+STOP_NS, LOOK_NS = SECOND_NS // 2, SECOND_NS // 500  # how long a stop signal may take to arrive
+AGAIN_NS = SECOND_NS // 10  # where it cannot be sent
+KILL = "about to be killed"  # why a client is taken out of the books just before the signal
+
+
+@dataclass(slots=True)
+class _End:
+    reason: str
+    facts: dict[str, Any]  # of who it is, for the event
+    is_final: bool  # else a drain that is taken back lets it go
+    until_ns: int
+
+
+@dataclass(eq=False, repr=False)
+class Endings:
+    """`let_die`: all of a process's channels are on from here, and it is in no book."""
+
+    _gating: GateService
+    _journal: Journal
+    _clock: Clock
+    _processes: ProcessPort
+    _signals: SignalPort
+    _let_die: Callable[[ProcessId], None]
+
+    def __post_init__(self) -> None:
+        self._under_way: dict[ProcessId, _End] = {}
+
+    def __contains__(self, process: ProcessId) -> bool:
+        return process in self._under_way
+
+    def present(self) -> set[ProcessId]:
+        """Who stands, or is to, and has not been killed."""
+        here = {process for process in self._under_way if not self._processes.is_gone(process)}
+        return here | self._signals.waiting(signal.SIGKILL)
+
+    def to_end(self) -> set[ProcessId]:
+        """Whom a successor has to end."""
+        final = {process for process, end in self._under_way.items() if end.is_final}
+        return final | self._signals.waiting(signal.SIGKILL)
+
+    def to_release(self) -> set[ProcessId]:
+        """Whom it has to let go."""
+        return {process for process, end in self._under_way.items() if not end.is_final}
+
+    def begin(self, process: ProcessId, reason: str, *, is_final: bool = False, **facts: Any) -> None:
+        """Safe to call again."""
+        if process in self._signals.waiting(signal.SIGKILL):
+            return
+        if known := self._under_way.get(process):
+            known.is_final |= is_final
+            return
+        end = _End(reason, facts, is_final, self._clock.now_ns() + STOP_NS)
+        self._under_way[process] = end
+        self._gating.listener.about_to_freeze()
+        if self._signals.send(process, signal.SIGSTOP) is Delivery.FAILED and not self._processes.is_gone(process):
+            del self._under_way[process]  # it is not ours to signal, and stays held
+        else:
+            self._look(process, end)
+
+    def take_back(self, frozen: Collection[ProcessId]) -> None:
+        """Who is to die for a drain alone goes on, unless it is `frozen` for another reason."""
+        for process in self.to_release():
+            del self._under_way[process]
+            if process not in frozen:
+                self._signals.send(process, signal.SIGCONT)
+
+    def _look(self, process: ProcessId, end: _End) -> None:
+        """Once the signal has reached all of its threads, which takes longer on a busy machine."""
+        if self._under_way.get(process) is not end:
+            return
+        now_ns = self._clock.now_ns()
+        is_gone = self._processes.is_gone(process)
+        if process in self._signals.waiting(signal.SIGSTOP, signal.SIGCONT) and not is_gone:
+            end.until_ns = now_ns + STOP_NS  # with its channels on it would run
+            self._clock.call_at_ns(now_ns + AGAIN_NS, lambda: self._look(process, end))
+        elif not (is_gone or self._processes.is_stopped(process.pid)) and now_ns < end.until_ns:
+            self._clock.call_at_ns(now_ns + LOOK_NS, lambda: self._look(process, end))
+        else:
+            self._end(process, end)
+
+    def _end(self, process: ProcessId, end: _End) -> None:
+        del self._under_way[process]
+        self._let_die(process)
+        if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
+            self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)
