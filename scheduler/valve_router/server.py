@@ -219,12 +219,14 @@ class RouterCollector(Collector):
         for status, count in counts.requests.items():
             requests.add_metric([str(status)], count)
         yield requests
-        yield CounterMetricFamily("valve_router_retries", "Requests tried on another replica", value=counts.retries)
+        yield CounterMetricFamily(
+            "valve_router_retries", "Requests tried again on another replica", value=counts.retries
+        )
         yield CounterMetricFamily("valve_router_broken", "Answers that a replica broke off", value=counts.broken)
-        under_way = GaugeMetricFamily("valve_router_under_way", "Requests in a replica now", labels=["replica"])
+        under_way = GaugeMetricFamily("valve_router_under_way", "Requests that are in the replica", labels=["replica"])
         alive = GaugeMetricFamily("valve_router_replica_alive", "1 if the replica answers", labels=["replica"])
         error = GaugeMetricFamily(
-            "valve_router_prediction_error_ratio", "Of predicted responses, lately", labels=["replica"]
+            "valve_router_prediction_error_ratio", "Relative error of the last predicted responses", labels=["replica"]
         )
         if self._advice.active is not None:
             yield GaugeMetricFamily(
