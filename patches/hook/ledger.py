@@ -1,4 +1,4 @@
-"""Who holds which blocks, and what the steps in flight write: kept from what the scheduler tells its workers.
+"""Which request holds which blocks, and what the steps in flight write: kept from what the scheduler tells its workers.
 
 An engine's own tables say how things are now. After a loss one has to know how they were when a step was launched,
 which may be two steps and a preemption ago; so each step in flight is kept until its output has been believed, and the

@@ -1,4 +1,4 @@
-"""Who asks for a block: the function that knows tells the queue of free blocks, and which requests have grown.
+"""Which request asks for a block: vLLM's own function tells the queue of free blocks, and which requests have grown.
 
 vLLM calls `allocate_new_blocks` for each running request in each step, and most of them need no block. Those are
 answered here, with what vLLM would answer and in less time than it takes. Whoever needs a block goes on to vLLM's own

@@ -1,4 +1,4 @@
-"""Who owns a pod, as rounds know it: a UID in its namespace. Pure.
+"""The owner of a pod, as rounds know it: a UID in its namespace. Pure.
 
 Whoever makes a pod writes its owner, and the UID of another tenant's Job is no secret."""
 

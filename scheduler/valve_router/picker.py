@@ -1,4 +1,4 @@
-"""The endpoint picker as a process: ext-proc over gRPC for gateways, and the router's pages for whoever runs it."""
+"""The endpoint picker as a process: ext-proc over gRPC for gateways, and the router's pages for its operator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GatewayDoor:
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
-            raise ValueError("--tls-certificate and --tls-key come together")
+            raise ValueError("--tls-certificate needs --tls-key, and --tls-key needs --tls-certificate")
         if self.certificate and self.is_self_signed:
             raise ValueError("--tls-self-signed: not with --tls-certificate")
         if self.client_authority and not self.certificate:

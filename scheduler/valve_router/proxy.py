@@ -90,7 +90,7 @@ class Proxy:
         if not is_allowed(request, self._settings.token):
             return refusal(401, "a bearer token is needed", "invalid_api_key")
         if request.path not in self._settings.paths or not request.raw_path.startswith("/"):
-            return refusal(404, "the router passes no such path", "not_found")
+            return refusal(404, "the router does not pass this path on", "not_found")
         length = request.content_length or READ_BYTES
         if self._replicas.is_full() or self._held + length > self._settings.held_bytes:
             return refusal(429, "every replica is full", "overloaded", retry_after_s=1)

@@ -1,4 +1,4 @@
-"""Knows the replicas: who is alive, what each has under way, and which one the next request goes to."""
+"""Knows the replicas: which are alive, what each has under way, and which one the next request goes to."""
 
 from __future__ import annotations
 

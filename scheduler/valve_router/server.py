@@ -154,11 +154,11 @@ class Operators:
     async def _drain(self, request: web.Request) -> web.Response:
         """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
         if self._settings.token and not self._settings.operator_token:
-            return refusal(403, "nobody may drain: the router has no --operator-token-file", "forbidden")
+            return refusal(403, "draining is off: start the router with --operator-token-file", "forbidden")
         if not is_allowed(request, self._settings.operator_token):
             return refusal(401, "the operator's token is needed", "invalid_api_key")
         if request.content_type != "application/json":
-            return refusal(415, "the body is application/json", "invalid_request")
+            return refusal(415, "send the body as application/json", "invalid_request")
         try:
             asked = await request.json()
             name, is_drained = str(asked["replica"]), asked["is_drained"]

@@ -88,9 +88,9 @@ def test_whatever_is_written_a_grant_has_a_target_and_a_yes(places):
     ("arguments", "says"),
     [
         (["--online", "--slo", "tpot=40", "--", "true"], "--slo: tpot=40 has no unit"),
-        (["--offline", "--slo", "tpot=40ms", "--", "true"], "words of online work"),
-        (["--offline", "--grant", "--", "true"], "words of online work"),
-        (["--offline", "--share-weights", "--", "true"], "words of online work"),
+        (["--offline", "--slo", "tpot=40ms", "--", "true"], "options of online work only"),
+        (["--offline", "--grant", "--", "true"], "options of online work only"),
+        (["--offline", "--share-weights", "--", "true"], "options of online work only"),
     ],
 )
 def test_the_launcher_refuses_words_without_sense_before_anything_runs(arguments, says, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a pod of megabytes costs the webhook: its processor time, its memory, and who asks beside it.
+"""What a pod of megabytes costs the webhook: its processor time, its memory, and the wait of other pods.
 
 No control plane takes part: reviews as an API server sends them, of pods that a tenant may write. `webhook-review`
 judges them one after another; for the other rows a webhook of its own process listens, without TLS.

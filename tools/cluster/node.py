@@ -38,7 +38,10 @@ PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 CGROUPS = Path("/sys/fs/cgroup")
 # In logs; the second of a plugin's is NVIDIA's.
-PLUGIN_UP, NRI_UP = "registered with the kubelet|Registered device plugin", "asked about every container from here on"
+PLUGIN_UP, NRI_UP = (
+    "registered with the kubelet|Registered device plugin",
+    "the runtime now asks about every new container",
+)
 # Who says what once it speaks again to a process that was away.
 SPEAKS_TO = {
     "kubelet": (("valved", PLUGIN_UP), ("gpuplugin", PLUGIN_UP)),

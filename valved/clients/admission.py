@@ -1,4 +1,4 @@
-"""Judges who asks to be welcomed: who it is, which place it may have, and whether there is room; refuses the others."""
+"""Judges a process that asks to be welcomed: which one it is, which place it may have, and whether there is room."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Admission:
         elif max(books.per_home[peer.uid, peer.cgroup], of_claim) >= most:
             text = f"user {peer.uid} has {most} clients there already"
         elif len(books.clients) >= CLIENT_SLOTS - quota.kept_for_online:
-            text = "the places that are left are for online services"
+            text = "the last places are kept for online services"
         elif is_scarce:
-            text = "the descriptors that are left are for online services"
+            text = "the last descriptors are kept for online services"
         else:
             return None
         return NotAdmitted(code=Refusal.QUOTA, text=text)

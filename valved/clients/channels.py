@@ -81,7 +81,7 @@ class Channels:
             case NoteMessage():
                 self._note(entry, body)
             case _:
-                raise Malformed(f"{packet.type.name} from a client that was promised no such thing")
+                raise Malformed(f"{packet.type.name} from a client that did not agree on this feature")
 
     def _ack(self, client: ClientId, seq: int, status: int = 0, *, want_fd: bool = False) -> None:
         self._send(client, LinkType.ACK, Ack(status=status, want_fd=want_fd), seq)
@@ -265,7 +265,7 @@ class Channels:
         text = _text(body)
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
-            self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
+            self._port.give_up(entry.id, "the process is an MPS client: it shares its channels with other processes")
         if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)

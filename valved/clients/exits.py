@@ -1,4 +1,4 @@
-"""Tells when a process ends: pidfds, by who asked.
+"""Tells when a process ends: pidfds, one for each part that asked.
 
 A pidfd is readable once the last thread of its process has ended, which no file of a first thread tells. That there is
 none to be had now (EMFILE) says nothing of the process.

@@ -1,4 +1,4 @@
-"""Who is here: claims, welcomes and goodbyes of shims and engine hooks.
+"""Registers shims and engine hooks: claims, welcomes and goodbyes.
 
 A client is known by the kernel's credentials and gets the role of its claim (clients/identity.py). It ends with its
 link or its process, whichever is noticed first; its channels are seen to first of all (clients/departures.py).

@@ -110,7 +110,7 @@ class Ladder:
                 continue
             self._forget(client)
             if self._signals.send(frozen.entry.process, signal.SIGCONT) is not Delivery.FAILED:
-                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free, or its channels are off after all")
+                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free again, or its channels are stopped")
             self._gating.listener.frozen_changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
@@ -123,7 +123,7 @@ class Ladder:
         """One that has closed its link stands on until its GPUs are free: nobody could enable its channels first."""
         if client in self._books.clients:
             self._forget(client)
-            self.end(client, "could not be gated and stayed frozen for too long")
+            self.end(client, "its channels could not be stopped, and it stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
         """Kill a process, with its channels on. Not before it can be signalled: it would run with them."""

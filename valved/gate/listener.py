@@ -1,4 +1,4 @@
-"""What the gate's room reports to whoever stands above: one listener for all of it."""
+"""What the gate's room reports to the rooms above: one listener for all of it."""
 
 from __future__ import annotations
 

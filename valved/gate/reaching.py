@@ -106,12 +106,12 @@ class NativeChannels:
     def _missing(self, holder: GateClient, numbers: RmNumbers, reach: Reach) -> str | None:
         """What this rung lacks, before anything is tried."""
         if reach is Reach.CHANNEL_FD and numbers.fd < 0:
-            return "the workload's nvidiactl fd has not been passed"
+            return "the process has not passed its nvidiactl descriptor"
         needed = {Reach.CHANNEL_SELF: Feature.SELF_GATE, Reach.LAUNCH_GATE: Feature.HOLD}.get(reach, 0)
         if needed and lib.valve_gate_orders(self._gate):
             return "this kernel cannot ring an eventfd without waiting (io_setup)"
         lib.valve_client_view(holder.native, self._view, False)
-        return "the client does not offer it" if needed & ~self._view.features else None
+        return "the client does not support it" if needed & ~self._view.features else None
 
     def _try_and_arm(self, entry: ArmedChannel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0

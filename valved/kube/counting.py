@@ -1,4 +1,4 @@
-"""What this node's GPUs did, second by second: the series, the receipts of pods, who uses a GPU without the shim."""
+"""What this node's GPUs did, second by second: the series, the receipts of pods, processes without the shim."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Injector:
             return self._dispatch(method, payload)
         except Exception:
             self.seen.failed += 1
-            log.exception("NRI request answered with nothing", extra={"facts": {"method": method}})
+            log.exception("NRI request failed and got an empty answer", extra={"facts": {"method": method}})
             return b""
 
     def _dispatch(self, method: str, payload: bytes) -> bytes:
@@ -103,7 +103,7 @@ class Injector:
             if pod.role is Role.ONLINE and self._wants(pod, container):
                 self._note(pod, container, "older than the plugin")
         if not request.more:
-            log.info("asked about every container from here on")
+            log.info("the runtime now asks about every new container")
         return pb.SynchronizeResponse(more=request.more)
 
     def create(self, request: pb.CreateContainerRequest) -> pb.CreateContainerResponse:

@@ -1,4 +1,4 @@
-"""Who uses which GPU, put together from the kubelet, the card, the books and the pods. No effects."""
+"""Which processes use which GPU, put together from the kubelet, the card, the books and the pods. No effects."""
 
 from __future__ import annotations
 
@@ -285,4 +285,4 @@ class Observer:
 def _obstacle(use: CardUse | None) -> str:
     if use is None:
         return "NVML does not answer for it"
-    return "MIG is on: its parts cannot be told apart" if use.is_mig else ""
+    return "MIG is on, which Valve does not support" if use.is_mig else ""

@@ -1,4 +1,4 @@
-"""Keeps an hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, what
+"""Keeps an hour of this node in buckets of ten seconds and a day in buckets of ten minutes: when work was busy, what
 memory was free and what online work used.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline

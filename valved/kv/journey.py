@@ -51,7 +51,7 @@ class Pause:
 
 
 def _log(error: Exception) -> None:
-    log.error("a step of the memory service failed; it is given up, the rest goes on", exc_info=error)
+    log.error("a step of the memory service failed and was given up; the other steps go on", exc_info=error)
 
 
 failed: Callable[[Exception], None] = _log

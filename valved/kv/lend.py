@@ -1,4 +1,4 @@
-"""Lends memory that nobody needs to offline engines, as far as they may have more. Takes what online ones offer."""
+"""Lends free memory to offline engines, as far as they may have more. Takes what online ones offer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Lending:
         came = sum(order.done for order in orders)
         self._counters.lent_handles += came
         if self._books.is_attached(engine):
-            self._note(EventKind.LENT, engine, columns, came, "memory that nobody uses")
+            self._note(EventKind.LENT, engine, columns, came, "free memory")
         return came
 
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:

@@ -181,7 +181,7 @@ class Orders:
         """KV_DONE. Takes the descriptors of new handles off the list."""
         order = self._under_way.get(body.order)
         if order is None or order.client != client:
-            raise Malformed(f"KV_DONE for order {body.order}, which this client was not given")
+            raise Malformed(f"KV_DONE for order {body.order}, which is not an order to this client")
         if body.done > len(order.slots) or len(fds) != (body.done if order.is_creating else 0):
             raise Malformed(f"KV_DONE of {body.done} of {len(order.slots)} slots with {len(fds)} descriptors")
         del self._under_way[order.number]

@@ -1,4 +1,4 @@
-"""The pool: every memory handle of the node, its descriptor, and who maps it. Plain books; `check_integrity` adds up.
+"""The pool: every handle of the node, its descriptor, the process that maps it. Plain books; `check_integrity` adds up.
 
 A handle is free, mapped at one slot of one range, moving (an order that maps it is under way), or orphaned: its client
 has hung up, but the process lives and may still have it mapped, so nobody else gets it before that process ends or

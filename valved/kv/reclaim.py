@@ -139,7 +139,7 @@ class Reclaimer:
         how = self._ways.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
         if not missing or not engines:
-            reclaim.reason = "nothing is missing any more" if not missing else self._why_nobody()
+            reclaim.reason = "no memory is missing any more" if not missing else self._why_nobody()
             self._end(reclaim)
             self._turn.give_up()
         elif how is not Remap.COOPERATIVE:
@@ -150,7 +150,7 @@ class Reclaimer:
 
     def _why_nobody(self) -> str:
         allowed = self._supply.is_allowed
-        return "no attached offline engine can lose anything there" if allowed else "harvesting is braked"
+        return "no attached offline engine has memory to lose there" if allowed else "harvesting is braked"
 
     async def _or_let_go(self, reclaim: Reclaim, steps: Coroutine[Pause, None, Any]) -> None:
         """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""

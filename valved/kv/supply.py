@@ -1,4 +1,4 @@
-"""Which handles can be had, and for whom: what is free, what may still be made on each card, what is promised.
+"""Which handles are available, and for which service: free ones, those that a card may still make, promised ones.
 
 Whoever waits for memory has a `Need` here, from the moment it asks until the memory has arrived. What can be had counts
 for the oldest need first: nobody else takes what a reclaim freed for it, and nothing is lent meanwhile.

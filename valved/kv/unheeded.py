@@ -25,7 +25,7 @@ from valved.model.ids import ClientId, Role
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
-REASON = "no hook reads the table of its KV memory"
+REASON = "no hook reads the table of the process's KV memory"
 WARM_UPS = 10  # times attach_s: compiling and capturing may take minutes, and no step has begun
 
 
@@ -139,7 +139,7 @@ class UnheededRanges:
             EventKind.NOTED,
             service=entry.service,
             client=client,
-            reason=f"{REASON}: it is backed whole, or ended",
+            reason=f"{REASON}: valved backs its whole cache, or ends it",
             pid=entry.process.pid,
         )
         self._holds.hold(client, REASON)

@@ -1,4 +1,4 @@
-"""ProcessPort: who a process is and whether it still exists, from /proc and pidfds. A process that is gone is an empty
+"""ProcessPort: identity and existence of processes, from /proc and pidfds. A process that is gone is an empty
 value, never an error: it may vanish between any two lines. One that cannot be looked at (EMFILE, EACCES) is an error,
 never gone.
 

@@ -70,7 +70,7 @@ class UvmDoor:
             fds.callback(loop.remove_reader, self._bell)
             self._native = lib.valve_door_open(fd, self._bell, uuid)
             if self._native == ffi.NULL:
-                raise OSError(errno.EAGAIN, "no thread for the memory of another process")
+                raise OSError(errno.EAGAIN, "no thread could be started for a call on another process's memory")
             fds.keep()
 
     def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:

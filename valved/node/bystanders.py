@@ -45,7 +45,9 @@ class Bystanders:
     def reason(self, gpu: GpuIndex) -> str:
         """Why the guard closes this GPU; nothing where it does not."""
         users = self._users.get(gpu, ())
-        return f"{', '.join(users)} uses it without Valve (valve run --online -- CMD)" if users else ""
+        return (
+            f"{', '.join(users)} uses the GPU without Valve (start it with valve run --online -- CMD)" if users else ""
+        )
 
     async def run(self) -> None:
         """For as long as valved lives. In a thread: NVML may take milliseconds."""

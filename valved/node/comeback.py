@@ -50,7 +50,9 @@ class ComeBack:
             self._expected = self._register.lived.read()
             is_known = True
         except OSError as error:
-            self._journal.emit(EventKind.NOTED, reason=f"who lived before is not known: {error.strerror or error}")
+            self._journal.emit(
+                EventKind.NOTED, reason=f"the processes of the former valved cannot be read: {error.strerror or error}"
+            )
             is_known = False
         self._expected = set(filter(self._is_alive, self._expected))
         if self._expected or not is_known or not (is_first or self._is_guarded()):

@@ -114,7 +114,9 @@ class Handover:
         if self._senseless:
             files.keep_bad(self._path)
             count, first = len(self._senseless), self._senseless[0]
-            self._journal.emit(EventKind.NOTED, reason=f"state file: {count} records make no sense, the first: {first}")
+            self._journal.emit(
+                EventKind.NOTED, reason=f"state file: {count} records are unreadable, the first: {first}"
+            )
 
     def _try(self, what: str, part: Callable[[], object]) -> None:
         """One record of the file. What makes no sense costs that record, never the start."""
@@ -135,7 +137,9 @@ class Handover:
         self._books.next_client = max(saved.next_client, self._books.next_client)
         self._books.next_service = max(saved.next_service, self._books.next_service)
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            self._journal.emit(EventKind.TAKEN_OVER, reason="counters only: another boot or another driver")
+            self._journal.emit(
+                EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
+            )
             return
         for pid, start_time in saved.frozen:
             thawed = ProcessId(pid=pid, start_time=start_time)

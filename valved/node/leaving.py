@@ -135,4 +135,4 @@ class Leaving:
         if left:
             self._gate.channels.enable_foreign(left)
         self._signals.send(process, signal.SIGKILL)
-        self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
+        self._journal.emit(EventKind.KILLED, reason="it did not end within its time", pid=process.pid)

@@ -1,4 +1,4 @@
-"""What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
+"""What a fleet job has computed, in SQLite: nothing is lost and no micro-batch counts twice, whatever is killed.
 
 A round is a number of micro-batches that are trained from one version of the adapter. After its time limit nothing more
 of it is handed out: what is kept is averaged, and what still waits goes into the next round. A micro-batch waits, is

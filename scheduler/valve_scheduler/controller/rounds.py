@@ -120,7 +120,7 @@ class Controller:
             try:
                 path = f"{names.API_PATH}/gpuharvestnodes/{name}"
                 await self._client.request("DELETE", path, body={"preconditions": versions})
-                log.info("report of a node that is gone deleted", extra={"node": name})
+                log.info("deleted the report of a node that is gone", extra={"node": name})
             except (ApiError, Unreachable) as error:  # it has just reported again, or the next round will tell
                 log.info("report not deleted", extra={"node": name, "error": str(error)})
 

@@ -1,4 +1,4 @@
-"""Whose weights a trainer may map: which online services consent is said by valved in a file of its run folder.
+"""Which weights a trainer may map: valved writes the services that consent into a file of its run folder.
 
 A service is found by its name, its weights by what its processes map. A file that a service maps is that service's,
 however it was named. Who may see neither (another user) cannot open the file either: it is its owner's alone.

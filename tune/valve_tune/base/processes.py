@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who is whose child, what they map, at which sockets they listen."""
+"""Processes as /proc shows them: parents and children, what they map, at which sockets they listen."""
 
 from __future__ import annotations
 

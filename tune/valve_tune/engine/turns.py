@@ -1,4 +1,4 @@
-"""Whose turn it is inside an engine's process: the engine's thread hands out time, the trainer's thread asks before
+"""Turns of trainer and engine inside one process: the engine's thread hands out time, the trainer's thread asks before
 each tile.
 
 The engine never waits for a tile longer than the plan says. A tile that is late runs on beside the step; one that

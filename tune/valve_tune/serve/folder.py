@@ -1,4 +1,4 @@
-"""The folder of a job (`--out`): job file, who works on it, what is wanted of it. Whole after a crash at any moment."""
+"""The folder of a job (`--out`): job file, its worker, the wanted state. Whole after a crash at any moment."""
 
 from __future__ import annotations
 
