@@ -68,7 +68,7 @@ def _ask(method: str, request: Any) -> int:
 
 
 def _tell(method: str, request: Any, otherwise: str) -> int:
-    """The file is enough; who answers says what is in force now."""
+    """The file is enough; a valved that answers says what is in force now."""
     try:
         with node() as connection:
             status = connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S)

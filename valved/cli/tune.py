@@ -26,7 +26,7 @@ UNGATED = "--ungated"
 
 
 def interpreter() -> str:
-    """Who can train: what the environment names, this one, or an environment beside us or where we stand."""
+    """The Python that can train: the one that the environment names, this one, or one beside us or in this folder."""
     named = os.environ.get(ENV_PYTHON)
     if named:
         return named

@@ -47,7 +47,9 @@ class Admission:
         self._refused: dict[ProcessId, str] = {}
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
-        """Who is at the other end. None: it is gone, or it was refused as there is no descriptor to look at it with."""
+        """The process at the other end. None: it is gone, or it was refused as there is no descriptor to look at it
+        with.
+        """
         try:
             return identify(connection.pid, connection.uid, self._processes)
         except OSError:
@@ -94,7 +96,7 @@ class Admission:
 
 
 def why_not(hello: Hello) -> NotAdmitted | None:
-    """Of this release's own accord, whoever asks."""
+    """This valved refuses it, whatever the client is."""
     if not hello.abi_min <= ABI <= hello.abi_max:
         text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
         return NotAdmitted(code=Refusal.VERSION, text=text)

@@ -67,7 +67,7 @@ class ClaimSource(Protocol):
     def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
     def trust_of(self, namespace: str) -> str:
-        """What its administrator says whom this namespace trusts; empty: nobody but itself."""
+        """What its administrator says whom this namespace trusts; empty: only itself."""
         ...
 
 

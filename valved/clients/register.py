@@ -49,7 +49,7 @@ DAEMON_FEATURES = (
 
 
 class ClientsListener:
-    """What this room reports to whoever stands above. Does nothing; the daemon's (node/news.py) overrides it."""
+    """What this room reports to the rooms above. Does nothing; the daemon's (node/news.py) overrides it."""
 
     def features(self) -> Feature:
         """What those above can do for a client, beside what this room does."""
@@ -62,7 +62,7 @@ class ClientsListener:
         """It is in no book any more."""
 
     def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
-        """A message about KV memory. Who keeps a descriptor takes it off the list."""
+        """A message about KV memory. A handler that keeps a descriptor takes it off the list."""
         raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
 
     def books_changed(self) -> None:
@@ -263,7 +263,9 @@ class Register:
     # Messages
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
-        """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
+        """A message of a welcomed client. A handler that keeps a descriptor takes it off the list; the caller closes
+        the rest.
+        """
         if packet.type < LinkType.KV_RANGE:
             self.channels.handle(client, packet, fds)
         else:

@@ -59,7 +59,9 @@ class Ladder:
         return [frozen.entry.process for frozen in self._frozen.values()]
 
     def to_release(self) -> set[ProcessId]:
-        """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
+        """The processes that a successor has to let go: those that are or may be frozen, and those that were not yet
+        told to go on.
+        """
         return {*self.frozen(), *self._ending.values(), *self._signals.waiting(signal.SIGCONT)}
 
     def release(self, process: ProcessId) -> None:
@@ -67,7 +69,7 @@ class Ladder:
         self._signals.send(process, signal.SIGCONT)
 
     def freeze_stranger(self, process: ProcessId, name: str) -> bool:
-        """An offline process that nobody can gate, as it never registered. It is not let go again: its pod must end.
+        """An offline process that valved cannot gate, as it never registered. It is not let go again: its pod must end.
         True: it stands."""
         if not (self._settings.freeze and self._signals.send(process, signal.SIGSTOP) is Delivery.DONE):
             return False
@@ -101,7 +103,7 @@ class Ladder:
                 self._gating.listener.frozen_changed()
 
     def thaw(self) -> None:
-        """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
+        """A GPU may have opened, or stopped after all: let those run that need not be held back by signals."""
         if not self._frozen:
             return
         ungated = self._gating.ungated()  # first: the stamps that this reads may come here themselves
@@ -120,7 +122,9 @@ class Ladder:
         return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
 
     def _kill(self, client: ClientId) -> None:
-        """One that has closed its link stands on until its GPUs are free: nobody could enable its channels first."""
+        """One that has closed its link stands on until its GPUs are free: no other process could enable its channels
+        first.
+        """
         if client in self._books.clients:
             self._forget(client)
             self.end(client, "its channels could not be stopped, and it stayed frozen for too long")

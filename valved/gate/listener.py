@@ -21,7 +21,7 @@ class GateListener:
         """Other holds than those of services and of moving memory."""
 
     def clients_changed(self) -> None:
-        """Clients, channels or consents of somebody. Called before any of them is answered."""
+        """Clients, channels or consents changed. Called before any of them is answered."""
 
     def frozen_changed(self) -> None:
         """The list of frozen processes."""

@@ -28,7 +28,7 @@ _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of 
 
 
 class NativeChannels:
-    """`clients` and `infos` are the gate's own: who is here, and its cards."""
+    """`clients` and `infos` are the gate's own: its clients, and its cards."""
 
     def __init__(self, gate: Any, clients: Mapping[ClientId, GateClient], infos: Sequence[Any], refusal: str) -> None:
         self._gate = gate

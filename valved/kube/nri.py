@@ -131,7 +131,7 @@ class Injector:
         return list(self.seen.bare.values())
 
     def has_shim(self, pod: Pod, container: str) -> bool:
-        """As far as anybody knows: while the runtime is not heard, nothing is noted."""
+        """As far as valved knows: while the runtime does not answer, nothing is noted."""
         return pod.role is Role.ONLINE and all(one.name != f"{pod.key}/{container}" for one in self.bare())
 
     def _lives(self, uid: str) -> bool:

@@ -210,7 +210,7 @@ class Observer:
         return sorted(self.books.services[key].name for key in resting)
 
     def free_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
-        """What offline work could have: all but what others use. Free handles of the pool are nobody's use."""
+        """What offline work could have: all but what others use. Free handles of the pool count as no use."""
         offline = {client.process.pid for client in self.books.with_role(Role.OFFLINE)}
         theirs = use.used_bytes - sum(held for pid, held in use.by_pid.items() if pid in offline)
         theirs -= self.kv.books.pool.free_handles(gpu) * self.kv.books.pool.handle_bytes if self.kv is not None else 0

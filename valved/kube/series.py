@@ -56,7 +56,9 @@ class Ring:
 
 
 class NodeSeries:
-    """Fed with `beat` (who is busy, many times a second) and `book` (time accounts and memory, about once)."""
+    """Fed with `beat` (which services are busy, many times a second) and `book` (time accounts and memory, about
+    once).
+    """
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus

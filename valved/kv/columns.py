@@ -269,7 +269,9 @@ def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The columns of an engine in the order in which the policy takes them. Whoever needs fewer takes the first."""
+    """The columns of an engine in the order in which the policy takes them. A caller that needs fewer takes the first
+    ones.
+    """
 
     index: CostIndex
     takeable: NDArray[np.bool_]

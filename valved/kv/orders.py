@@ -48,7 +48,7 @@ class Send(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What an order will say, but for its number: it stands in no book, and nobody has heard of it."""
+    """What an order will say, but for its number: it is in no book, and no shim knows it."""
 
     slots: RangeSlots
     names: Ints  # of what is to be mapped
@@ -98,7 +98,7 @@ class Orders:
     def back(
         self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE, drafts: list[Draft] | None = None
     ) -> list[Order]:
-        """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it. `drafts`: for
+        """Map handles that are moving. A handle holds the data of another: its new process zeroes it. `drafts`: for
         just these."""
         orders: list[Order] = []
         first = 0

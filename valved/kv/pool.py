@@ -171,7 +171,7 @@ class Pool:
     # Clients that leave
 
     def leave(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
-        """A client is gone. A dead process maps nothing; a live one keeps its handles from everybody else."""
+        """A client is gone. A dead process maps nothing; while a live one exists, no other process gets its handles."""
         for book in self.of_client(client):
             rows = book.at[book.at >= 0]
             del self.ranges[book.key]

@@ -193,7 +193,7 @@ class KvService:
         self._reserve.engine_left(engine)
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """In the next turn of the loop: whoever leaves now must have left first."""
+        """In the next turn of the loop: a client that leaves now must have left first."""
         self._clock.call_at_ns(self._clock.now_ns(), call)
 
     # Coming and leaving

@@ -42,7 +42,7 @@ LEFT = TrialResult(outcome=TrialOutcome.UNTRIED, reason="it has left")
 
 
 class Trials:
-    """Carries out trials. What a trial waits for is bounded: who does not answer goes on cooperatively."""
+    """Carries out trials. What a trial waits for is bounded: a process that does not answer goes on cooperatively."""
 
     def __init__(self, orders: Orders, turn: GateTurn, clock: Clock, settings: MemoryTable) -> None:
         self._orders = orders

@@ -120,7 +120,7 @@ class LinuxProcesses:
 
 
 def _is_foreign(pid: int, error: OSError) -> bool:
-    """Whom we may not look at is another user's: that says who we may signal."""
+    """A process that we may not look at is another user's; the same rule says which one we may signal."""
     if not isinstance(error, PermissionError):
         return False
     try:

@@ -37,7 +37,7 @@ def _device_of(path: str) -> tuple[int, int] | None:
 
 
 def _device(fd: int) -> tuple[int, int] | None:
-    """Without asking whoever serves the file: fstat() of a FUSE file may never come back."""
+    """Without asking the process that serves the file: fstat() of a FUSE file may never come back."""
     major, minor = ffi.new("uint32_t *"), ffi.new("uint32_t *")
     return (major[0], minor[0]) if lib.valve_fd_device(fd, major, minor) == 0 else None
 

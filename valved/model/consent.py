@@ -58,11 +58,11 @@ class Consent:
 
     @property
     def share_weights(self) -> bool:
-        """What nobody can read is no consent."""
+        """What cannot be read is no consent."""
         return self.weights == YES
 
     def words(self) -> str:
-        """For people; empty where nobody said anything."""
+        """For people; empty where nothing was said."""
         return "; ".join(filter(None, [self._of_pauses(), self._of_weights()]))
 
     def _of_pauses(self) -> str:

@@ -44,7 +44,7 @@ class ComeBack:
 
     def begin(self, come_back_s: float, *, is_first: bool) -> None:
         """Called once, before anything is taken over and before the link opens. `is_first`: nothing of a predecessor is
-        there, so nobody can come back."""
+        there, so no process can come back."""
         self._until_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         try:
             self._expected = self._register.lived.read()

@@ -216,7 +216,9 @@ class Handover:
         online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
-        """Whose end ends the service: who was claimed, or where that one is gone the first client that outlived it."""
+        """The process whose end ends the service: the claimed one, or if that is gone the first client that outlived
+        it.
+        """
         if saved.root is not None and self._is_alive(*saved.root):
             return ProcessId(pid=saved.root[0], start_time=saved.root[1])
         if saved.root is None or not living:
@@ -224,7 +226,7 @@ class Handover:
         return ProcessId(pid=living[0].pid, start_time=living[0].start_time)
 
     def settle(self, *, patience_over: bool) -> None:
-        """Enable what nobody came back for. Called again from time to time while anything is left."""
+        """Enable channels whose client did not come back. Called again from time to time while any is left."""
         due, known = enable_due(self._register.channels.leftovers, self._gate, self._processes, patience_over)
         if due:
             self._journal.emit(

@@ -70,7 +70,7 @@ class Leaving:
         return 0.0 if self._since_ns is None else (self._clock.now_ns() - self._since_ns) / SECOND_NS
 
     def begin(self, then: Callable[[], None]) -> None:
-        """`then`: at each look that finds no offline process. Safe to call again: nobody is given more time."""
+        """`then`: at each look that finds no offline process. Safe to call again: no process gets more time."""
         self._then = then
         if not self._ticker.runs:
             self._since_ns = self._clock.now_ns() if self.present() else None
@@ -78,7 +78,9 @@ class Leaving:
             self._look()
 
     def take_back(self, frozen: Collection[ProcessId] = ()) -> None:
-        """Who has been asked and is still here may stay, and goes on unless it is `frozen` for another reason."""
+        """A process that has been asked and is still here may stay, and goes on unless it is `frozen` for another
+        reason.
+        """
         self._ticker.stop()
         self._since_ns = None
         self._until_ns.clear()
@@ -108,7 +110,9 @@ class Leaving:
             self._journal.emit(EventKind.LEAVING, reason=reason, pid=process.pid)
 
     def _kill(self, processes: list[ProcessId], now_ns: int) -> None:
-        """Stopped first, so that nothing is launched while the channels are on. Who cannot be signalled stays held."""
+        """Stopped first, so that nothing is launched while the channels are on. A process that cannot be signalled
+        stays held.
+        """
         killed = self._signals.waiting(signal.SIGKILL)
         for process in processes:
             self._until_ns[process] = now_ns + SECOND_NS

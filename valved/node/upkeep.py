@@ -61,7 +61,7 @@ class Upkeep:
                 self._handover.save()
 
     async def _end_unreachable(self) -> None:
-        """Nobody finds us any more, and another valved may gate these GPUs soon: hand over and be gone.
+        """No command finds us any more, and another valved may gate these GPUs soon: hand over and end.
 
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """

@@ -167,7 +167,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         return True
 
     async def _caller(self, context: Any) -> Caller:
-        """Who calls, once it is this user's turn."""
+        """The caller, once it is this user's turn."""
         who = await caller(context)
         await self._pace.turn(who.uid)
         return who
@@ -223,7 +223,7 @@ class ViewServicer(NodeServicer):
 
 
 async def caller(context: Any) -> Caller:
-    """Who calls. A connection beyond those that its user may have gets no answer but this."""
+    """The caller. A connection beyond those that its user may have gets no answer but this."""
     who = Caller.of(context.peer())
     if not who.is_welcome:
         await context.abort(
