@@ -89,8 +89,8 @@ class SglangHook:
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:
-        """SGLang itself sends back whom an offline engine leaves without memory; what an online one, with all of its
-        memory since it began, does by itself is as without Valve.
+        """SGLang itself sends back a request that an offline engine leaves without memory; what an online one, with
+        all of its memory since it began, does by itself is as without Valve.
         """
         if batch.forward_mode.is_extend() and (self.link.is_offline or self.engine.may_have_sent_back):
             self._surely(lambda: put_back(batch, overlap=self.engine.overlap))
@@ -137,7 +137,9 @@ class SglangHook:
         self._settle()
 
     def _settle(self) -> None:
-        """Whose output was dropped computes it again. Where that fails everybody does, or ends with an error."""
+        """A request whose output was dropped computes it again. Where that fails all requests do, or end with an
+        error.
+        """
         ways: list[Callable[[], object]] = [self.engine.retract_dropped, self.engine.reset, self.engine.abandon]
         if self._blind_steps > MOST_BLIND_STEPS and self.ranks.size == 1:
             self._blind_steps, ways = 0, ways[2:]
@@ -264,7 +266,9 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 
 def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
-    """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
+    """At the end of ScheduleBatch.retract_decode: while we withhold pages, a request that finds no memory waits for
+    them.
+    """
     if _current is None or not _current.engine.free_pages.taken_pages:
         return retracted, aborted
     kept = [each for each in aborted if each.beam_group is None]

@@ -18,12 +18,13 @@ class AnswerRoom:
         self._most_new = int(CLIP_MAX_NEW_TOKENS)
 
     def needed(self, request: Any) -> int:
-        """Tokens that have to be free or cached, and a few more, before it begins, should nobody else run."""
+        """Tokens that have to be free or cached, and a few more, before it begins, if no other request runs."""
         return self._known_pages(request) * self._page + self._answer(request) + self._page
 
     def wanted(self, running: Sequence[Any], waiting: Sequence[Any], used: int, taken: int) -> int:
         """Pages in use and to be used. While some are taken an answer may need them: then what the first that waits
-        does not find is wanted beyond all that have memory, page 0 among them. What is cached for nobody makes room.
+        does not find is wanted beyond all that have memory, page 0 among them. Cached pages without a request make
+        room.
         """
         prompts = used + sum(map(self._known_pages, waiting[:LOOK_AT_WAITING]))
         if not waiting or not taken:
@@ -34,7 +35,7 @@ class AnswerRoom:
         return max(prompts, self._pages - taken + short) if short > 0 else prompts
 
     def _room(self) -> int:
-        """Pages that are free, or cached for nobody who runs."""
+        """Pages that are free, or cached for no running request."""
         scheduler = self._scheduler
         free = scheduler.token_to_kv_pool_allocator.available_size()
         return int(free + scheduler.tree_cache.evictable_size()) // self._page

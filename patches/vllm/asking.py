@@ -57,8 +57,8 @@ def is_known(manager: Any) -> bool:
 
 
 def tell(manager: Any, queue: Callable[[], ToldQueue | None], grown: dict[int, str]) -> bool:
-    """Let this manager tell; whether it does. `queue`: who is told now. `grown`: which request took a block, said when
-    it held some before.
+    """Let this manager tell; whether it does. `queue`: the queue that is told now. `grown`: which request took a
+    block, said when it held some before.
     """
     if not is_known(manager):
         name = f"{type(manager).__name__}.{METHOD}"

@@ -172,7 +172,7 @@ class VllmHook:
             self._between_steps()
 
     def after_schedule(self, output: Any) -> str:
-        """Why nobody heeds the table for this step; empty where somebody does."""
+        """Why no hook reads the table for this step; empty where one does."""
         self.calm = None
         if self._is_aside:
             self.reconciler.guard(self.aside.after_schedule)
@@ -194,7 +194,7 @@ class VllmHook:
         return self.unheeded
 
     def _calm_now(self) -> Calm | None:
-        """The look left nothing to do: nor does anything else, where everybody runs and no column is looked for."""
+        """The look left nothing to do: nor does anything else, where all requests run and no column is looked for."""
         reconciler, engine, scheduler = self.reconciler, self.engine, self.scheduler
         session, open_requests = reconciler.session, len(scheduler.requests)
         is_open = 0 < open_requests == len(scheduler.running)
@@ -324,7 +324,8 @@ def before_schedule(scheduler: Any) -> None:
 
 
 def after_schedule(scheduler: Any, output: Any) -> None:
-    """Last thing in Scheduler.schedule: note what this step reads and writes, and tell the workers who heeds the table.
+    """Last thing in Scheduler.schedule: note what this step reads and writes, and tell the workers whether the table
+    is read.
 
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """

@@ -80,7 +80,7 @@ class Calm:
         return True
 
     def _turns(self, output: Any) -> bool:
-        """As many begin as have ended, and nobody waits."""
+        """As many begin as have ended, and no request waits."""
         requests = self.requests
         if self.is_asked or not len(requests) == self.open_requests == len(self.scheduler.running):
             return False

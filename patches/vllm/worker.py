@@ -32,7 +32,7 @@ MARK = "_valve_wrapped"
 
 
 class Unheeded(RuntimeError):
-    """Blocks of the cache may have no memory, and nobody keeps this step off them."""
+    """Blocks of the cache may have no memory, and nothing keeps this step off them."""
 
 
 class WorkerHook:

@@ -139,7 +139,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
-    """Who the replicas are, and how one is chosen."""
+    """Which replicas there are, and how one is chosen."""
     command.add_argument(
         "--replica",
         action="append",

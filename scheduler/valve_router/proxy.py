@@ -135,7 +135,7 @@ class Proxy:
                 self._replicas.ended(sent, is_served=is_served, has_failed=has_failed)
 
     def _model(self, asked: AskedBody) -> str:
-        """Nobody reads a long body for it where nothing is published."""
+        """A long body is not read for it where nothing is published."""
         return asked.model if self._replicas.published.names else ""
 
     async def _pass(self, request: web.Request, asked: AskedBody, sent: Sent) -> web.StreamResponse:

@@ -78,7 +78,7 @@ async def assembled(settings: RouterSettings, access: Access | None = None) -> A
 async def known(
     settings: RouterSettings, access: Access | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice, ModelLooks]]:
-    """The client that asks, the replicas, how many should be awake, and who looks at their models."""
+    """The client that asks, the replicas, how many should be awake, and the part that looks at their models."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -118,7 +118,7 @@ async def following(settings: RouterSettings, access: Access | None, checkups: C
 
 
 class Operators:
-    """/health, /metrics and /route: for whoever runs the router."""
+    """/health, /metrics and /route: for the router's operator."""
 
     def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._settings = settings

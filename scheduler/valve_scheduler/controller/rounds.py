@@ -64,7 +64,7 @@ class Controller:
         now_s: Callable[[], float] = time.time,
         steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`steady_s`: of what only this process remembers; nobody sets that clock."""
+        """`steady_s`: for what only this process remembers; that clock is never set."""
         self._client, self._now_s, self._steady_s = client, now_s, steady_s
         self._hands, self._belief = Hands(client, now_s), Belief(client)
         self.caches = caches = Caches(client, settings.placement, now_s)

@@ -11,7 +11,9 @@ from valve_scheduler.placement.rank import Job
 
 
 class Asked:
-    """Follows profiles, avoid lists and nodes; `nodes` are those that report, and whoever changes them says so."""
+    """Follows profiles, avoid lists and nodes; `nodes` are those that report, and the code that changes them says
+    so.
+    """
 
     def __init__(self, nodes: Iterable[str]) -> None:
         self.grounds = Grounds()

@@ -55,7 +55,7 @@ class AdmissionSettings(InjectionSettings):
 
 
 class PodRefused(Exception):
-    """The pod cannot run as it is; the text goes to whoever created it."""
+    """The pod cannot run as it is; the text goes to its creator."""
 
 
 def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:

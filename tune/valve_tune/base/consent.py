@@ -64,7 +64,7 @@ class Owners:
         self._services: tuple[SharingService, ...] | None = None
 
     def services(self) -> tuple[SharingService, ...] | None:
-        """None: nobody says it, or not in full."""
+        """None: not said, or not in full."""
         try:
             content = (self._folder / NAME).read_bytes()
             if content != self._content:
@@ -95,7 +95,9 @@ class Owners:
 
 
 class Permit:
-    """The consent of those whose weights they are; asked at each tile. Who maps the file later has a say, too."""
+    """The consent of the owner of the weights; asked at each tile. A service that maps the file later must consent,
+    too.
+    """
 
     def __init__(self, owners: Owners, services: Iterable[SharingService], path: Path | None = None) -> None:
         self._owners, self._path = owners, path

@@ -64,7 +64,7 @@ class TileTurns:
     # ---- the engine's thread ----
 
     def pause(self, seconds: float) -> float:
-        """Let tiles run that fit, and return when no more does or nobody wants one; seconds that the engine waited."""
+        """Let tiles run that fit, and return when no more fits or no job wants one; seconds that the engine waited."""
         with self._changed:
             began = self._clock()
             self._until, self._spent, self._had = began + seconds, False, False
@@ -80,7 +80,7 @@ class TileTurns:
             return self._clock() - began
 
     def wants(self) -> bool:
-        """Is there anybody to give time to?"""
+        """Is there a job to give time to?"""
         with self._changed:
             return self._wants()
 

@@ -24,7 +24,7 @@ class FolderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What the last one who worked here said. `state` is new, running, paused, stopped,
+    """What the last worker here said. `state` is new, running, paused, stopped,
     succeeded, failed or cancelled.
     """
 
