@@ -130,7 +130,7 @@ async def _asked(port: int, role: str, raw: bytes) -> tuple[int, float]:
 
 
 async def _peaks() -> tuple[float, float, list[int]]:
-    """Of the process before anybody asked, and after eight reviews of three megabytes at once; their answers."""
+    """Of the process before any review, and after eight reviews of three megabytes at once; their answers."""
     async with _listening() as (pid, port):
         before = peak_mib(pid)
         raw = review(names.OFFLINE, 1, MOST)

@@ -237,7 +237,7 @@ class RealNode:
 
     @contextlib.contextmanager
     def back_afterwards(self, victim: str) -> Iterator[None]:
-        """Whatever is done to it inside: it is over when everybody who speaks to it does so again.
+        """Whatever is done to it inside: it is over when every process that speaks to it does so again.
 
         A pod that is made before may be one that nobody injects or serves.
         """

@@ -145,7 +145,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
 
 
 def _tell(screen: Screen, plane: ControlPlane, node: RealNode, problem: BaseException) -> None:
-    """What went wrong, and the last words of whoever may know why."""
+    """What went wrong, and the last log lines of the processes that may know why."""
     screen.check(f"{type(problem).__name__}: {problem}", False)
     logs = [plane.folder / f"{name}.log" for name in SAID_OF_A_FAILURE]
     logs += sorted((node.folder / "logs").glob("*/*/*.log"))

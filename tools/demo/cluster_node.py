@@ -308,7 +308,7 @@ def measure_pod_starts(stage: Stage, pairs: int) -> None:
 
 
 def _start_ms(stage: Stage, name: str, inject: bool) -> float:
-    """Again, if the webhook did not answer within its 2 s: that pod runs as if nobody had asked."""
+    """Again, if the webhook did not answer within its 2 s: that pod runs without the shim."""
     for attempt in itertools.count():
         try:
             return start(stage.node, f"{name}-{attempt}", inject).whole
