@@ -135,9 +135,8 @@ class Ledger:
     def note(
         self, ended: Collection[str], preempted: Collection[str], started: Sequence[tuple[str, Sequence[Any]]]
     ) -> None:
-        """The requests that come and go with the step that is launched next. It is taken in when there is a question,
-        or by the thread that tends. A list of blocks is the engine's own: what is appended to it is the request's,
-        too.
+        """Requests that come and go with the step that is launched next. It is taken in when there is a question, or
+        by the thread that tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
         """
         self._noted.append((self.believed + len(self.in_flight), ended, preempted, started))
         if len(self._noted) > MOST_WAITING:
@@ -150,9 +149,7 @@ class Ledger:
         self._turned.append(held)
 
     def _take_in(self, most: int = 1 << 30) -> None:
-        """What was noted, in its order, under the lock: of so many requests, and of those that go in the last one's
-        step.
-        """
+        """What was noted, in its order, under the lock: of so many requests, and of leavers in the last one's step."""
         while self._noted and most > 0:
             launched, ended, preempted, started = self._noted.popleft()
             for name in ended:
@@ -226,9 +223,7 @@ class Ledger:
         return [self._step(record) for record in self.in_flight]
 
     def _tell_who_left(self) -> None:
-        """To each step in flight: the requests that left after its launch, and were in it. Of one that left twice the
-        first counts.
-        """
+        """To each step in flight: its requests that left after its launch. Of one that left twice the first counts."""
         later: list[Held] = []
         for number, step in reversed(list(enumerate(self.steps, self.believed + 1))):
             later = [*(held for launched, held in self.left if launched == number), *later]

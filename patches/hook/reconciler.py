@@ -46,9 +46,7 @@ class EngineAdapter(Protocol):
         """The coarse way: all requests back to waiting, the prefix cache emptied."""
 
     def abandon(self) -> int:
-        """The last way: each request that holds blocks ends with an error, its output in flight dropped. How many
-        requests.
-        """
+        """The last way: requests that hold blocks end with an error, output in flight is dropped. How many did."""
 
     def arrange(self, column_of: Blocks) -> None:
         """Hand out free blocks column by column from now on."""
@@ -122,9 +120,7 @@ class Reconciler:
         return self._heed() or self.session is not before
 
     def recover(self) -> None:
-        """A look has failed half way. Look again; if that fails, too, no output of a request that holds blocks is
-        used.
-        """
+        """A look has failed half way. Look again; if that fails, too, no output of a holder of blocks is used."""
         try:
             self.sync()
         except Exception:
@@ -263,9 +259,7 @@ class Reconciler:
             return False
 
     def _act(self, change: Change, lost: Blocks, mode: Mode) -> None:
-        """The order matters: preempt, so that blocks become free; forget, so that no request finds them; then
-        withhold.
-        """
+        """The order matters: preempt, so that blocks become free; forget, so that none is found; then withhold."""
         if len(lost) and mode is Mode.FULL:
             self._discard(lost)
         elif len(lost):

@@ -137,9 +137,7 @@ class SglangHook:
         self._settle()
 
     def _settle(self) -> None:
-        """A request whose output was dropped computes it again. Where that fails all requests do, or end with an
-        error.
-        """
+        """A request whose output was dropped computes it again. If that fails, all do, or end with an error."""
         ways: list[Callable[[], object]] = [self.engine.retract_dropped, self.engine.reset, self.engine.abandon]
         if self._blind_steps > MOST_BLIND_STEPS and self.ranks.size == 1:
             self._blind_steps, ways = 0, ways[2:]
@@ -266,9 +264,7 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 
 def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
-    """At the end of ScheduleBatch.retract_decode: while we withhold pages, a request that finds no memory waits for
-    them.
-    """
+    """At the end of ScheduleBatch.retract_decode: while we withhold pages, requests without memory wait for them."""
     if _current is None or not _current.engine.free_pages.taken_pages:
         return retracted, aborted
     kept = [each for each in aborted if each.beam_group is None]

@@ -209,9 +209,7 @@ def pod_place(pod: Object) -> PodPlace:
 
 
 def followed(pod: Object) -> Object:
-    """The pod itself; raises InvalidObject for one that the watches of Valve do not see: its GPUs would have no
-    owner.
-    """
+    """The pod itself; raises InvalidObject for one that Valve's watches do not see: its GPUs would have no owner."""
     role = (pod["metadata"].get("labels") or {}).get(names.ROLE, "")
     if role != names.OFFLINE:
         raise InvalidObject(f"label {names.ROLE} of the pod is {role!r}, must be {names.OFFLINE}")

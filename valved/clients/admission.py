@@ -47,9 +47,7 @@ class Admission:
         self._refused: dict[ProcessId, str] = {}
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
-        """The process at the other end. None: it is gone, or it was refused as there is no descriptor to look at it
-        with.
-        """
+        """The process at the other end. None: it is gone, or it was refused for want of a descriptor to look at it."""
         try:
             return identify(connection.pid, connection.uid, self._processes)
         except OSError:

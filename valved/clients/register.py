@@ -263,9 +263,7 @@ class Register:
     # Messages
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
-        """A message of a welcomed client. A handler that keeps a descriptor takes it off the list; the caller closes
-        the rest.
-        """
+        """A message of a welcomed client. The caller closes the descriptors that the handler leaves on the list."""
         if packet.type < LinkType.KV_RANGE:
             self.channels.handle(client, packet, fds)
         else:

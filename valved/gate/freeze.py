@@ -59,9 +59,7 @@ class Ladder:
         return [frozen.entry.process for frozen in self._frozen.values()]
 
     def to_release(self) -> set[ProcessId]:
-        """The processes that a successor has to let go: those that are or may be frozen, and those that were not yet
-        told to go on.
-        """
+        """What a successor has to let go: processes that are or may be frozen, or were not yet told to go on."""
         return {*self.frozen(), *self._ending.values(), *self._signals.waiting(signal.SIGCONT)}
 
     def release(self, process: ProcessId) -> None:
@@ -122,9 +120,7 @@ class Ladder:
         return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
 
     def _kill(self, client: ClientId) -> None:
-        """One that has closed its link stands on until its GPUs are free: no other process could enable its channels
-        first.
-        """
+        """One that has closed its link stays frozen until its GPUs are free: its channels cannot be enabled first."""
         if client in self._books.clients:
             self._forget(client)
             self.end(client, "its channels could not be stopped, and it stayed frozen for too long")

@@ -56,9 +56,7 @@ class Ring:
 
 
 class NodeSeries:
-    """Fed with `beat` (which services are busy, many times a second) and `book` (time accounts and memory, about
-    once).
-    """
+    """Fed with `beat` (the busy services, many times a second) and `book` (time accounts and memory, about once)."""
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus

@@ -93,9 +93,7 @@ class Reclaimer:
         return need
 
     def would_stop(self, gpus: frozenset[GpuIndex]) -> frozenset[GpuIndex]:
-        """What a reclaim of memory that is missing there stops; nothing where no engine loses any by a way that
-        stops.
-        """
+        """What a reclaim of memory that is missing there stops; nothing where no engine loses any in such a way."""
         engines = self._supply.losers(gpus)
         if not engines or self._ways.way_of(engines) is Remap.COOPERATIVE:
             return frozenset()

@@ -70,9 +70,7 @@ class Supply:
             need.given.set()
 
     def is_pressed(self, gpus: Iterable[GpuIndex]) -> bool:
-        """An engine waits for memory there, until it has arrived: none is lent now, least of all what was just
-        freed.
-        """
+        """An engine waits for memory there, until it has arrived: none is lent now, least of all freed memory."""
         wanted = set(gpus)
         return any(not wanted.isdisjoint(need.handles) for need in self._needs)
 

@@ -216,9 +216,7 @@ class Handover:
         online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
-        """The process whose end ends the service: the claimed one, or if that is gone the first client that outlived
-        it.
-        """
+        """The process whose end ends the service: the claimed one, or the first client that outlived it."""
         if saved.root is not None and self._is_alive(*saved.root):
             return ProcessId(pid=saved.root[0], start_time=saved.root[1])
         if saved.root is None or not living:

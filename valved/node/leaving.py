@@ -78,9 +78,7 @@ class Leaving:
             self._look()
 
     def take_back(self, frozen: Collection[ProcessId] = ()) -> None:
-        """A process that has been asked and is still here may stay, and goes on unless it is `frozen` for another
-        reason.
-        """
+        """Processes that have been asked and are still here may stay, and go on unless `frozen` for another reason."""
         self._ticker.stop()
         self._since_ns = None
         self._until_ns.clear()
@@ -110,9 +108,7 @@ class Leaving:
             self._journal.emit(EventKind.LEAVING, reason=reason, pid=process.pid)
 
     def _kill(self, processes: list[ProcessId], now_ns: int) -> None:
-        """Stopped first, so that nothing is launched while the channels are on. A process that cannot be signalled
-        stays held.
-        """
+        """Stopped first, so that nothing is launched while the channels are on. One without a signal yet stays held."""
         killed = self._signals.waiting(signal.SIGKILL)
         for process in processes:
             self._until_ns[process] = now_ns + SECOND_NS

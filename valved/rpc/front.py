@@ -127,9 +127,7 @@ class Front:
             self._turned_away -= 1
 
     async def connect(self, outer: _Outer) -> asyncio.Transport:
-        """The name at which the connection is bound is what gRPC calls its peer; no other process can guess and take
-        it.
-        """
+        """The name to which the connection is bound is what gRPC calls its peer; it cannot be guessed and taken."""
         loop = asyncio.get_running_loop()
         welcome = WELCOME if outer.is_welcome else TURNED_AWAY
         with Fds() as fds:

@@ -95,9 +95,7 @@ class Owners:
 
 
 class Permit:
-    """The consent of the owner of the weights; asked at each tile. A service that maps the file later must consent,
-    too.
-    """
+    """The consent of the weights' owner, asked at each tile. A service that maps the file later must consent, too."""
 
     def __init__(self, owners: Owners, services: Iterable[SharingService], path: Path | None = None) -> None:
         self._owners, self._path = owners, path
