@@ -49,6 +49,17 @@ def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_li
     assert rig.guarded() == []
 
 
+def test_no_file_is_read_of_a_process_whose_client_is_here(rig):
+    """A node has hundreds of them, and a look comes every second."""
+    here, asked = rig.world.books.clients[rig.world.online()].process.pid, []
+    start_time = rig.world.processes.start_time
+    rig.world.processes.start_time = lambda pid: asked.append(pid) or start_time(pid)
+    rig.world.processes.add(501)
+    rig.look(here, 501)
+    assert here not in asked
+    assert rig.guarded() == [0]
+
+
 def test_no_process_that_cannot_be_looked_at_is_taken_for_one_that_has_ended(rig):
     """/proc of another user, on a machine that hides it (hidepid)."""
 

@@ -10,7 +10,10 @@ from contextlib import contextmanager, suppress
 
 
 def opened() -> Counter[str]:
-    """What this process has open, by what it is. Where no descriptor is free, `left` bounds the numbers to look at."""
+    """What this process has open, by what it is. Where no descriptor is free, `left` bounds the numbers to look at.
+
+    Ask for `opened() - before`: what earlier tests left to the garbage collector may be closed in between.
+    """
     try:
         numbers = list(map(int, os.listdir("/proc/self/fd")))
     except OSError:

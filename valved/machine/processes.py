@@ -23,6 +23,7 @@ _FIELD_FLAGS = 9
 _FIELD_START = 22
 _EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two: the number is a thread's by now
+_LONGEST = 16384  # bytes of such a file: a cgroup's path may be as long as any
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
@@ -30,11 +31,16 @@ class LinuxProcesses:
     """Processes as this machine's /proc shows them. `root` lets tests build a world of their own."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
-        self._root = root
+        self._root = os.fspath(root)
 
     def _read(self, pid: int | str, name: str) -> str | None:
+        """By plain system calls: hundreds of processes are asked for every second."""
         try:
-            return (self._root / str(pid) / name).read_text(errors="replace")
+            fd = os.open(f"{self._root}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return os.read(fd, _LONGEST).decode(errors="replace")
+            finally:
+                os.close(fd)
         except (FileNotFoundError, ProcessLookupError):
             return None
 
@@ -63,7 +69,7 @@ class LinuxProcesses:
     def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool]) -> bool:
         """A first thread says nothing of the others. No more is read than needed: a process may have thousands."""
         try:
-            with os.scandir(self._root / str(pid) / "task") as threads:
+            with os.scandir(f"{self._root}/{pid}/task") as threads:
                 found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
                 return any(fields and is_one(fields) for fields in found)
         except (FileNotFoundError, ProcessLookupError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 GAP_MS = 100.0
 """The longest pause between two tokens that a reader may see, where nobody says another."""
@@ -132,6 +133,7 @@ def consent_of(places: Iterable[Said]) -> Consent:
     return replace(_of_pauses(slo, grant), weights=share_weights)
 
 
+@lru_cache(maxsize=64)  # a node has few different ones, and asks for each service's all the time
 def _of_pauses(slo_text: str, grant_text: str) -> Consent:
     try:
         slo = read_slo(slo_text) if slo_text else None

@@ -66,12 +66,15 @@ class Bystanders:
         shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
         known = {client.process for client in shims} | self._expected()  # a hook alone stops and hears nothing
         by_pid = {process.pid: process for process in known}
+        watched = {client.process.pid for client in shims}  # a number is its process's until its client has left
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
             if gpu.uuid not in cards:
                 continue
             users = []
             for pid in cards[gpu.uuid].by_pid:
+                if pid in watched:
+                    continue
                 try:
                     started = self._processes.start_time(pid)
                 except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger

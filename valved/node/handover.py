@@ -237,7 +237,8 @@ class Handover:
             self.save_soon()
         for online in list(self._gating.online.values()):
             self._settle_service(online, patience_over)
-        self._register.lived.keep(lambda process: self._is_alive(process.pid, process.start_time))
+        here = {client.process for client in self._books.clients.values()}  # whoever ends leaves: not looked for here
+        self._register.lived.keep(lambda process: process in here or not self._processes.is_gone(process))
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
         if (entry := self._books.services.get(online.id)) is None:
