@@ -592,4 +592,4 @@ def test_an_engine_that_loses_the_end_of_a_request_never_ends_the_harvest(first)
         first.gate.hint(hook, 5, 4)
         first.beat_all()
     assert first.gating.counters.wakes
-    assert any("nobody serves" in event.reason for event in first.events(EventKind.NOTED))
+    assert any("does not serve" in event.reason for event in first.events(EventKind.NOTED))
