@@ -47,7 +47,7 @@ def test_nothing_is_granted_where_nobody_said_both():
     assert consent_of([]) == Consent()
     assert not consent_of([target]).grant
     assert not consent_of([yes]).grant
-    assert "no target" in consent_of([yes]).problem
+    assert "state a target" in consent_of([yes]).problem
     assert not consent_of([Said(slo="ttft=1s", grant="true")]).grant  # pauses are paid from the time between tokens
     assert consent_of([target, yes]).grant
 
