@@ -39,10 +39,10 @@ fmt: venv ## format C and Python
 check: build ## lint, types, import rules, sizes, formatting
 	@$(BIN)/python -m valve_tools.check.run
 
-test: build ## everything that needs no GPU and no Kubernetes binaries; EXPLORE=1: another order, other examples
+test: build ## all tests that need no GPU and no Kubernetes binaries; EXPLORE=1: another order, other examples
 	@$(BIN)/pytest -q -p no:cacheprovider $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
 
-attack: build ## everything a process can say on the link, beside an online service; ATTACK_ROUNDS=1000, ATTACK_SEED=...
+attack: build ## hostile processes on the link, beside an online service; ATTACK_ROUNDS=1000, ATTACK_SEED=...
 	@ATTACK_ROUNDS=$(or $(ATTACK_ROUNDS),300) $(BIN)/pytest -q -s -p no:cacheprovider tests/node/test_attack.py
 
 ENGINES ?= .venv-engines
@@ -81,27 +81,27 @@ fuzz: ## libFuzzer on the ioctl parser, on KV orders (FUZZ_RUNS inputs each) and
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench
 
-gpu: $(if $(findstring --dry-run,$(GPU_ARGS)),build) ## the experiment suite for a real GPU; GPU_ARGS=--dry-run rehearses it on the emulated one
+gpu: $(if $(findstring --dry-run,$(GPU_ARGS)),build) ## the experiments for a real GPU; GPU_ARGS=--dry-run rehearses them on the emulated one
 	@tools/gpu/run $(GPU_ARGS)
 
 demo: build ## an online service and an offline job share one emulated GPU
 	@$(BIN)/valve demo
 
-lab-quick: build ## the claims of the results pages once more, loosely, in under three minutes, and whether a page is stale
+lab-quick: build ## check the claims of the results pages in a small run (under three minutes), and whether a page is stale
 	@$(BIN)/python -m valve_tools.check.run results
 	@$(BIN)/valve replay quick --seeds 1 --fresh
 	@cd build && $(CURDIR)/$(BIN)/python -m valve_tools.lab.granted --quick --out ../docs/results
 
-demo-memory: build ## five minutes in which KV memory moves between the two
+demo-memory: build ## an online service and an offline job between which KV memory moves, five minutes
 	@$(BIN)/valve demo memory
 
-demo-granted-vllm: build ## the same with a real vLLM on each side (after make test-engines)
+demo-granted-vllm: build ## demo-granted with a real vLLM on each side (after make test-engines)
 	@$(BIN)/python -m valve_tools.engines.granted_demo --engines $(ENGINES) $(DEMO_ARGS)
 
-demo-granted: build ## pauses between the steps of a service that consents, and none of one that does not
+demo-granted: build ## a service with and without its owner's consent to pauses between its steps
 	@$(BIN)/valve demo granted $(DEMO_ARGS)
 
-demo-cluster: ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
+demo-cluster: ## a real control plane, a real node and a simulated fleet, the chart, and its removal (root)
 	@$(MAKE) --no-print-directory -j2 build cluster-tools
 	@$(BIN)/valve demo cluster
 

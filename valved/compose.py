@@ -48,7 +48,7 @@ from valved.state.trace import LineFile
 
 
 class Pods(ClaimSource, PodWords, Protocol):
-    """What a Kubernetes node says of a peer's pod: its role, whom it trusts, and what it consents to."""
+    """What a Kubernetes node says of a peer's pod: its role, its trust domain, and what it consents to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

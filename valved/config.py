@@ -73,7 +73,7 @@ class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WakeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[wake]: whose word counts, and for how long."""
+    """[wake]: whether an engine's count of open requests counts, and for how long."""
 
     watcher_lease_s: Lease = 2.0  # a watcher silent for longer is dead: its service holds on
     hint_lease_s: Lease = 3.0  # an older report is not believed; a live process renews its own every second

@@ -126,7 +126,7 @@ async def run(
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.service)
     if daemon.bystanders is not None:
-        parts["who uses GPUs without Valve"] = daemon.bystanders.run
+        parts["processes that use GPUs without Valve"] = daemon.bystanders.run
     if room is not None:
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]
@@ -134,7 +134,9 @@ async def run(
     daemon.brake.hand_over()
     await end(beside)  # the room takes its slots back
     is_empty = not daemon.brake.leaving.present()
-    daemon.journal.emit(EventKind.STOPPED, reason="no offline work" if is_empty else "gates stay for a successor")
+    daemon.journal.emit(
+        EventKind.STOPPED, reason="no offline work" if is_empty else "GPUs stay stopped until the next valved starts"
+    )
     for server in servers:
         await server.stop(grace=0.5)
     if metrics is not None:

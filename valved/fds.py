@@ -11,7 +11,7 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Fds(contextlib.ExitStack):
-    """Descriptors, and whatever else is to be undone, until somebody else has all of them."""
+    """Descriptors, and whatever else is to be undone, until another part owns all of them."""
 
     def own(self, fd: int) -> int:
         self.callback(os.close, fd)

@@ -49,7 +49,7 @@ class _Share:
 
 
 class Limiter:
-    """Anybody can make valved refuse something: each user's lines of a kind come at a bounded rate."""
+    """Any process can make valved refuse something: each user's lines of a kind come at a bounded rate."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[EventKind, object], _Share] = {}
@@ -95,7 +95,7 @@ class Writer(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """What was logged last, if anybody reads it. Called as the process ends (logging.shutdown)."""
+        """What was logged last, if the log is still read. Called as the process ends (logging.shutdown)."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines and not self._is_writing, PARTING_S)
 

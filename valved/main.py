@@ -52,8 +52,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--node", help="The name of the Kubernetes node that this is. Default: this is no Kubernetes node."
     )
-    parser.add_argument("--wait", action="store_true", help="Wait until the valved that runs here now has left.")
-    parser.add_argument("--replace", action="store_true", help="Take over from the valved that runs here now.")
+    parser.add_argument("--wait", action="store_true", help="Wait until the valved that runs here now has ended.")
+    parser.add_argument(
+        "--replace", action="store_true", help="Replace the valved that runs here now, and take over its state."
+    )
     parser.add_argument(
         "--foreground",
         action="store_true",

@@ -65,7 +65,7 @@ def _node(status: NodeState) -> Iterator[Metric]:
     modes: dict[tuple[str, ...], float] = {(mode.value,): float(mode is status.mode) for mode in Mode}
     yield _gauge("valve_mode", "1 for the mode in force: off, observe or harvest", modes, ["mode"])
     yield _gauge("valve_paused", "1 while harvesting is paused on this node", {(): float(status.paused)})
-    yield _gauge("valve_draining", "1 while valved lets everything go", {(): float(status.draining)})
+    yield _gauge("valve_draining", "1 while valved drains: offline work must end", {(): float(status.draining)})
     clients: dict[tuple[str, ...], float] = {(role.name.lower(),): 0.0 for role in Role if role is not Role.NONE}
     for client in status.clients:
         clients[(client.role.name.lower(),)] += 1
@@ -83,16 +83,16 @@ def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
         "valve_gate_closed", "1 while offline channels of the GPU are off", each(lambda g: float(g.gated)), labels
     )
     yield _gauge("valve_gate_holders", "Online services that hold the GPU", each(lambda g: g.holders), labels)
-    yield _gauge("valve_offline_channels", "Offline compute channels known", each(lambda g: g.channels), labels)
+    yield _gauge("valve_offline_channels", "Compute channels of offline work", each(lambda g: g.channels), labels)
     yield _counter(
         "valve_harvest_seconds",
-        "Time in which offline work was present and allowed to run",
+        "Time in which offline work was there and allowed to run",
         each(lambda g: g.harvest_ns / 1e9),
         labels,
     )
     yield _counter(
         "valve_gated_seconds",
-        "Time in which offline work was present and stopped",
+        "Time in which offline work was there and stopped",
         each(lambda g: g.gated_ns / 1e9),
         labels,
     )
@@ -129,19 +129,21 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
         return {key: value(service) for key, service in rows.items()}
 
     yield _gauge("valve_service_busy", "1 while the service holds its GPUs", each(lambda s: float(s.busy)), labels)
-    yield _gauge("valve_service_cooldown_seconds", "Cooldown in force", each(lambda s: s.cooldown_ns / 1e9), labels)
     yield _gauge(
-        "valve_service_open_requests", "Requests its engine reports open", each(lambda s: s.open_requests), labels
+        "valve_service_cooldown_seconds", "The service's cooldown now", each(lambda s: s.cooldown_ns / 1e9), labels
+    )
+    yield _gauge(
+        "valve_service_open_requests", "Open requests, as its engines report", each(lambda s: s.open_requests), labels
     )
     yield _counter(
         "valve_service_preemptions",
-        "Preemptions that its launches caused, each counted once over all its GPUs",
+        "Preemptions that the service's launches caused; one counts once over all of its GPUs",
         each(lambda s: s.preemptions),
         labels,
     )
     yield _counter(
         "valve_service_delay_seconds",
-        "What Valve cost it: launch to channels off, summed over its preemptions",
+        "Delay that Valve caused the service: from launch to channels off, summed over its preemptions",
         each(lambda s: s.delay_ns / 1e9),
         labels,
     )
@@ -153,13 +155,13 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     )
     yield _counter(
         "valve_service_idle_seconds",
-        "Time in which the service left its GPUs: what offline work could have had",
+        "Time in which the service did not hold its GPUs: offline work could have run",
         each(lambda s: s.idle_ns / 1e9),
         labels,
     )
     yield _counter(
         "valve_service_grants",
-        "Pauses of a service that were given to offline work; on the rung timeslice stretches of many",
+        "Pauses of the service that were given to offline work; on the rung timeslice one is a stretch of many",
         each(lambda s: s.granted.grants),
         labels,
     )
@@ -171,20 +173,20 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     )
     yield _counter(
         "valve_service_granted_seconds",
-        "Time of those pauses; it counts as held, too",
+        "Time of the pauses that were given to offline work; it counts as held, too",
         each(lambda s: s.granted.granted_ns / 1e9),
         labels,
     )
     worths = {key: service.granted.worth_points for key, service in rows.items()}
     yield _gauge(
         "valve_service_grant_worth_points",
-        "Points of a GPU that granting would give for each ms of tpot, at most; absent while unknown",
+        "Percent of a GPU that granted time would give for each ms of tpot, at most; absent while unknown",
         {key: points for key, points in worths.items() if points is not None},
         labels,
     )
     per_request = CounterMetricFamily(
         "valve_requests_by_preemptions",
-        "Ended requests by how often each was preempted: at most once is the aim",
+        "Requests that ended, by how often each was preempted; the aim is at most once",
         labels=[*labels, "preemptions"],
     )
     for key, service in rows.items():
@@ -194,7 +196,7 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     yield per_request
     yield _gauge(
         "valve_service_max_preemptions_per_request",
-        "Most preemptions of one request, an upper bound",
+        "Most preemptions that one request had; an upper bound",
         each(lambda s: s.max_preemptions_per_request),
         labels,
     )
@@ -204,7 +206,7 @@ def _offline(services: Sequence[ServiceState]) -> Iterator[Metric]:
     rows = {(str(service.id), service.name): service for service in services}
     yield _counter(
         "valve_owner_harvest_seconds",
-        "What an offline owner got: GPU time in which its channels were allowed to run",
+        "GPU time in which the channels of the owner were allowed to run",
         {key: service.harvest_ns / 1e9 for key, service in rows.items()},
         ["service", "name"],
     )
@@ -222,27 +224,30 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
     pool: dict[tuple[str, ...], float] = {
         (str(gpu.index), part): getattr(gpu, part) * size for gpu in memory.gpus for part in parts
     }
-    yield _gauge("valve_kv_pool_bytes", "KV memory of the GPU by who has it", pool, ["gpu", "holder"])
+    yield _gauge("valve_kv_pool_bytes", "KV memory of the GPU, by holder", pool, ["gpu", "holder"])
     yield from _engines(memory)
     yield _gauge("valve_kv_reclaim_target", "Reclaims an hour that the operator accepts", {(): memory.target_per_hour})
     totals = {
         "valve_kv_reclaims": ("Reclaims from offline work", memory.reclaims),
-        "valve_kv_reclaims_short": ("Reclaims that gave less than was missing", memory.reclaims_short),
+        "valve_kv_reclaims_short": ("Reclaims that got less memory than was needed", memory.reclaims_short),
         "valve_kv_reclaimed_bytes": ("KV memory taken from offline work", memory.reclaimed_bytes),
         "valve_kv_lent_bytes": ("KV memory lent to offline work", memory.lent_bytes),
         "valve_kv_returned_bytes": ("KV memory that online services gave back", memory.returned_bytes),
         "valve_kv_late_orders": ("Mapping orders that did not come back in time", memory.late_orders),
-        "valve_kv_demotions": ("Processes from which memory cannot be taken as set", memory.demotions),
-        "valve_kv_lets": ("Offline steps let end beside a request that waited for their memory", memory.lets),
-        "valve_kv_lets_again": ("Of those, for a reclaim that had been let before", memory.lets_again),
-        "valve_kv_let_seconds": ("Time that offline work ran beside such requests", memory.let_ns / 1e9),
-        "valve_kv_lost_tokens": ("Tokens that offline engines computed again for it", memory.lost_tokens),
+        "valve_kv_demotions": (
+            "Processes that give memory between steps only, as the way set failed",
+            memory.demotions,
+        ),
+        "valve_kv_lets": ("Lets: offline steps that end beside a request that waits for memory", memory.lets),
+        "valve_kv_lets_again": ("Lets after the first one of a reclaim", memory.lets_again),
+        "valve_kv_let_seconds": ("Time of all lets: offline work ran beside a request", memory.let_ns / 1e9),
+        "valve_kv_lost_tokens": ("Tokens of lost blocks that were computed again", memory.lost_tokens),
     }
     for name, (text, value) in totals.items():
         yield _counter(name, text, {(): value})
     trials: dict[tuple[str, ...], float] = {("passed",): memory.trials_passed, ("failed",): memory.trials_failed}
-    yield _counter("valve_kv_trials", "Processes tried for having memory taken from outside", trials, ["outcome"])
-    phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Time of a reclaim, by phase", labels=["phase"])
+    yield _counter("valve_kv_trials", "Processes tried: can memory be taken from outside", trials, ["outcome"])
+    phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Duration of a reclaim, by phase", labels=["phase"])
     for phase in memory.phases:
         phases.add_metric([phase.name], _buckets(phase.latency), phase.latency.sum_us / 1e6)
     yield phases
@@ -257,11 +262,11 @@ def _engines(memory: MemoryState) -> Iterator[Metric]:
 
     gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
         "valve_kv_blocks": ("KV blocks of the engine", lambda e: e.blocks),
-        "valve_kv_backed_blocks": ("Blocks with memory: its capacity now", lambda e: e.backed_blocks),
-        "valve_kv_used_blocks": ("Blocks that it says it uses", lambda e: e.used_blocks),
-        "valve_kv_wanted_blocks": ("Blocks that it would use now", lambda e: e.wanted_blocks),
-        "valve_kv_headroom_bytes": ("Reserve beyond what is used", lambda e: e.headroom_columns * e.column_bytes),
-        "valve_kv_reclaims_per_hour": ("Reclaims in the window on its account", lambda e: e.reclaims_per_hour),
+        "valve_kv_backed_blocks": ("Blocks of the engine that have memory now", lambda e: e.backed_blocks),
+        "valve_kv_used_blocks": ("Blocks in use, as the engine reports", lambda e: e.used_blocks),
+        "valve_kv_wanted_blocks": ("Blocks that the engine would use now if it had them", lambda e: e.wanted_blocks),
+        "valve_kv_headroom_bytes": ("Reserve beyond the engine's use", lambda e: e.headroom_columns * e.column_bytes),
+        "valve_kv_reclaims_per_hour": ("Reclaims for the engine in the last window", lambda e: e.reclaims_per_hour),
     }
     for name, (text, value) in gauges.items():
         yield _gauge(name, text, each(value), labels)
@@ -270,17 +275,17 @@ def _engines(memory: MemoryState) -> Iterator[Metric]:
 def _counts(status: NodeState) -> Iterator[Metric]:
     counters = status.counters
     yield _counter("valve_gates", "GPU gates closed, by launches and by valved itself", {(): counters.gates})
-    yield _counter("valve_wakes", "Holds dropped", {(): counters.wakes})
-    yield _counter("valve_wakes_refused", "Wakes given up: a launch slipped in", {(): counters.wake_refused})
+    yield _counter("valve_wakes", "Times that a service dropped its hold", {(): counters.wakes})
+    yield _counter("valve_wakes_refused", "Wakes that a launch called off", {(): counters.wake_refused})
     yield _counter("valve_gate_failures", "Disable calls that failed or hung", {(): counters.gate_failures})
-    yield _counter("valve_clients_welcomed", "Clients welcomed in all", {(): counters.clients})
+    yield _counter("valve_clients_welcomed", "Clients that valved has welcomed", {(): counters.clients})
     refusals: dict[tuple[str, ...], float] = {(why,): float(count) for why, count in counters.refusals.items()}
     yield _counter("valve_refusals", "Clients and channels refused, by reason", refusals, ["reason"])
-    yield _counter("valve_malformed_packets", "Link packets that made no sense", {(): counters.malformed})
-    yield _counter("valve_restarts", "Take-overs from a predecessor's state", {(): counters.restarts})
+    yield _counter("valve_malformed_packets", "Link packets that valved could not read", {(): counters.malformed})
+    yield _counter("valve_restarts", "Starts that took over a former valved's state", {(): counters.restarts})
     yield _counter(
         "valve_channels_enabled_on_exit",
-        "Channels that were off when their process ended",
+        "Channels that were off when their process ended, and that valved enabled",
         {(): counters.channels_enabled_on_exit},
     )
 

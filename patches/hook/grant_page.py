@@ -17,7 +17,7 @@ KNOWN = {answer.value: answer for answer in GrantAnswer}
 
 
 class GrantPage:
-    """In the pages of a valved that knows of no granted time the words are 0: nobody has consented."""
+    """In the pages of a valved that knows of no granted time the words are 0: there is no consent."""
 
     def __init__(self, control_fd: int, region: mmap.mmap, doorbell_fd: int) -> None:
         self._control = mmap.mmap(control_fd, wire.CONTROL_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)

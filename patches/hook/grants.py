@@ -123,8 +123,8 @@ class Asking:
                 self.policy.arrived(number, now_ns / MS)
 
     def delivered(self, odd: Iterable[Row], now_ns: int, *, plain: int = 0, names: Collection[str] = ()) -> None:
-        """One step's output, of each request. `plain` of those who read, all among `names`, may be left out: they got
-        one token and go on. Requests that are not known are passed by.
+        """One step's output, of each request. `plain` of the requests that decode, all among `names`, may be left out:
+        they got one token and go on. Requests that are not known are passed by.
         """
         policy = self.policy
         if policy is None:
@@ -141,7 +141,7 @@ class Asking:
             self._sharing.move_on(self._gap_ends_ns(now_ns))
 
     def _gap_ends_ns(self, now_ns: int) -> int:
-        """When the gap is over that the owner stated, for whoever has waited longest for a token."""
+        """When the gap is over that the owner stated, for the request that has waited longest for a token."""
         assert self.policy is not None
         oldest_ms = min(now_ns / MS, self.policy.credits.oldest_token_ms())
         return int((oldest_ms + self.policy.target.gap_ms) * MS)
@@ -307,5 +307,5 @@ class Asking:
 
 
 def is_decoding(facts: EngineFacts) -> bool:
-    """Nothing but steps of those who read is due."""
+    """Nothing but steps of requests that decode is due."""
     return bool(facts.running) and not (facts.waiting or facts.prefilling or facts.reclaim_pending)

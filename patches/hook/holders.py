@@ -60,7 +60,7 @@ class HolderIndex:
         self._noted.append(held)
 
     def of(self, blocks: Blocks) -> list[Held] | None:
-        """Who holds one of these blocks, in the order of their admission; None: that cannot be told from here."""
+        """The requests that hold one of these blocks, in the order of their admission; None: that is not known here."""
         self.settle()
         known = blocks[blocks < len(self._count)]
         counts = self._count[known]

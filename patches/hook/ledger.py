@@ -1,4 +1,4 @@
-"""Who holds which blocks, and what the steps in flight write: kept from what the scheduler tells its workers.
+"""Which request holds which blocks, and what the steps in flight write: kept from what the scheduler tells its workers.
 
 An engine's own tables say how things are now. After a loss one has to know how they were when a step was launched,
 which may be two steps and a preemption ago; so each step in flight is kept until its output has been believed, and the
@@ -33,7 +33,7 @@ TENDED = 8  # requests whose rows are brought up to date at a time: who takes a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Whom a loss hits."""
+    """The requests that a loss hits."""
 
     running: dict[str, int]  # who holds blocks now: how many of them, from the first, are sound
     left: frozenset[str]  # who held them when a step in flight was launched
@@ -133,8 +133,8 @@ class Ledger:
     def note(
         self, ended: Collection[str], preempted: Collection[str], started: Sequence[tuple[str, Sequence[Any]]]
     ) -> None:
-        """Who comes and who goes with the step that is launched next. It is taken in when somebody asks, or by who
-        tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
+        """Requests that come and go with the step that is launched next. It is taken in when there is a question, or
+        by the thread that tends. A list of blocks is the engine's own: what is appended to it is the request's, too.
         """
         self.noted.append((self.believed + len(self.in_flight), ended, preempted, started))
         if len(self.noted) > MOST_WAITING:
@@ -167,8 +167,8 @@ class Ledger:
             self.left = [each for each in self.left if each[0] > self.believed]
 
     def tend(self, most: int = TENDED) -> bool:
-        """Bring the rows of a few requests up to date: of those that have grown, who waits the longest first, else of
-        all, round and round. Whether there is more to do, in this round. Any thread may.
+        """Bring the rows of a few requests up to date: of those that have grown, the one that waits longest first,
+        else of all, round and round. Whether there is more to do, in this round. Any thread may.
         """
         with self._lock:
             self._take_in(most)
@@ -210,7 +210,7 @@ class Ledger:
             self._turn_rows(MORE_TURNED)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
-        """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
+        """It waits, and these blocks are kept for it: if their memory is taken, it computes them again."""
         self.dismiss(request)
         held = self.kept[request] = Held(request=request, blocks=array("I", blocks), row=-1)
         self._turned.append(held)
@@ -221,7 +221,7 @@ class Ledger:
         return [self._step(record) for record in self.in_flight]
 
     def _tell_who_left(self) -> None:
-        """To each step in flight: who left after its launch, and was in it. Of one that left twice the first counts."""
+        """To each step in flight: its requests that left after its launch. Of one that left twice the first counts."""
         later: list[Held] = []
         for number, step in reversed(list(enumerate(self.steps, self.believed + 1))):
             later = [*(held for launched, held in self.left if launched == number), *later]
@@ -278,7 +278,7 @@ class Ledger:
         return _judgement(verdict, present, left)
 
     def holders(self, blocks: Blocks) -> list[Held]:
-        """Those who may hold one of these blocks now."""
+        """The requests that may hold one of these blocks now."""
         found = self._index.of(blocks)
         return list(self.held.values()) if found is None else found
 
@@ -298,7 +298,7 @@ class Ledger:
         return first
 
     def _refresh(self, lost: Blocks) -> None:
-        """Everybody who may hold one of these blocks that is not in the index yet."""
+        """Every request that may hold one of these blocks and is not in the index yet."""
         grown = self.grown
         if grown is None or any(step.facts.copies for step in self.steps):
             names = set(self.held)
@@ -309,7 +309,7 @@ class Ledger:
                 self._look_at(held)
 
     def _look_at(self, held: Held) -> None:
-        """Who has left since the last step keeps the list that he had."""
+        """A request that has left since the last step keeps the list that it had."""
         now = self.current(held.request) if self.current is not None and held.source is not None else None
         if now is not held.source and now is not None:
             raise RuntimeError("a request has other blocks than those it started with")
@@ -345,7 +345,7 @@ class Ledger:
 
 
 def _turn_row(book: Book, free: list[int], held: Held) -> None:
-    """Open the row of who holds something, close that of who has left."""
+    """Open the row of a request that holds blocks, close that of one that has left."""
     if held.row >= 0:
         book.close_row(held.row)
         free.append(held.row)

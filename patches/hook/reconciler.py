@@ -38,16 +38,16 @@ class EngineAdapter(Protocol):
         """Drop them from the prefix cache; how many of them held something."""
 
     def withhold(self, blocks: Blocks) -> None:
-        """Hand them out to nobody."""
+        """Hand them out to no request."""
 
     def release(self, blocks: Blocks) -> None:
         """They may be handed out again."""
 
     def reset(self) -> int:
-        """The coarse way: everybody back to waiting, the prefix cache emptied."""
+        """The coarse way: all requests back to waiting, the prefix cache emptied."""
 
     def abandon(self) -> int:
-        """The last way: whoever holds blocks ends with an error, its output in flight dropped. How many requests."""
+        """The last way: requests that hold blocks end with an error, output in flight is dropped. How many did."""
 
     def arrange(self, column_of: Blocks) -> None:
         """Hand out free blocks column by column from now on."""
@@ -121,7 +121,7 @@ class Reconciler:
         return self._heed() or self.session is not before
 
     def recover(self) -> None:
-        """A look has failed half way. Look again; if that fails, too, nobody who holds blocks is believed."""
+        """A look has failed half way. Look again; if that fails, too, no output of a holder of blocks is used."""
         try:
             self.sync()
         except Exception:
@@ -142,7 +142,7 @@ class Reconciler:
         return np.flatnonzero(session.table.changed() & ~self.withheld).astype(np.uint32)
 
     def hit(self, lost: Blocks) -> frozenset[str]:
-        """Whom this loss hits, those who have left among them. Nothing is done yet."""
+        """The requests that this loss hits, also those that have left. Nothing is done yet."""
         judgement = self.ledger.judge(lost, self.blocks)
         return judgement.left.union(judgement.running)
 
@@ -229,7 +229,7 @@ class Reconciler:
 
     def _safely(self, session: Session, change: Change) -> None:
         """Act, if need be the coarse way; on a second failure let go, and act the last way. While that fails, too, the
-        news stands: each look tries again, and nobody is believed.
+        news stands: each look tries again, and no output is used.
         """
         lost = change.lost[~self.withheld[change.lost]]  # what is withheld holds nothing
         has_acted = False
@@ -260,7 +260,7 @@ class Reconciler:
             return False
 
     def _act(self, change: Change, lost: Blocks, mode: Mode) -> None:
-        """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""
+        """The order matters: preempt, so that blocks become free; forget, so that none is found; then withhold."""
         if len(lost) and mode is Mode.FULL:
             self._discard(lost)
         elif len(lost):

@@ -55,7 +55,7 @@ class Blind(RuntimeError):
 
 def refuse_blind(session: object | None, why: str = "") -> None:
     """Call before a step is launched. An elastic cache may have holes, and only the table says where. Without a
-    session nobody reads the table, so every answer may be wrong, and the engine stops.
+    session no hook reads the table, so every answer may be wrong, and the engine stops.
     """
     if session is None and _asked_for_elastic and may_have_holes() and kv_ranges() != 0:
         raise Blind(

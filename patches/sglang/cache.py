@@ -37,7 +37,7 @@ def evict(tree: Any, blocks: Blocks, pages: int, page_tokens: int) -> None:
 
 
 def unused_leaves(tree: Any, tokens: int) -> list[int]:
-    """Of the cache, those that nobody uses: SGLang's own eviction walk, with nothing evicted."""
+    """Of the cache, those that no request uses: SGLang's own eviction walk, with nothing evicted."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core, full = tree.tree_core, ComponentType.FULL

@@ -88,8 +88,8 @@ class SglangHook:
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:
-        """SGLang itself sends back whom an offline engine leaves without memory; what an online one, with all of its
-        memory since it began, does by itself is as without Valve.
+        """SGLang itself sends back a request that an offline engine leaves without memory; what an online one, with
+        all of its memory since it began, does by itself is as without Valve.
         """
         if batch.forward_mode.is_extend() and (self.link.is_offline or self.engine.may_have_sent_back):
             self._surely(lambda: put_back(batch, overlap=self.engine.overlap))
@@ -136,7 +136,7 @@ class SglangHook:
         self._settle()
 
     def _settle(self) -> None:
-        """Whose output was dropped computes it again. Where that fails everybody does, or ends with an error."""
+        """A request whose output was dropped computes it again. If that fails, all do, or end with an error."""
         ways: list[Callable[[], object]] = [self.engine.retract_dropped, self.engine.reset, self.engine.abandon]
         if self._blind_steps > MOST_BLIND_STEPS and self.ranks.size == 1:
             self._blind_steps, ways = 0, ways[2:]

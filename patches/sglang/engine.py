@@ -70,7 +70,7 @@ class SglangEngine:
         return {each.rid: () for each in hit if each.rid in running}
 
     def forget(self, blocks: Blocks) -> int:
-        """Evict each cached path with a spoilt page. Who held one has been retracted: what is not free is cached."""
+        """Evict each cached path with a spoilt page. Its holders have been retracted: what is not free is cached."""
         cached = self.free_pages.in_use(blocks)
         if cached:
             evict(self.tree, blocks, self.pages, self.page_tokens)
@@ -86,7 +86,7 @@ class SglangEngine:
         self.free_pages.release(blocks)
 
     def reset(self) -> int:
-        """Retract everybody, the in-flight step's requests among them; empty the cache; go on."""
+        """Retract all requests, those of the step in flight, too; empty the cache; go on."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         scheduler = self.scheduler
@@ -107,8 +107,8 @@ class SglangEngine:
         return len(scheduler.waiting_queue)
 
     def abandon(self) -> int:
-        """Who holds pages ends as SGLang ends a request that finds no memory; of them and of the cache nothing is kept.
-        Should somebody unknown hold a page, it is withheld when it comes back.
+        """A request that holds pages ends as SGLang ends one that finds no memory; of these and of the cache nothing
+        is kept. If an unknown holder has a page, it is withheld when it comes back.
         """
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -197,7 +197,7 @@ class SglangEngine:
         return bool(self._dropped)
 
     def open_requests(self) -> int:
-        """Exact where it matters, near none: beyond, who has just finished may be among them."""
+        """Exact where it matters, near none: beyond, requests that have just finished may be among them."""
         scheduler = self.scheduler
         running = len(scheduler.running_batch.reqs)
         return len(scheduler.waiting_queue) + (running if running > MANY else len(self._holding()))
@@ -217,7 +217,7 @@ class SglangEngine:
     # ---- parts ----
 
     def _holding(self) -> dict[str, Any]:
-        """Who holds pages and is not done, by name; in the order in which they run."""
+        """The requests that hold pages and are not done, by name; in the order in which they run."""
         scheduler = self.scheduler
         batches = [each.reqs for each in (scheduler.running_batch, scheduler.last_batch) if each is not None]
         flying = [step.requests for step in self.ledger.flying]

@@ -53,7 +53,7 @@ class FreePages:
             self._hand_out(np.concatenate((self.numbers(), back.astype(np.int64))))
 
     def take_what_comes_back(self) -> None:
-        """After all has failed: a page without memory that somebody unknown holds is taken off when it is freed."""
+        """After all has failed: a page without memory that has an unknown holder is taken off when it is freed."""
         if self._free is None:
             self._free, self._allocator.free = self._allocator.free, self.free
 

@@ -37,7 +37,7 @@ class KeptPrefixes:
             del self._kept[next(iter(self._kept))]
 
     def refresh(self) -> None:
-        """Who does not wait any more has come back, or has ended."""
+        """A request that does not wait any more has come back, or has ended."""
         if not self._kept:
             return
         waiting = {each.rid for each in self._scheduler.waiting_queue}

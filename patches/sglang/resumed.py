@@ -52,8 +52,8 @@ def tell(penalizer: Any, tokens: Any) -> None:
 
 
 def begun_again(batch: Any) -> Iterator[tuple[int, Any]]:
-    """Place and request. Who takes its next token in a step of prompts, as SGLang may mix them, has its counts; who
-    computes a part of its prompt that is not the last draws nothing in this step.
+    """Place and request. A request that takes its next token in a step of prompts, as SGLang may mix them, has its
+    counts; one that computes a part of its prompt that is not the last draws nothing in this step.
     """
     running = {id(each) for each in batch.decoding_reqs or ()}
     for at, each in enumerate(batch.reqs):

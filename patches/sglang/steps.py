@@ -69,7 +69,7 @@ def look_up(mask: Any, pages: Any) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Holders:
-    """Who holds pages now: their rows of the page table as one matrix on the device, with junk behind a row's end."""
+    """Requests that hold pages now: their page table rows as one matrix on the device, with junk behind a row's end."""
 
     names: list[str]
     pages: Any
@@ -131,7 +131,7 @@ class StepLedger(Ledger):
             step.dropped |= names
 
     def keep(self, row: int, *, has_ended: bool = False) -> None:
-        """This row is about to change. SGLang calls us here: nothing is raised, but the next loss is for everybody."""
+        """This row is about to change. SGLang calls us here: nothing is raised, but the next loss counts for all."""
         self._last = None
         self.ended += has_ended
         try:
@@ -185,7 +185,7 @@ class StepLedger(Ledger):
         return answer
 
     def _holders(self) -> tuple[Holders, list[tuple[str, Numbers, int]]]:
-        """Who holds pages now, and (name, pages, index of the first that is written) where a step has others."""
+        """Requests that hold pages now, and (name, pages, index of the first that is written) if a step has others."""
         requests = self.requests()
         rows = np.array([each.kv.req_pool_idx for each in requests], dtype=np.int64)
         lengths = np.array([each.kv.kv_allocated_len for each in requests], dtype=np.int64)

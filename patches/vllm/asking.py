@@ -1,4 +1,4 @@
-"""Who asks for a block: the function that knows tells the queue of free blocks, and which requests have grown.
+"""Which request asks for a block: vLLM's own function tells the queue of free blocks, and which requests have grown.
 
 vLLM calls `allocate_new_blocks` for each running request in each step, and most of them need no block. Those are
 answered here, with what vLLM would answer and in less time than it takes. Whoever needs a block goes on to vLLM's own
@@ -57,8 +57,8 @@ def is_known(manager: Any) -> bool:
 
 
 def tell(manager: Any, queue: Callable[[], ToldQueue | None], grown: dict[int, str]) -> bool:
-    """Let this manager tell; whether it does. `queue`: who is told now. `grown`: which request took a block, said when
-    it held some before.
+    """Let this manager tell; whether it does. `queue`: the queue that is told now. `grown`: which request took a
+    block, said when it held some before.
     """
     if not is_known(manager):
         name = f"{type(manager).__name__}.{METHOD}"

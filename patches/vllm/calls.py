@@ -180,7 +180,7 @@ class VllmHook:
             self._between_steps()
 
     def after_schedule(self, output: Any) -> str:
-        """Why nobody heeds the table for this step; empty where somebody does."""
+        """Why no hook reads the table for this step; empty where one does."""
         self.calm = None
         if self._is_aside:
             self.reconciler.guard(self.aside.after_schedule)
@@ -316,7 +316,8 @@ def _before_schedule(scheduler: Any) -> None:
 
 
 def after_schedule(scheduler: Any, output: Any) -> None:
-    """Last thing in Scheduler.schedule: note what this step reads and writes, and tell the workers who heeds the table.
+    """Last thing in Scheduler.schedule: note what this step reads and writes, and tell the workers whether the table
+    is read.
 
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """

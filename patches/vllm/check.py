@@ -85,7 +85,7 @@ def judge(config: Any, cache: Any) -> str:
 
 
 def refuse_scheduler_class(given: type, known: type) -> None:
-    """One that replaces what the hook sits in may never call it, and then nobody heeds the table."""
+    """One that replaces what the hook sits in may never call it, and then no hook reads the table."""
     replaced = [name for name in ("schedule", "update_from_output") if getattr(given, name) is not getattr(known, name)]
     if replaced:
         raise MemoryRefused(f"a scheduler class with a {replaced[0]} of its own ({given.__name__}) is not supported")

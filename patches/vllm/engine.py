@@ -133,7 +133,7 @@ class VllmEngine:
             self.pool.free_blocks([self.pool.blocks[block] for block in sorted(back)])
 
     def reset(self) -> int:
-        """Whoever was preempted before has no blocks, and may have output in flight."""
+        """A request that was preempted before has no blocks, and may have output in flight."""
         running, self._forgotten = len(self.scheduler.running), set()
         self.prefixes.clear()
         for each in self.scheduler.running:
@@ -144,7 +144,7 @@ class VllmEngine:
 
     def abandon(self) -> int:
         """With the error of a grammar that does not compile: vLLM tells the client with the next output. Back in the
-        queue until then, so that they publish nothing; whoever waits without blocks computes all anew anyway.
+        queue until then, so that they publish nothing; a request that waits without blocks computes all anew anyway.
         """
         self.has_abandoned, self._forgotten = True, set()
         holding = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens > 0}
@@ -261,7 +261,7 @@ def _refuse(unknown: int, what: str) -> None:
 
 
 def has_waiting(scheduler: Any) -> bool:
-    """vLLM's own queue answers through three functions in Python, so it is asked only where not everybody runs."""
+    """vLLM's own queue answers through three functions in Python, so it is asked only where some request waits."""
     return len(scheduler.requests) != len(scheduler.running) and bool(scheduler.waiting)
 
 

@@ -48,7 +48,7 @@ def last_block_of_caller() -> int | None:
 
 class ColumnQueue:
     """Free blocks in columns. For one block that a request takes, its last block's pile and a count are looked at; all
-    else is put right when somebody asks for it.
+    else is put right when it is asked for.
     """
 
     def __init__(self, column_of: Sequence[int], free: Iterable[Block]) -> None:
@@ -118,7 +118,7 @@ class ColumnQueue:
     # ---- for the hook ----
 
     def remove_all(self, blocks: Sequence[Block]) -> None:
-        """Nobody is to have them."""
+        """No request may have them."""
         column_of, freed_at, at, gone, ages = self._column_of, self._freed_at, -1, 0, 0
         fresh, cached = dict[int, Block](), dict[int, Block]()
         try:
@@ -167,7 +167,7 @@ class ColumnQueue:
 
     @property
     def whole(self) -> set[int]:
-        """Columns all of whose blocks are free, and kept for nobody."""
+        """Columns all of whose blocks are free, and kept for no request."""
         return {column for column in self._in_order if self._is_whole(column)}
 
     def last_whole(self, blocks: int) -> list[int]:
@@ -246,7 +246,7 @@ class ColumnQueue:
             heapq.heappush(self._whole_order, -column)
 
     def _give_up_kept(self, most: int) -> list[Block]:
-        """What was kept first; who comes back for it computes it again."""
+        """What was kept first; the request that comes back for it computes it again."""
         taken = [self._kept_free.pop(number) for number in list(islice(self._kept_free, most))]
         for block in taken:
             self._kept.pop(block.block_id, None)

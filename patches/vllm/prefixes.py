@@ -68,6 +68,6 @@ class Prefixes:
         return max(0, self.computed.pop(request, found) - found)
 
     def clear(self) -> None:
-        """The cache is emptied: nothing is found by anybody."""
+        """The cache is emptied: no request finds anything."""
         for request in list(self._kept):
             self.drop(request)

@@ -32,7 +32,7 @@ MARK = "_valve_wrapped"
 
 
 class Unheeded(RuntimeError):
-    """Blocks of the cache may have no memory, and nobody keeps this step off them."""
+    """Blocks of the cache may have no memory, and nothing keeps this step off them."""
 
 
 class WorkerHook:
@@ -72,7 +72,7 @@ class WorkerHook:
             why = getattr(output, UNHEEDED, "the scheduler's process has no hook (is VLLM_PLUGINS set there?)")
             if why:
                 raise Unheeded(
-                    f"valve: this engine's KV cache is Valve's memory, and its scheduler does not heed valved's table: "
+                    f"valve: this engine's KV cache is Valve's memory, and its scheduler does not read valved's table: "
                     f"{why}. Nothing is computed: start the engine again, or start it without Valve's memory"
                 )
         if self._resumed is None:

@@ -8,7 +8,7 @@
  *
  * Two shared files per attached engine, both made by valved and handed over with KV_TABLE:
  *   table   written by valved alone, sealed so that the hook can only read it
- *   book    written by the hook alone; valved believes nothing in it that could hurt somebody else
+ *   book    written by the hook alone; valved believes nothing in it that could harm another process
  *
  * The order that matters. A reclaim goes: channels off; table entries written; table epoch raised; memory quarantined on
  * every rank; channels on. So the table says that a block is lost before any step that could have read garbage can
@@ -44,7 +44,7 @@
 #define VALVE_KV_MAX_ROW    (1u << 20)   /* blocks of one request */
 #define VALVE_KV_MAX_BOOK   (256u << 20) /* bytes */
 
-/* What the hook can do about a lost block. valved reclaims from COARSE and FULL, and from nobody else. */
+/* What the hook can do about a lost block. valved reclaims from COARSE and FULL only. */
 enum valve_kv_mode {
 	VALVE_KV_MODE_NONE = 0,   /* attached for reports only: never reclaimed from */
 	VALVE_KV_MODE_COARSE = 1, /* any loss sends every running request back to waiting */
@@ -156,11 +156,11 @@ enum valve_kv_op {
 
 /* How an order is carried out (order.how). */
 enum valve_kv_how {
-	VALVE_KV_AT_ONCE = 0, /* by the helper thread, now: channels are off, or nobody touches those slots */
+	VALVE_KV_AT_ONCE = 0, /* by the helper thread, now: channels are off, or the slots are idle */
 	VALVE_KV_AT_STEP = 1, /* by valve_kv_step(), between two engine steps, with the context drained */
 	VALVE_KV_OUTSIDE =
 	        2, /* by valved, with UVM_MAP_EXTERNAL_SPARSE: the shim only corrects its books. What libcuda
-	                       * thinks is mapped there is nobody's business any more. TRY: it was done that way; else
+	                       * thinks is mapped there no longer matters. TRY: it was done that way; else
 	                       * the shim puts its zero page there first, as AT_ONCE would */
 };
 

@@ -65,7 +65,7 @@ enum valve_order {
 
 /* What the watcher is doing, in region.watcher_state: everything but IDLE leaves the client busy. */
 enum valve_watcher {
-	VALVE_WATCHER_ASLEEP = 0,     /* nobody asks (control.watch is 0), or it does not run yet */
+	VALVE_WATCHER_ASLEEP = 0,     /* valved does not ask (control.watch is 0), or it does not run yet */
 	VALVE_WATCHER_WATCHING = 1,   /* waiting for quiet, or for the probe to complete */
 	VALVE_WATCHER_IDLE = 2,       /* proven idle */
 	VALVE_WATCHER_CAPTURE = 3,    /* a stream capture is open: probing would invalidate it */
@@ -84,7 +84,7 @@ struct valve_control {
 	uint8_t pad0[24];
 
 	/* 64: the word that the hot path reads. Odd: open, offline may be running, ring when you launch.
-	 * Even: closed, nobody needs to hear from you. Rises by one at every change.
+	 * Even: closed, no process needs your ring. Rises by one at every change.
 	 * An offline client never rings: its word is odd only while order is HOLD, which sends its launches into
 	 * the slow path, where they wait on the order word. Waiters re-check at least every 100 ms, so a futex wake
 	 * on order, watch and (from the client) busy makes things prompt but nothing depends on it. */
@@ -114,7 +114,7 @@ struct valve_control {
 
 /*
  * Behind the control words, at VALVE_KV_FREE_OFFSET: for each GPU of the node the bytes of free handles that the pool holds.
- * The driver counts them as used, and whoever may get them counts them as free. Entries without a uuid end it.
+ * The driver counts them as used, and a process that may get them counts them as free. Entries without a uuid end it.
  */
 #define VALVE_KV_FREE_OFFSET 256u
 #define VALVE_KV_FREE_GPUS   32u
@@ -156,7 +156,7 @@ enum valve_grant_answer {
 	VALVE_GRANT_GIVEN = 1,
 	VALVE_GRANT_NO_CONSENT = 2,
 	VALVE_GRANT_NOT_HELD = 3,    /* the service is idle, or has no GPU: nothing is there to grant */
-	VALVE_GRANT_OTHERS = 4,      /* somebody else holds one of its GPUs, or has granted it */
+	VALVE_GRANT_OTHERS = 4,      /* another service holds one of its GPUs, or has granted it */
 	VALVE_GRANT_NOT_STOPPED = 5, /* a stop there failed, or is under way */
 	VALVE_GRANT_SHIM = 6,        /* offline work there would not stop itself */
 	VALVE_GRANT_LENGTH = 7,
@@ -233,7 +233,7 @@ struct valve_region {
 	 * the control page says that the owner consents. */
 	_Alignas(64) uint64_t grant_until_ns; /* offline work may run until then; past: no longer */
 	uint64_t step_begin_ns,
-	        step_end_ns; /* of the engine's last step, whoever consents; the end is written last. Slices end `gap`
+	        step_end_ns; /* of the engine's last step, with and without consent; the end is written last. Slices end `gap`
 	                      * after it, whatever grant_until_ns says */
 	uint32_t grant_seq;
 	uint32_t pad7;

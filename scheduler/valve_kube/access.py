@@ -1,4 +1,4 @@
-"""Where the API server is and how to prove who we are."""
+"""Where the API server is, and with which credentials it is called."""
 
 import ssl
 import time

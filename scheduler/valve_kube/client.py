@@ -215,7 +215,7 @@ class KubeClient:
 
 
 class _Fuse:
-    """Ends a connection on which nothing arrives for too long; whoever reads from it gets an error."""
+    """Ends a connection on which nothing arrives for too long; its reader gets an error."""
 
     def __init__(self, writer: asyncio.StreamWriter, after_s: float) -> None:
         self._writer = writer

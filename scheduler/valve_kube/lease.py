@@ -30,7 +30,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """False early rather than late: our own right ends before anybody else may take it."""
+        """False early rather than late: our own right ends before another process may take it."""
         return asyncio.get_running_loop().time() < self._held_until_s
 
     async def run(self) -> None:

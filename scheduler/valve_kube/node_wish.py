@@ -43,7 +43,7 @@ class Toleration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a Node says of who may use it."""
+    """What a Node says of the pods that may use it."""
 
     name: str
     labels: Mapping[str, str]

@@ -209,7 +209,7 @@ def pod_place(pod: Object) -> PodPlace:
 
 
 def followed(pod: Object) -> Object:
-    """The pod itself; raises InvalidObject for one that the watches of Valve do not see: its GPUs would be nobody's."""
+    """The pod itself; raises InvalidObject for one that Valve's watches do not see: its GPUs would have no owner."""
     role = (pod["metadata"].get("labels") or {}).get(names.ROLE, "")
     if role != names.OFFLINE:
         raise InvalidObject(f"label {names.ROLE} of the pod is {role!r}, must be {names.OFFLINE}")
@@ -383,7 +383,7 @@ def phase_in_force(status: Object, spec: Object) -> str:
 def _alignment(pairs: list[float], count: int) -> FloatArray:
     """The upper triangle by rows, (0,1), (0,2), ..., as a symmetric matrix.
 
-    Pairs nobody reported never align.
+    Pairs that were not reported never align.
     """
     expected = count * (count - 1) // 2
     if len(pairs) != expected:

@@ -1,4 +1,4 @@
-"""Who owns a pod, as rounds know it: a UID in its namespace. Pure.
+"""The owner of a pod, as rounds know it: a UID in its namespace. Pure.
 
 Whoever makes a pod writes its owner, and the UID of another tenant's Job is no secret."""
 
@@ -12,7 +12,7 @@ _OWNER_TEXTS = {"uid": 64, "name": 253, "kind": 63, "apiVersion": 317}
 
 
 def controller_of(pod: Object) -> Object | None:
-    """Its Job, or whatever else makes it anew. Whoever makes a pod writes this: one that cannot exist is none."""
+    """Its Job, or whatever else makes it anew. The creator of a pod writes this: one that cannot exist is none."""
     owners = pod["metadata"].get("ownerReferences") or []
     return next((one for one in owners if one.get("controller") and _can_exist(one)), None)
 

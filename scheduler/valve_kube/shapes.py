@@ -207,7 +207,7 @@ class PodShape(_TypedShape):
 
 
 class NodeShape(_TypedShape):
-    """Nodes, with what says who may use them: of one's thirty kilobytes a few hundred bytes."""
+    """Nodes, with what says which pods may use them: of one's thirty kilobytes a few hundred bytes."""
 
     def __init__(self) -> None:
         super().__init__(_Node, _shared)
@@ -235,7 +235,7 @@ class ReportShape(Shape):
 
 
 def _packed(node: Json) -> Json:
-    """A report that cannot be read stays as it is: whoever reads it refuses it by name."""
+    """A report that cannot be read stays as it is: its reader refuses it by name."""
     metadata, status = node.get("metadata") or {}, node.get("status") or {}
     written = [one for one in metadata.get("managedFields") or [] if one.get("subresource") == "status"]
     metadata["managedFields"] = [{key: one[key] for key in ("subresource", "time") if key in one} for one in written]
@@ -339,7 +339,7 @@ def _labels(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 @_alike
 def _owners(pairs: tuple[tuple[str, Any], ...]) -> list[Json]:
-    """Its controller alone: nobody asks for another."""
+    """Its controller alone: no other owner is asked for."""
     return [dict(pairs)]
 
 

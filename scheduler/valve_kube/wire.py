@@ -18,7 +18,7 @@ class ProtocolError(Exception):
 
 
 class TooLarge(ProtocolError):
-    """A body beyond the limit of who reads it; what is left of it is still on its way."""
+    """A body beyond the limit of its reader; what is left of it is still on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

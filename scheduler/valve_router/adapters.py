@@ -60,7 +60,7 @@ class HeldAdapters:
         self.lost = {name: one for name, one in self.lost.items() if name in kept or one.version[0] not in versioned}
 
     def retired(self, tried: Iterable[str], others: Iterable[HeldAdapters]) -> None:
-        """Of what it was given in vain: a version that nobody lists is no loss where a newer one is there."""
+        """Of what it was given in vain: a version that no replica lists is no loss where a newer one is there."""
         if self.listing is None:
             return
         there = [one.version for one in self.listing.adapters.values()]

@@ -31,7 +31,7 @@ class Advice:
             try:
                 self.look()
             except Exception:  # the next look may do better
-                log.exception("nobody knows how many replicas should be awake")
+                log.exception("the advice on how many replicas should be awake failed")
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask, and what a refusal looks like."""
+"""Which requests the router answers (tokens), and what a refusal looks like."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ModelLooks:
         return told
 
     async def again(self, replica: Replica) -> bool:
-        """By a look that begins from now on; who asks meanwhile shares it."""
+        """By a look that begins from now on; callers that ask meanwhile share it."""
         task = self._next.get(replica.name)
         if task is None:
             task = self._next[replica.name] = asyncio.create_task(self._soon(replica))

@@ -94,7 +94,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         serve,
         "--training-age-s",
         60.0,
-        "A micro-batch that was queued for so many seconds waits for no request any more.",
+        "A micro-batch that was queued for this many seconds no longer waits for requests.",
         metavar="S",
     )
     serve.add_argument(
@@ -128,7 +128,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         pick,
         "--health-port",
         0,
-        "Answer the kubelet's health checks on this port, without TLS. 0 stands for no such port.",
+        "Answer the kubelet's health checks on this port, without TLS. 0 means: no such port.",
     )
     pick.add_argument(
         "--without-tls",
@@ -139,7 +139,7 @@ def _add_pick(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
-    """Who the replicas are, and how one is chosen."""
+    """Which replicas there are, and how one is chosen."""
     command.add_argument(
         "--replica",
         action="append",
@@ -166,7 +166,7 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--operator-token-file",
         type=Path,
-        help="Whoever asks for status, metrics or drain must send the content of this file. It is needed where "
+        help="Requests for status, metrics and drain must send the content of this file as a token. It is needed where "
         "others can connect.",
     )
     option(
@@ -210,7 +210,7 @@ def address_of(flag: str, text: str) -> tuple[str, int]:
 def settings_of(arguments: argparse.Namespace) -> RouterSettings:
     host, port = address_of("--listen", arguments.listen)
     if not 0 <= arguments.tpot_ms < 3_600_000:
-        raise ValueError(f"--tpot-ms {arguments.tpot_ms}: from 0")
+        raise ValueError(f"--tpot-ms {arguments.tpot_ms}: must be 0 or more, and below an hour")
     score = replace(ScoreSettings(), score=Score(arguments.score))
     return RouterSettings(
         replicas=tuple(arguments.replica),
@@ -237,7 +237,7 @@ def _token(path: Path | None) -> str:
         return ""
     token = path.read_text().strip()
     if not token or any(character.isspace() for character in token):
-        raise ValueError(f"{path}: a token is one word")
+        raise ValueError(f"{path}: the token must be one word without spaces")
     return token
 
 
@@ -331,7 +331,7 @@ def table_of(status: dict[str, Any]) -> Table:
     answered = ", ".join(f"{count} x {code}" for code, count in requests.items()) or "none yet"
     title = f"requests: {answered}; tried again {status['retries']}, broken off {status['broken']}"
     if status["wanted"] is not None:
-        title += f"; {status['wanted']} replicas would do"
+        title += f"; {status['wanted']} replicas would be enough"
     table = Table(title=title, title_justify="left")
     for name in ("replica", "state", "now", "served", "failed", "gap ms", "error"):
         table.add_column(name, justify="left" if name in ("replica", "state") else "right")

@@ -160,7 +160,7 @@ class Exchange:
 
     @property
     def _model(self) -> str:
-        """Nobody reads a long body for it where nothing is published."""
+        """A long body is not read for it where nothing is published."""
         return self._asked_model if self._replicas.published.names else ""
 
     def _expect(self) -> None:
@@ -199,7 +199,7 @@ class Exchange:
         return answer
 
     def _name(self, answer: Any, response: Any) -> None:
-        """The choice, and who may be tried in its place. Gateways read the header or the metadata."""
+        """The choice, and the replica that may be tried in its place. Gateways read the header or the metadata."""
         assert self._sent is not None
         instead = self._replicas.instead_of(self._sent.replica, self._but, self._model)
         named = [self._sent.replica] + ([instead] if instead is not None else [])
@@ -308,7 +308,7 @@ def subset_of(message: Any) -> set[str] | None:
 
 
 def served_of(message: Any) -> str:
-    """By the protocol's metadata, or by Envoy's own attribute where it is set up to send that. Empty: nobody says."""
+    """By the protocol's metadata, or by Envoy's own attribute where it is set up to send that. Empty: not known."""
     found = _metadata(message, CHOSEN_IN, SERVED)
     if found is not None:
         return str(found.string_value)

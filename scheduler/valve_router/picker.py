@@ -1,4 +1,4 @@
-"""The endpoint picker as a process: ext-proc over gRPC for gateways, and the router's pages for whoever runs it."""
+"""The endpoint picker as a process: ext-proc over gRPC for gateways, and the router's pages for its operator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GatewayDoor:
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
-            raise ValueError("--tls-certificate and --tls-key come together")
+            raise ValueError("--tls-certificate needs --tls-key, and --tls-key needs --tls-certificate")
         if self.certificate and self.is_self_signed:
             raise ValueError("--tls-self-signed: not with --tls-certificate")
         if self.client_authority and not self.certificate:
@@ -98,7 +98,7 @@ class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Ready as soon as it knows who the replicas are. Whether one answers is no matter: it says 503 itself."""
+    """Ready as soon as it knows the replicas. Whether one answers is no matter: it says 503 itself."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -158,7 +158,7 @@ def bracketed(host: str) -> str:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """A key and a certificate: nobody can read along, but whoever connects cannot tell whom they reached."""
+    """A key and a certificate: no third party can read along, but a client cannot tell whom it reached."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "valve endpoint picker")])
     now = datetime.datetime.now(datetime.timezone.utc)

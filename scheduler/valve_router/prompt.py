@@ -25,7 +25,7 @@ class AskedPrompt(AskedModel):
 
 
 class AskedBody:
-    """A request's body. One of up to READ_BYTES is decoded once, a longer one only if somebody wants its model."""
+    """A request's body. One of up to READ_BYTES is decoded once, a longer one only if its model is needed."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body

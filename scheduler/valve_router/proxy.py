@@ -90,7 +90,7 @@ class Proxy:
         if not is_allowed(request, self._settings.token):
             return refusal(401, "a bearer token is needed", "invalid_api_key")
         if request.path not in self._settings.paths or not request.raw_path.startswith("/"):
-            return refusal(404, "the router passes no such path", "not_found")
+            return refusal(404, "the router does not pass this path on", "not_found")
         length = request.content_length or READ_BYTES
         if self._replicas.is_full() or self._held + length > self._settings.held_bytes:
             return refusal(429, "every replica is full", "overloaded", retry_after_s=1)
@@ -135,7 +135,7 @@ class Proxy:
                 self._replicas.ended(sent, is_served=is_served, has_failed=has_failed)
 
     def _model(self, asked: AskedBody) -> str:
-        """Nobody reads a long body for it where nothing is published."""
+        """A long body is not read for it where nothing is published."""
         return asked.model if self._replicas.published.names else ""
 
     async def _pass(self, request: web.Request, asked: AskedBody, sent: Sent) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Knows the replicas: who is alive, what each has under way, and which one the next request goes to."""
+"""Knows the replicas: which are alive, what each has under way, and which one the next request goes to."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Replicas:
 
     def send(self, prompt: str, but: Collection[Replica] = (), model: str = "") -> Sent:
         """Choose a replica, and count the request there. `but`: those that have failed it already. `model`: a published
-        one goes only to who has it."""
+        one goes only to a replica that has it."""
         tried = {one.name for one in but}
         alive = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in tried]
         if self.is_published(model):
@@ -182,7 +182,7 @@ class Replicas:
         return Sent(among[index], placed, was_alone=not among[index].under_way)
 
     def instead_of(self, chosen: Replica, but: Collection[Replica] = (), model: str = "") -> Replica | None:
-        """Who could take a request that `chosen` turns out not to take. Only one: the request may kill its reader."""
+        """The replica that takes a request which `chosen` does not take. Only one: the request may kill its reader."""
         names = {chosen.name, *(one.name for one in but)}
         able = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in names]
         if self.is_published(model):
@@ -191,7 +191,7 @@ class Replicas:
         return min(free, key=lambda one: one.under_way, default=None)
 
     def moved(self, sent: Sent, replica: Replica) -> Sent:
-        """Somebody else sent the request on to `replica`, as the chosen one did not take it."""
+        """The gateway sent the request on to `replica`, as the chosen one did not take it."""
         self.ended(sent, is_served=False, has_failed=True)
         now = Sent(replica, replica.timeline.place(sent.placed.task), was_alone=False)
         self._begin(now)

@@ -78,7 +78,7 @@ async def assembled(settings: RouterSettings, access: Access | None = None) -> A
 async def known(
     settings: RouterSettings, access: Access | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice, ModelLooks]]:
-    """The client that asks, the replicas, how many should be awake, and who looks at their models."""
+    """The client that asks, the replicas, how many should be awake, and the part that looks at their models."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -118,7 +118,7 @@ async def following(settings: RouterSettings, access: Access | None, checkups: C
 
 
 class Operators:
-    """/health, /metrics and /route: for whoever runs the router."""
+    """/health, /metrics and /route: for the router's operator."""
 
     def __init__(self, settings: RouterSettings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._settings = settings
@@ -154,11 +154,11 @@ class Operators:
     async def _drain(self, request: web.Request) -> web.Response:
         """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
         if self._settings.token and not self._settings.operator_token:
-            return refusal(403, "nobody may drain: the router has no --operator-token-file", "forbidden")
+            return refusal(403, "draining is off: start the router with --operator-token-file", "forbidden")
         if not is_allowed(request, self._settings.operator_token):
             return refusal(401, "the operator's token is needed", "invalid_api_key")
         if request.content_type != "application/json":
-            return refusal(415, "the body is application/json", "invalid_request")
+            return refusal(415, "send the body as application/json", "invalid_request")
         try:
             asked = await request.json()
             name, is_drained = str(asked["replica"]), asked["is_drained"]
@@ -219,12 +219,14 @@ class RouterCollector(Collector):
         for status, count in counts.requests.items():
             requests.add_metric([str(status)], count)
         yield requests
-        yield CounterMetricFamily("valve_router_retries", "Requests tried on another replica", value=counts.retries)
+        yield CounterMetricFamily(
+            "valve_router_retries", "Requests tried again on another replica", value=counts.retries
+        )
         yield CounterMetricFamily("valve_router_broken", "Answers that a replica broke off", value=counts.broken)
-        under_way = GaugeMetricFamily("valve_router_under_way", "Requests in a replica now", labels=["replica"])
+        under_way = GaugeMetricFamily("valve_router_under_way", "Requests that are in the replica", labels=["replica"])
         alive = GaugeMetricFamily("valve_router_replica_alive", "1 if the replica answers", labels=["replica"])
         error = GaugeMetricFamily(
-            "valve_router_prediction_error_ratio", "Of predicted responses, lately", labels=["replica"]
+            "valve_router_prediction_error_ratio", "Relative error of the last predicted responses", labels=["replica"]
         )
         if self._advice.active is not None:
             yield GaugeMetricFamily(

@@ -1,4 +1,4 @@
-"""What an operator says to the router: where it listens, who its replicas are, and its limits."""
+"""The settings of the router: where it listens, what its replicas are, and its limits."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class RouterSettings:
                 f"--listen {self.host}: others can connect there; set --token-file, or listen on 127.0.0.1"
             )
         if not 1 <= self.port <= 65535:
-            raise ValueError(f"--listen: port {self.port} is none")
+            raise ValueError(f"--listen: port {self.port} is not from 1 to 65535")
         if not all(path.startswith("/") for path in self.paths):
-            raise ValueError("--path: begins with /")
+            raise ValueError("--path: must begin with /")
         if self.open_per_replica < 1:
-            raise ValueError("--open-per-replica: at least 1")
+            raise ValueError("--open-per-replica: must be at least 1")
         if self.kv_tokens < 0 or self.training_age_s < 0:
-            raise ValueError("--kv-tokens, --training-age-s: from 0")
+            raise ValueError("--kv-tokens and --training-age-s: must be 0 or more")
 
 
 def is_loopback(host: str) -> bool:

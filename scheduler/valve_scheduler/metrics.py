@@ -16,7 +16,7 @@ requests = _histogram(
     ["verb", "code"],
 )
 bind_waits = _histogram(
-    "valve_extender_binding_seconds", "Of the answer to a bind: how long the API server took to store the Binding"
+    "valve_extender_binding_seconds", "Part of a bind call: how long the API server took to store the Binding"
 )
 refusals = _counter(
     "valve_extender_refused_nodes",
@@ -34,13 +34,13 @@ invalid = _counter(
     "Objects from the API that could not be used, by kind; the log names field and value",
     ["kind"],
 )
-assumed = _gauge("valve_extender_assumed_pods", "Pods with a bind under way or undecided")
+assumed = _gauge("valve_extender_assumed_pods", "Pods whose bind is under way or undecided")
 oldest_report = _gauge(
     "valve_extender_oldest_report_seconds",
     "Age of the oldest node report; above 90 s that node takes no new offline work",
 )
 clock_skew = _gauge(
-    "valve_extender_clock_skew_seconds", "Difference between a node's clock and ours, of the node that is off most"
+    "valve_extender_clock_skew_seconds", "Largest difference between the clock of a node and that of this process"
 )
 ready = _gauge("valve_extender_ready", "1 while this replica leads and its view is complete")
 evictions = _counter(
@@ -71,8 +71,8 @@ promised_total = _counter(
 )
 kept_total = _counter(
     "valve_kept_gpu_seconds",
-    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds_total it is how far "
-    "promises hold",
+    "Speed reached, at most the SLA, x time with demand x GPUs: divided by valve_promised_gpu_seconds_total it says "
+    "how far promises hold",
     ["namespace"],
 )
 admissions = _counter(

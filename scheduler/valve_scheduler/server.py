@@ -100,7 +100,7 @@ async def _one(exchange: Exchange, reader: asyncio.StreamReader, writer: asyncio
 
 
 async def _spill(reader: asyncio.StreamReader) -> None:
-    """Read what still comes of a refused body: closed over bytes that nobody read, TCP takes the answer back."""
+    """Read what still comes of a refused body: if it is closed with unread bytes, TCP takes the answer back."""
     left = _SPILL_BYTES
     while left > 0 and (part := await reader.read(wire.HEAD_LIMIT)):
         left -= len(part)

@@ -76,7 +76,7 @@ struct valve_lock {
 };
 void valve_lock(struct valve_lock *lock);
 void valve_unlock(struct valve_lock *lock);
-void valve_lock_reset(struct valve_lock *lock); /* in a forked child: whoever held it is not there */
+void valve_lock_reset(struct valve_lock *lock); /* in a forked child: the thread that held it is not there */
 
 /* ---- the shim's state ---- */
 enum valve_state {
@@ -95,7 +95,7 @@ struct valve_reply {
 #define VALVE_REPLIES 32 /* threads that may wait for an answer at once */
 
 struct valve_shim {
-	/* First, because trampoline.S sets it: work may sit in streams that nobody can query. */
+	/* First, because trampoline.S sets it: work may be in streams that cannot be queried. */
 	uint32_t ptds;
 	uint32_t unknown_capture; /* set there, too: a capture may be open of which we never learn the end */
 	uint32_t state;           /* valve_state */

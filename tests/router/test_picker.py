@@ -318,7 +318,7 @@ def test_a_body_in_single_bytes_never_holds_a_place_for_longer():
     [
         (["--grpc", "0.0.0.0:9002"], "others can connect there"),
         (["--grpc", "9002"], "--grpc 9002: not HOST:PORT"),
-        (["--grpc", "0.0.0.0:9002", "--tls-certificate", "c"], "come together"),
+        (["--grpc", "0.0.0.0:9002", "--tls-certificate", "c"], "needs --tls-key"),
         (["--tls-self-signed", "--tls-certificate", "c", "--tls-key", "k"], "not with"),
         (["--client-ca", "a"], "only with --tls-certificate"),
         (["--listen", "0.0.0.0:8100"], "others can connect there"),

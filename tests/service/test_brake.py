@@ -445,7 +445,7 @@ def test_a_refused_process_can_be_explained(world):
     world.processes.add(700)
     world.hello(700, wanted=Role.ONLINE)
 
-    assert "refused: online needs a claim" in world.node.explain("pid", 700).summary
+    assert "refused: an online process needs a claim" in world.node.explain("pid", 700).summary
 
 
 @pytest.mark.parametrize(("subject", "number"), [("gpu", 9), ("pid", 4), ("service", 77)])

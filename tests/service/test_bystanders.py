@@ -41,7 +41,7 @@ def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_li
     rig.world.processes.add(500, comm="python3")
     rig.look(500)
     assert rig.guarded() == [0]
-    assert "process 500 (python3) uses it without Valve" in rig.guard.reason(GpuIndex(0))
+    assert "process 500 (python3) uses the GPU without Valve" in rig.guard.reason(GpuIndex(0))
     rig.guard.look({})  # NVML does not answer: nothing changes
     assert rig.guarded() == [0]
     rig.world.processes.end(500)

@@ -343,7 +343,7 @@ def a_stop(world: World) -> None:
 def test_the_worth_is_said_before_anybody_consents(tmp_path):
     world = World(tmp_path)
     service, hook = hooked(world, Said(slo="tpot=24ms"))
-    assert "worth unknown: no engine's hook tells of its steps" in world.node.explain("service", service).facts
+    assert "worth unknown: no engine's hook reports its steps" in world.node.explain("service", service).facts
 
     steps_seen(world, hook, 8.0)
     a_stop(world)
@@ -375,7 +375,7 @@ def test_a_step_that_makes_no_sense_teaches_nothing(tmp_path, claim):
 
     world.worths.look()
 
-    assert "no engine's hook tells" in state(world).granted.worth
+    assert "no engine's hook reports" in state(world).granted.worth
 
 
 def test_refusals_of_pauses_are_explained_by_reason(tmp_path):

@@ -495,7 +495,7 @@ def test_a_state_file_that_makes_no_sense_never_keeps_valved_from_starting(first
     take_over(daemon, second.config, first.folder)
 
     assert first.service_of(online) in second.gating.online, "what makes sense is taken over all the same"
-    assert any("make no sense" in event.reason for event in second.events(EventKind.NOTED))
+    assert any("are unreadable" in event.reason for event in second.events(EventKind.NOTED))
     assert (first.folder / "state.json.bad").exists()
 
 
@@ -592,4 +592,4 @@ def test_an_engine_that_loses_the_end_of_a_request_never_ends_the_harvest(first)
         first.gate.hint(hook, 5, 4)
         first.beat_all()
     assert first.gating.counters.wakes
-    assert any("nobody serves" in event.reason for event in first.events(EventKind.NOTED))
+    assert any("does not serve" in event.reason for event in first.events(EventKind.NOTED))

@@ -89,7 +89,7 @@ async def test_a_process_that_computes_unregistered_closes_its_gpu(tmp_path):
         await until(lambda: node.guarded() == [0])
 
         verdict = node.room.known.verdicts[0]
-        assert verdict.reason == "process 900 (sneaky) uses it without the shim"
+        assert verdict.reason == "process 900 (sneaky) uses the GPU without the shim"
 
 
 @scenario
@@ -100,7 +100,7 @@ async def test_before_anybody_has_answered_every_gpu_is_guarded(tmp_path):
 
         assert node.guarded() == [0, 1]
         assert not node.room.plugin.is_registered
-        assert node.room.reports.missing() == "the kubelet has not said who holds which GPU"
+        assert node.room.reports.missing() == "the kubelet has not reported which pod holds which GPU"
 
 
 @scenario

@@ -140,8 +140,8 @@ def test_who_fails_the_trial_is_asked_between_its_steps_and_holds_nothing_for_it
 @pytest.mark.parametrize(
     ("status", "outcome", "words"),
     [
-        (errno.EBADMSG, "wrong bytes", "the bytes did not come back when mapped again"),
-        (errno.EFAULT, "wrong bytes", "memory beside it changed"),
+        (errno.EBADMSG, "wrong bytes", "the trial failed: the bytes were not the same when mapped again"),
+        (errno.EFAULT, "wrong bytes", "the trial failed: memory beside the taken memory changed"),
         (errno.EIO, "refused", "the trial ended with error 5"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world, monkeypatc
     offline = world.engine("offline", columns=16)
     world.run(500)
 
-    assert state_of(world, offline) == "cooperative: its shim passed no uvm descriptor"
+    assert state_of(world, offline) == "cooperative: the process's shim passed no uvm descriptor"
 
 
 def test_where_kernels_are_not_really_stopped_nothing_is_taken_from_outside(world, monkeypatch):

@@ -78,7 +78,7 @@ def test_what_does_not_train_or_is_offline_work_already_is_not_started_twice(bec
 def test_where_nothing_stops_the_job_it_says_so(became, tmp_path, capsys):
     environment(tmp_path)
     tune.main(["run", "--x"])
-    assert "nothing stops this job" in capsys.readouterr().err
+    assert "this job is not stopped" in capsys.readouterr().err
     tune.main(["publish", "--x"])
     assert not capsys.readouterr().err
 

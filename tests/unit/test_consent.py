@@ -24,10 +24,10 @@ def test_a_target_is_read_with_its_units_and_written_back_the_same():
         ("tpot=40", "has no unit"),
         ("tpot=0ms", "above 0"),
         ("tpot=2000000s", "at most an hour"),
-        ("tpot=-1ms", "is no time"),
-        ("tpot=nanms", "is no time"),
-        ("tpot=infms", "is no time"),
-        ("tpot=1e3ms", "is no time"),
+        ("tpot=-1ms", "is not a time"),
+        ("tpot=nanms", "is not a time"),
+        ("tpot=infms", "is not a time"),
+        ("tpot=1e3ms", "is not a time"),
         ("itl=40ms", "ttft, tpot, gap"),
         ("40ms", "ttft, tpot, gap"),
         ("tpot=40ms,", "ttft, tpot, gap"),
@@ -47,7 +47,7 @@ def test_nothing_is_granted_where_nobody_said_both():
     assert consent_of([]) == Consent()
     assert not consent_of([target]).grant
     assert not consent_of([yes]).grant
-    assert "no target" in consent_of([yes]).problem
+    assert "state a target" in consent_of([yes]).problem
     assert not consent_of([Said(slo="ttft=1s", grant="true")]).grant  # pauses are paid from the time between tokens
     assert consent_of([target, yes]).grant
 
@@ -88,9 +88,9 @@ def test_whatever_is_written_a_grant_has_a_target_and_a_yes(places):
     ("arguments", "says"),
     [
         (["--online", "--slo", "tpot=40", "--", "true"], "--slo: tpot=40 has no unit"),
-        (["--offline", "--slo", "tpot=40ms", "--", "true"], "words of online work"),
-        (["--offline", "--grant", "--", "true"], "words of online work"),
-        (["--offline", "--share-weights", "--", "true"], "words of online work"),
+        (["--offline", "--slo", "tpot=40ms", "--", "true"], "options of online work only"),
+        (["--offline", "--grant", "--", "true"], "options of online work only"),
+        (["--offline", "--share-weights", "--", "true"], "options of online work only"),
     ],
 )
 def test_the_launcher_refuses_words_without_sense_before_anything_runs(arguments, says, capsys, monkeypatch):

@@ -18,7 +18,7 @@ KNOWN = Known(steps_ms=(8.0,) * 64, busy=0.5, cost_ms=0.5, tpot_ms=24.0, gap_ms=
 @pytest.mark.parametrize(
     ("known", "why"),
     [
-        (replace(KNOWN, steps_ms=()), "no engine's hook tells"),
+        (replace(KNOWN, steps_ms=()), "no engine's hook reports"),
         (replace(KNOWN, steps_ms=(8.0,) * (LEAST_STEPS - 1)), "15 of 16 steps"),
         (replace(KNOWN, busy=None), "no time was measured"),
         (replace(KNOWN, cost_ms=None), "no stop was measured"),

@@ -33,7 +33,7 @@ def test_one_holder_that_is_not_heard_closes_the_gpu() -> None:
     verdict = judge(CARDS, [holder(0), holder(0, heard=False, name="serving/bare/engine")], [], SETTINGS)[0]
 
     assert verdict.is_guarded
-    assert verdict.reason == "serving/bare/engine holds it, and no process of its pod runs with the shim"
+    assert verdict.reason == "serving/bare/engine holds the GPU, and no process of that pod runs with the shim"
     assert verdict.online == ("serving/bare", "serving/chat-0")
 
 
@@ -69,7 +69,7 @@ def test_a_process_without_the_shim_is_the_gravest_reason() -> None:
     verdict = judge(CARDS, [holder(1, heard=False)], [stranger], GuardSettings(harvest_unallocated=True))[1]
 
     assert verdict.is_guarded
-    assert verdict.reason == "process 7 (python) uses it without the shim"
+    assert verdict.reason == "process 7 (python) uses the GPU without the shim"
 
 
 def test_an_unallocated_gpu_is_harvested_only_if_the_operator_says_so() -> None:

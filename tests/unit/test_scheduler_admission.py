@@ -165,7 +165,7 @@ def test_a_sidecar_of_an_offline_pod_gets_no_gpu_whatever_its_image_says() -> No
         (pod(container(count="x")), "must be a whole number"),
         (pod(container(securityContext={"privileged": True})), "is privileged"),
         (pod(hostPID=True), "hostPID is not allowed"),
-        (pod(container(env=[{"name": "LD_PRELOAD", "valueFrom": {}}])), "write its value out"),
+        (pod(container(env=[{"name": "LD_PRELOAD", "valueFrom": {}}])), "write its value into the pod"),
         (pod(nodeName="n1"), "nodeName is set"),
         (labelled(pod(annotations={names.ROLE: "online"}), "offline"), "says offline and the annotation online"),
         (labelled(pod(annotations={names.ROLE: "offline"}), "online"), "says online and the annotation offline"),

@@ -17,7 +17,7 @@ from valve_scheduler.controller.workloads import owner_of
 from valve_scheduler.placement.state import STALE_AFTER_S
 
 Json = dict[str, Any]
-WHY = "process 7 (train) uses it without the shim"
+WHY = "process 7 (train) uses the GPU without the shim"
 PROMISED = {names.SLA: "0.3", names.PROFILE: "m"}
 
 

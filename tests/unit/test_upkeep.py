@@ -96,7 +96,7 @@ def test_a_loop_that_stood_is_never_passed_over_in_silence():
     assert told == [100.0, 105.0, 110.0]
 
     clock.run(late_s=3.0)
-    assert late == ["the loop stood for 3.0 s: every GPU was held meanwhile"]
+    assert late == ["valved's loop was stuck for 3.0 s: every GPU was held meanwhile"]
     beat.stop()
     assert not clock.calls
 
@@ -108,7 +108,7 @@ def test_a_beat_that_fails_is_never_the_last():
         raise OSError(text)
 
     upkeep.LoopBeat(clock, lambda: alive.append(1), lambda: None, fails)
-    with pytest.raises(OSError, match="the loop stood"):
+    with pytest.raises(OSError, match="valved's loop was stuck"):
         clock.run(late_s=3.0)
     clock.run()
 

@@ -342,7 +342,7 @@ def _metric(scheduler: int, name: str) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time so far: unlike the rate it hardly depends on who else uses the machine."""
+    """Processor time so far: unlike the rate it hardly depends on other work on the machine."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -187,7 +187,7 @@ def followed_mib(nodes: int) -> dict[str, float]:
 
 
 def whole_node(index: int) -> Json:
-    """A Node as a kubelet keeps it, with its images and who wrote what: seventeen kilobytes."""
+    """A Node as a kubelet keeps it, with its images and managed fields: seventeen kilobytes."""
     found = node_object(index)
     found["metadata"]["labels"] |= {f"feature.node.kubernetes.io/cpu-{n}": "true" for n in range(60)}
     found["metadata"] |= {
@@ -262,7 +262,7 @@ def _pods() -> Iterable[Row]:
 
 
 def _nodes() -> Iterable[Row]:
-    """The controller keeps more than the extender: reports as they came, and who may use a node."""
+    """The controller keeps more than the extender: reports as they came, and which pods may use a node."""
     for nodes in SIZES:
         found = json.loads(_alone(f"json.dumps(followed_mib({nodes}))"))
         shown = ", ".join(f"{name} {mib:.0f}" for name, mib in found.items())

@@ -74,7 +74,7 @@ def bench_cost() -> Iterator[Row]:
 
 
 def start_crowd(node: EmulatedNode) -> subprocess.Popen[str]:
-    """The crowd in a process of its own, under the emulated driver; returns when everybody is welcomed."""
+    """The crowd in a process of its own, under the emulated driver; returns when every process is welcomed."""
     sizes = [ONLINE, OFFLINE, CHANNELS, GPUS]
     crowd = subprocess.Popen(
         [sys.executable, "-m", "valve_tools.bench.daemon", str(node.run_dir), *map(str, sizes)],

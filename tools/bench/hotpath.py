@@ -26,7 +26,7 @@ ADDED_NS_BUDGET = 5.0  # promise P9
 
 
 def environment(with_shim: bool) -> dict[str, str]:
-    """No daemon: the closed gate is the same word at the same address, whoever owns the page."""
+    """No daemon: the closed gate is the same word at the same address, with and without a daemon."""
     env = {name: value for name, value in os.environ.items() if name not in {"LD_PRELOAD", "VALVE_RUN_DIR"}}
     env["LD_LIBRARY_PATH"] = os.fspath(FOLDER)
     if with_shim:

@@ -113,7 +113,7 @@ class VirtualGate:
         return self.waker.look()
 
     def set_prompt(self, on: bool) -> None:
-        """Whoever benches drains at every launch."""
+        """The bench drains at every launch."""
 
     def set_hints(self, client: ClientId) -> None:
         self.has_hook = client == self.hook

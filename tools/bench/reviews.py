@@ -1,4 +1,4 @@
-"""What a pod of megabytes costs the webhook: its processor time, its memory, and who asks beside it.
+"""What a pod of megabytes costs the webhook: its processor time, its memory, and the wait of other pods.
 
 No control plane takes part: reviews as an API server sends them, of pods that a tenant may write. `webhook-review`
 judges them one after another; for the other rows a webhook of its own process listens, without TLS.
@@ -130,7 +130,7 @@ async def _asked(port: int, role: str, raw: bytes) -> tuple[int, float]:
 
 
 async def _peaks() -> tuple[float, float, list[int]]:
-    """Of the process before anybody asked, and after eight reviews of three megabytes at once; their answers."""
+    """Of the process before any review, and after eight reviews of three megabytes at once; their answers."""
     async with _listening() as (pid, port):
         before = peak_mib(pid)
         raw = review(names.OFFLINE, 1, MOST)

@@ -1,4 +1,4 @@
-"""How the daemon's rooms reach whoever stands above them: by one listener a room, and by nothing else.
+"""Checks how the daemon's rooms report to the rooms above: by one listener a room, and by nothing else.
 
 A callable that somebody sets from outside after construction is a way that no reader of the class can follow: each is
 given to the constructor instead. So is every part: no constructor, and no file that puts parts together, sets an

@@ -21,7 +21,7 @@ PREFIX, CONTAINERD = "vn-", "c.sock"  # of a node's folder, and of the socket in
 def sweep() -> list[Path]:
     """Take down what nodes whose process was killed left: containers, the emulator's server, mounts, folders.
 
-    Every node holds the lock of its folder, so one that can be had is of nobody.
+    Every node holds the lock of its folder, so a lock that can be taken has no owner.
     """
     swept = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -64,7 +64,7 @@ def unmount(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """As long as this process lives at most. BlockingIOError: somebody else's."""
+    """As long as this process lives at most. BlockingIOError: another process has it."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,7 +65,7 @@ class PodNetwork:
 
 
 def _netlink() -> Any:
-    """Of those who test clusters: an installation without them has the other commands of these tools."""
+    """For tests on clusters: an installation without them has the other commands of these tools."""
     from pyroute2 import IPRoute
 
     return IPRoute()

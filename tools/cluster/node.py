@@ -38,7 +38,10 @@ PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 CGROUPS = Path("/sys/fs/cgroup")
 # In logs; the second of a plugin's is NVIDIA's.
-PLUGIN_UP, NRI_UP = "registered with the kubelet|Registered device plugin", "asked about every container from here on"
+PLUGIN_UP, NRI_UP = (
+    "registered with the kubelet|Registered device plugin",
+    "the runtime now asks about every new container",
+)
 # Who says what once it speaks again to a process that was away.
 SPEAKS_TO = {
     "kubelet": (("valved", PLUGIN_UP), ("gpuplugin", PLUGIN_UP)),
@@ -234,7 +237,7 @@ class RealNode:
 
     @contextlib.contextmanager
     def back_afterwards(self, victim: str) -> Iterator[None]:
-        """Whatever is done to it inside: it is over when everybody who speaks to it does so again.
+        """Whatever is done to it inside: it is over when every process that speaks to it does so again.
 
         A pod that is made before may be one that nobody injects or serves.
         """

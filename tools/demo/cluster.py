@@ -38,7 +38,7 @@ SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-schedul
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo cluster", description=__doc__)
-    option(parser, "--nodes", 20, "The number of made-up nodes of eight GPUs.")
+    option(parser, "--nodes", 20, "The number of simulated nodes of eight GPUs.")
     option(parser, "--seconds", 12.0, "Show gating for this many seconds.")
     option(parser, "--pairs", 8, "The number of pod starts, each with and without injection.")
     options = parser.parse_args(argv)
@@ -131,7 +131,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
     screen.step("helm test, and what injection costs a pod's start")
     cluster_node.run_helm_test(stage)
     cluster_node.measure_pod_starts(stage, options.pairs)
-    screen.step(f"A fleet: {options.nodes} made-up nodes of 8 GPUs join")
+    screen.step(f"A fleet: {options.nodes} simulated nodes of 8 GPUs join")
     fleet = cluster_fleet.PlayedFleet(stage, options.nodes)
     with fleet.playing():
         cluster_fleet.show_nodes(stage, options.nodes)
@@ -145,7 +145,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
 
 
 def _tell(screen: Screen, plane: ControlPlane, node: RealNode, problem: BaseException) -> None:
-    """What went wrong, and the last words of whoever may know why."""
+    """What went wrong, and the last log lines of the processes that may know why."""
     screen.check(f"{type(problem).__name__}: {problem}", False)
     logs = [plane.folder / f"{name}.log" for name in SAID_OF_A_FAILURE]
     logs += sorted((node.folder / "logs").glob("*/*/*.log"))

@@ -71,7 +71,7 @@ def show_nodes(stage: Stage, count: int) -> None:
         return len(json.loads(stage.valve("cluster", "status", "--json"))["nodes"]) == count + 1
 
     wait_for("every node's report", joined, PATIENCE_S)
-    screen.say(f"Their daemons' reports are played: {LOOK_EVERY_S:g} s here stand for {WINDOW_S + 1} s of work.")
+    screen.say(f"Their daemons' reports are simulated: {LOOK_EVERY_S:g} s here stand for {WINDOW_S + 1} s of work.")
     told = tables(stage.valve("cluster", "status"), slice(1))
     screen.command("valve cluster status", told, most=12)
 
@@ -171,7 +171,7 @@ def show_move(stage: Stage, fleet: PlayedFleet, first: Json) -> None:
     screen.figure(
         "missed SLA to eviction, 3 windows of it",
         f"{evicted_s:.1f} s",
-        "the monitor looks every 5 s here, telemetry is played",
+        "the monitor looks every 5 s here, telemetry is simulated",
     )
     screen.check("an event on the pod says what it got and what it was promised", node in told)
     screen.check(

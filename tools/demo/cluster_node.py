@@ -216,7 +216,7 @@ def start_online(stage: Stage) -> Chat:
     screen.check("the webhook put the shim in front of the pod's own preload", variables["LD_PRELOAD"].startswith(shim))
     marked = chat.made["metadata"]["annotations"].get(names.INJECTION)
     screen.check(f"{names.INJECTION}: {marked}", marked == "ok")
-    screen.check("valved hears it as the service default/chat", chat.service is not None)
+    screen.check("valved knows it as the service default/chat", chat.service is not None)
     return chat
 
 
@@ -270,7 +270,7 @@ def show_gating(stage: Stage, chat: Chat, batch: BatchPod, seconds: float) -> No
         time.sleep(0.05)
     last = chat.service
     stopped, requests = last.preemptions - first.preemptions, chat.answered - answered
-    screen.check("batch stood while a request of chat was open: not a beat over a round trip to valved", stood)
+    screen.check("batch stood still while a request of chat was open: no beat during a round trip to valved", stood)
     screen.check("and ran on by itself when chat had no request", resumed)
     screen.check(
         f"both made progress: {requests} requests, {batch.units - units} units", requests and batch.units > units
@@ -308,7 +308,7 @@ def measure_pod_starts(stage: Stage, pairs: int) -> None:
 
 
 def _start_ms(stage: Stage, name: str, inject: bool) -> float:
-    """Again, if the webhook did not answer within its 2 s: that pod runs as if nobody had asked."""
+    """Again, if the webhook did not answer within its 2 s: that pod runs without the shim."""
     for attempt in itertools.count():
         try:
             return start(stage.node, f"{name}-{attempt}", inject).whole

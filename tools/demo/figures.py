@@ -94,7 +94,7 @@ class OnlineRun:
 
 
 def parse_online(lines: Iterable[str]) -> OnlineRun:
-    """The online workload's JSON lines; other lines are somebody else's."""
+    """The online workload's JSON lines; other lines are not its own."""
     requests, start_s, wall_s = [], 0.0, 0.0
     for line in lines:
         if not line.startswith("{"):

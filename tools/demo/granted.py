@@ -185,8 +185,8 @@ def perform(plan: GrantedPlan, folder: Path) -> list[GrantedFigures]:
 
 
 def gap_problems(runs: list[GrantedFigures], plan: GrantedPlan) -> list[str]:
-    """A prompt holds up whoever reads, with consent and without. No other gap may be longer than stated, unless this
-    machine makes one as long where nothing pauses.
+    """A prompt delays requests that decode, with consent and without. No other gap may be longer than stated, unless
+    this machine makes one as long where nothing pauses.
     """
     most_ms = max(plan.gap_ms, runs[0].longest_plain_ms)
     if runs[-1].longest_plain_ms <= most_ms:

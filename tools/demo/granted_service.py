@@ -67,7 +67,7 @@ class OpenRequest:
 
 @dataclass(slots=True, kw_only=True)
 class GrantedService:
-    """The engine's loop. `inbox` is its only input; whoever puts something there notifies `news`."""
+    """The engine's loop. `inbox` is its only input; code that puts something there notifies `news`."""
 
     options: argparse.Namespace
     device: Device
@@ -128,7 +128,7 @@ class GrantedService:
                 self.pause(self.grants)
 
     def step(self, new: list[OpenRequest]) -> None:
-        """Prompts alone, or a token for everybody."""
+        """Prompts alone, or a token for every request."""
         grants = self.grants if self.grants is not None and self.grants.follows else None
         if grants is not None:
             for asked in new:

@@ -81,7 +81,7 @@ class EmulatedNode:
             emulated.stop(self._server)
 
     def inhabitants(self) -> list[int]:
-        """Processes that live on this node's card, whoever started them: its folder stands in their environment."""
+        """Processes on this node's card, whatever started them: its folder stands in their environment."""
         mine = f"VALVE_EMU_DIR={self.folder / 'emu'}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):

@@ -147,5 +147,5 @@ def report(demo: TuneDemo, undisturbed: Path) -> int:
     print(f"loss: {first:.3f} in the first {few} steps, {last:.3f} in the last {few}")
     print(f"harvested since the restart: {harvested:.0%} of the time (the rest: stopped for the service)")
     print(f"adapter: {len(ours)} bytes, sha256 {hashlib.sha256(ours).hexdigest()[:16]}")
-    print(f"the undisturbed run's adapter is {'the same, byte for byte' if is_same else 'ANOTHER ONE'}")
+    print(f"the undisturbed run's adapter is {'the same, byte for byte' if is_same else 'DIFFERENT'}")
     return 0 if is_same and falls else 1

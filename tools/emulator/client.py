@@ -89,7 +89,7 @@ class NodeMoment:
         return int(self.raw["gpus"][gpu]["used_bytes"])
 
     def unknown(self, kind: str) -> dict[int, int]:
-        """Calls that nobody implements: number -> count. kind: controls, classes, escapes, uvm."""
+        """Calls that the emulator does not implement: number -> count. kind: controls, classes, escapes, uvm."""
         return {int(number, 16): count for number, count in self.raw["unknown"][kind].items()}
 
 
@@ -158,7 +158,7 @@ class Emulator:
         self._ask("faults-clear")
 
     def release(self) -> None:
-        """Everybody who stands at a `hold` fault goes on."""
+        """Every call that waits at a `hold` fault goes on."""
         self._ask("release")
 
     def wait_held(self, count: int = 1) -> NodeMoment:

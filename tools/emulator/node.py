@@ -118,7 +118,7 @@ def _quit(directory: Path) -> None:
 
 @contextmanager
 def shared_node(directory: Path, options: Options) -> Iterator[bool]:
-    """A node that several commands may share: whoever comes first starts the server, whoever leaves last stops it.
+    """A node that several commands may share: the first starts the server, the last stops it.
     A server that was there before all of them is left alone. The value says whether we started it."""
     directory.mkdir(parents=True, exist_ok=True)
     ours = directory / "started-by-run"

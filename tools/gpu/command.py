@@ -35,9 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help="Run only these batches. Each takes less than nine minutes.",
     )
-    parser.add_argument("--resume", action="store_true", help="Leave out what the files in --out have settled.")
+    parser.add_argument("--resume", action="store_true", help="Leave out experiments that have an answer in --out.")
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu-lab"), help="The folder for what is found. Default: %(default)s."
+        "--out", type=Path, default=Path("gpu-lab"), help="The folder for the results. Default: %(default)s."
     )
     parser.add_argument(
         "--budget",

@@ -194,7 +194,7 @@ class Rig:
         new = self._count_xids() - self._xids
         if new > 0:
             last = [line for line in (self.machine.kernel_log() or "").splitlines() if "NVRM: Xid" in line][-1]
-            raise StopRule(f"{new} Xid that nobody planned: {last}")
+            raise StopRule(f"{new} Xid that no experiment announced: {last}")
         if self._guard is None or self._guard.poll() is not None:
             raise StopRule("the guard died")
 

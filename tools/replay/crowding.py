@@ -96,7 +96,7 @@ def run_task(task: CrowdingTask) -> CrowdedPair:
 
 
 def is_refused(bound: Bound, run: Result, held_gib: float) -> bool:
-    """By the ranking of the product; `held_gib` 0: nobody measured the job."""
+    """By the ranking of the product; `held_gib` 0: the job was not measured."""
     state = state_of(bound, run)
     curve = ThroughputCurve(free_mib=(0.0,), tokens_per_s=(1.0,))
     measured = WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve, fit_mib=held_gib * 1024)

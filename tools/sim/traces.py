@@ -167,7 +167,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def lengths_in(path: Path) -> list[JobLengths]:
-    """The length files of a folder alone, for who replays no requests."""
+    """The length files of a folder alone, for experiments that replay no requests."""
     found = (_read_if_readable(file, only_lengths=True) for file in _files(path))
     return [one for one in found if isinstance(one, JobLengths)]
 

@@ -229,7 +229,7 @@ def check_sizes(blocks: int, block_tokens: int, rows: int, row_blocks: int) -> s
         if not 0 < value <= most:
             return f"{name} = {value}: must be 1 to {most}"
     size = KvBook.bytes_of(rows, row_blocks, blocks)
-    return f"a book of {size} bytes, at most {MAX_BOOK}" if size > MAX_BOOK else ""
+    return f"a book of {size} bytes; at most {MAX_BOOK} are allowed" if size > MAX_BOOK else ""
 
 
 assert struct.calcsize("P") == 8, "stores of 64-bit words must be single stores"

@@ -91,7 +91,7 @@ def set_submitted(region: Page, slot: int, count: int) -> None:
 
 
 def create_memfd(name: str, size: int) -> int:
-    """A memory file of a size that nobody can change any more."""
+    """A memory file whose size can no longer change."""
     with Fds() as fds:
         fd = fds.own(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd, size)

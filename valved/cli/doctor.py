@@ -173,7 +173,7 @@ def check_mps() -> Finding:
     if Path(pipe, "control").exists():
         return broken(
             "MPS",
-            f"an MPS control daemon runs ({pipe}): its clients share channel groups, a gate would hit online",
+            f"an MPS control daemon runs ({pipe}): a stop of its clients would hit online work, too",
             "echo quit | nvidia-cuda-mps-control",
         )
     return fine("MPS", "no control daemon")
@@ -182,10 +182,10 @@ def check_mps() -> Finding:
 def check_dcgm(folder: Path = Path("/proc")) -> Finding:
     seen = {comm for comm in map(_comm, folder.glob("[0-9]*/comm")) if comm in DCGM}
     if not seen:
-        return fine("DCGM", "nothing measures whole cards")
+        return fine("DCGM", "no exporter that measures whole cards runs")
     return note(
         "DCGM",
-        f"{', '.join(sorted(seen))} counts offline work as the online service's",
+        f"{', '.join(sorted(seen))} counts offline work as work of the online service",
         "scale and alert on the service's own metrics, or on those of valved (docs/cluster.md)",
     )
 
@@ -247,14 +247,14 @@ def check_daemon() -> Finding:
     folder = run_dir()
     if is_running(folder):
         return fine("valved", f"answers in {folder}")
-    return note("valved", f"none answers in {folder}", "valve up")
+    return note("valved", f"no valved answers in {folder}", "valve up")
 
 
 def check_lock() -> Finding:
     """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another."""
     answer = status_of(run_dir())
     if answer is None:
-        return unknown("driver lock", "valved measures it, and none answers here")
+        return unknown("driver lock", "only valved can measure it, and no valved answers here")
     return judge_lock(answer.driver, [len(service.gpus) for service in answer.services if service.role == ONLINE])
 
 
@@ -262,7 +262,7 @@ def judge_lock(driver: Any, widths: list[int]) -> Finding:
     """`widths`: GPUs of each online service."""
     widest = max(widths, default=0)
     if widest < 2:
-        return fine("driver lock", "no online service uses several GPUs: one lock is as good as many")
+        return fine("driver lock", "no online service uses several GPUs, so the lock does not matter")
     if not driver.HasField("device_only_lock"):
         return unknown("driver lock", words.lock(driver))
     if driver.device_only_lock or widest < PATCH_PAYS:
@@ -270,7 +270,7 @@ def judge_lock(driver: Any, widths: list[int]) -> Finding:
     return note(
         "driver lock",
         f"stock: the {widest} GPUs of a service are stopped one after another",
-        "the one-word driver patch stops them side by side (patches/driver)",
+        "with the one-word driver patch they stop at the same time (patches/driver)",
     )
 
 
@@ -278,7 +278,7 @@ def check_remap() -> Finding:
     """Can memory be taken from the offline processes here while online work waits for it?"""
     answer = status_of(run_dir())
     if answer is None:
-        return unknown("KV memory", "valved tries it, and none answers here")
+        return unknown("KV memory", "only valved can try it, and no valved answers here")
     return judge_remap(answer.memory)
 
 
@@ -288,7 +288,7 @@ def judge_remap(memory: Any) -> Finding:
         return fine("KV memory", remap.passed(memory))
     return note(
         "KV memory",
-        f"asked for between two steps of the engine, and a request may wait for one: {'; '.join(failed)}",
+        f"memory is taken between two steps of the engine, so a request may wait for a step: {'; '.join(failed)}",
         "a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
     )
 

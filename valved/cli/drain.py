@@ -16,10 +16,15 @@ LOOK_S = 0.2
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("drain", help="End all offline work on this node and take none until `valve resume`.")
+    parser = commands.add_parser(
+        "drain", help="End all offline work on this node and accept none until `valve resume`."
+    )
     parser.add_argument("--stop", action="store_true", help="End valved when no offline process is left.")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="Wait this many seconds for them. Default: %(default)g."
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="Wait this many seconds for the processes to end. Default: %(default)g.",
     )
     parser.set_defaults(run=drain)
 
@@ -33,7 +38,7 @@ def drain(options: argparse.Namespace) -> int:
             print(f"offline work is stopped; waiting for its end: {', '.join(left)}", file=sys.stderr)
         while left:
             if time.monotonic() > end_s:
-                step = "it stays stopped; look at: valve explain, the log, and on Kubernetes at disruption budgets"
+                step = "they stay stopped; see valve explain, the log, and on Kubernetes the disruption budgets"
                 raise CliError(f"still there: {', '.join(left)}", FAILED, step)
             time.sleep(LOOK_S)
             try:

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="Show only this kind (reclaimed, refused, killed, ...). Repeat the option for several kinds.",
     )
     parser.add_argument("--all", action="store_true", help="Show each stop and wake, too.")
-    parser.add_argument("--follow", action="store_true", help="Go on with what happens from now on, until Ctrl-C.")
+    parser.add_argument("--follow", action="store_true", help="Then show new events, until Ctrl-C.")
     parser.add_argument(
         "--json", action="store_true", help="Print one JSON object a line, as `valve record` writes them."
     )

@@ -85,7 +85,9 @@ def reclaims(connection: NodeClient) -> int:
     found = [line(event, now_ns) for event in EventStream(connection, ["reclaimed"]).kept()]
     for each in found:
         console.print(each)
-    console.print("valve explain reclaim NUMBER says who paid, and why" if found else "no reclaim so far")
+    console.print(
+        "valve explain reclaim NUMBER says which engine lost memory, and why" if found else "no reclaim so far"
+    )
     return OK
 
 

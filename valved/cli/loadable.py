@@ -14,7 +14,7 @@ HEAD = 1 << 16  # program headers stand at the front of every file that a linker
 
 
 def obstacle(command: str, path: str | None = None, depth: int = 0) -> str:
-    """Nothing where the dynamic loader will preload the shim, or where nobody can tell."""
+    """Nothing where the dynamic loader will preload the shim, or where that cannot be known."""
     found = shutil.which(command, path=path)
     if found is None or depth > LOADERS:
         return ""

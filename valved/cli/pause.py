@@ -44,7 +44,7 @@ def pause(_options: argparse.Namespace) -> int:
     except OSError as error:
         raise _not_ours(path, error) from None
     print(f"the brake is on: {path}", flush=True)  # whatever becomes of the rest: valved watches this file
-    return _tell("Pause", node_pb2.PauseRequest(by=_who()), "it stops offline work when it sees the file")
+    return _tell("Pause", node_pb2.PauseRequest(by=_who()), "valved stops offline work when it sees the file")
 
 
 def resume(_options: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def resume(_options: argparse.Namespace) -> int:
     except OSError as error:
         raise _not_ours(path, error) from None
     print(f"the brake is off: {path} is gone", flush=True)
-    return _tell("Resume", node_pb2.ResumeRequest(), "offline work goes on when it sees that")
+    return _tell("Resume", node_pb2.ResumeRequest(), "valved lets offline work run when it sees that the file is gone")
 
 
 def _ask(method: str, request: Any) -> int:
@@ -68,7 +68,7 @@ def _ask(method: str, request: Any) -> int:
 
 
 def _tell(method: str, request: Any, otherwise: str) -> int:
-    """The file is enough; who answers says what is in force now."""
+    """The file is enough; a valved that answers says what is in force now."""
     try:
         with node() as connection:
             status = connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S)
@@ -81,7 +81,7 @@ def _tell(method: str, request: Any, otherwise: str) -> int:
 
 
 def _not_ours(path: Path, error: OSError) -> CliError:
-    return CliError(f"{path}: {error.strerror}", next_step="the brake belongs to the user who runs valved")
+    return CliError(f"{path}: {error.strerror}", next_step="use the user that runs valved, for example with sudo")
 
 
 def _brake() -> Path:
@@ -89,5 +89,7 @@ def _brake() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except PermissionError:
-        raise CliError(f"cannot write in {folder}", next_step="the brake belongs to the user who runs valved") from None
+        raise CliError(
+            f"cannot write in {folder}", next_step="use the user that runs valved, for example with sudo"
+        ) from None
     return folder / PAUSE_FILE

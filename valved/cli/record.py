@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         dest="seconds",
         type=float,
         default=0.0,
-        help="End after this many seconds. 0 stands for no end before Ctrl-C. Default: %(default)g.",
+        help="End after this many seconds. 0 means: run until Ctrl-C. Default: %(default)g.",
     )
     parser.set_defaults(run=record)
 

@@ -113,7 +113,7 @@ def words(options: argparse.Namespace) -> Said:
     said = Said(slo=options.slo, grant=answer(options.grant), share_weights=answer(options.share_weights))
     if said != SILENT and not options.online:
         raise CliError(
-            "--slo, --grant and --share-weights are words of online work",
+            "--slo, --grant and --share-weights are options of online work only",
             USAGE,
             "valve run --online --slo ... --grant --share-weights -- CMD",
         )

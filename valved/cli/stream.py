@@ -13,7 +13,7 @@ from valved.cli.client import DEADLINE_S, NodeClient, explain_error
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # valved ended, or ends
 FROM_NOW = (1 << 64) - 1  # of this start of valved; of another one: all that it keeps
-TOO_SLOW = "this reader took no event"
+TOO_SLOW = "this reader took no event for too long"
 
 
 class EventStream:
@@ -88,10 +88,12 @@ class EventStream:
         epoch = int(metadata.get("valve-epoch", 0)) or None
         missed = metadata.get("valve-missed", "0")
         if self._epoch is not None and epoch != self._epoch:
-            self._say("valved was started again: its events follow, and the audit file has the last ones of before")
+            self._say(
+                "valved was started again: its events follow; the last ones of the former valved are in the audit file"
+            )
             self._since = 0
         elif self._epoch is not None and missed != "0":
-            self._say(f"{missed} events are not kept any more")
+            self._say(f"{missed} events are no longer kept")
         if self._since is None and epoch is not None:
             self._since = FROM_NOW
         self._epoch = epoch

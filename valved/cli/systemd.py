@@ -82,7 +82,7 @@ def systemctl(*arguments: str) -> None:
 
 
 def _empty() -> None:
-    """Nobody comes after this valved: offline work ends first, stopped until then."""
+    """No valved follows this one: offline work ends first, stopped until then."""
     if is_running(run_dir()):
         drain.drain(argparse.Namespace(stop=True, timeout=120.0))
 

@@ -90,13 +90,13 @@ class History:
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("top", help="Show a live view of this node.", epilog=f"keys: {HELP}")
     parser.add_argument(
-        "--interval", type=interval, default=1.0, help="Look again after this many seconds. Default: %(default)g."
+        "--interval", type=interval, default=1.0, help="Refresh after this many seconds. Default: %(default)g."
     )
     parser.add_argument(
         "--looks",
         type=int,
         default=0,
-        help="End after this number of looks. 0 stands for no end before q or Ctrl-C. Default: %(default)s.",
+        help="End after this number of looks. 0 means: run until q or Ctrl-C. Default: %(default)s.",
     )
     parser.add_argument(
         "--sort", choices=list(ORDERS), default="id", help="The order of the services. Default: %(default)s."
@@ -120,7 +120,7 @@ def gpus(answer: Any, history: History) -> RenderableType:
     if not answer.gpus:
         return no_gpus()
     columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
-    title = "GPUs: share of time that offline work might run, newest right"
+    title = "GPUs: share of time in which offline work was allowed to run, newest right"
     table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
     for gpu in answer.gpus:
         shares = history.gpus[gpu.index]

@@ -26,7 +26,7 @@ UNGATED = "--ungated"
 
 
 def interpreter() -> str:
-    """Who can train: what the environment names, this one, or an environment beside us or where we stand."""
+    """The Python that can train: the one that the environment names, this one, or one beside us or in this folder."""
     named = os.environ.get(ENV_PYTHON)
     if named:
         return named
@@ -65,5 +65,8 @@ def main(argv: list[str]) -> int:
             words = {"ungated": ungated, "slo": "", "grant": None, "share_weights": None}
             return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", **words))
         if argv[0] in TRAINS:
-            print("valve tune: no valved is here, so nothing stops this job for a service", file=sys.stderr)
+            print(
+                "valve tune: no valved runs here, so this job is not stopped when a service needs the GPU",
+                file=sys.stderr,
+            )
     return run.become(command, dict(os.environ))

@@ -1,4 +1,4 @@
-"""Judges who asks to be welcomed: who it is, which place it may have, and whether there is room; refuses the others."""
+"""Judges a process that asks to be welcomed: which one it is, which place it may have, and whether there is room."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Admission:
         self._refused: dict[ProcessId, str] = {}
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
-        """Who is at the other end. None: it is gone, or it was refused as there is no descriptor to look at it with."""
+        """The process at the other end. None: it is gone, or it was refused for want of a descriptor to look at it."""
         try:
             return identify(connection.pid, connection.uid, self._processes)
         except OSError:
@@ -73,9 +73,9 @@ class Admission:
         elif max(books.per_home[peer.uid, peer.cgroup], of_claim) >= most:
             text = f"user {peer.uid} has {most} clients there already"
         elif len(books.clients) >= CLIENT_SLOTS - quota.kept_for_online:
-            text = "the places that are left are for online services"
+            text = "the last places are kept for online services"
         elif is_scarce:
-            text = "the descriptors that are left are for online services"
+            text = "the last descriptors are kept for online services"
         else:
             return None
         return NotAdmitted(code=Refusal.QUOTA, text=text)
@@ -94,7 +94,7 @@ class Admission:
 
 
 def why_not(hello: Hello) -> NotAdmitted | None:
-    """Of this release's own accord, whoever asks."""
+    """This valved refuses it, whatever the client is."""
     if not hello.abi_min <= ABI <= hello.abi_max:
         text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
         return NotAdmitted(code=Refusal.VERSION, text=text)

@@ -81,7 +81,7 @@ class Channels:
             case NoteMessage():
                 self._note(entry, body)
             case _:
-                raise Malformed(f"{packet.type.name} from a client that was promised no such thing")
+                raise Malformed(f"{packet.type.name} from a client that did not agree on this feature")
 
     def _ack(self, client: ClientId, seq: int, status: int = 0, *, want_fd: bool = False) -> None:
         self._send(client, LinkType.ACK, Ack(status=status, want_fd=want_fd), seq)
@@ -155,13 +155,13 @@ class Channels:
         self.schedules.release()
 
     def _is_anothers(self, entry: ClientEntry, channel: ChannelRef) -> bool:
-        """Told of by somebody else who lives: a number that came again, or an inherited file."""
+        """Reported by another living client: a number that came again, or an inherited file."""
         holders = self._books.holders.get((channel.h_client, channel.h_channel), set())
         owners = self.possession.owners(channel.h_client)
         return not holders <= {entry.id} or any(self._books.clients[owner].role is not Role.OFFLINE for owner in owners)
 
     def _owner_found(self, client: ClientId, h_client: int) -> None:
-        """An online process has shown an RM client: whoever else told of its channels is to stop none of them."""
+        """An online process has shown an RM client: no other client that reported its channels may stop them."""
         if self._books.clients[client].role is Role.OFFLINE:
             return
         left = self.leftovers.take_where(lambda one: one.channel.h_client == h_client)
@@ -246,7 +246,7 @@ class Channels:
         self.harvest.present(service, gpu, self._books.services[service].compute_on[gpu] > 0, self._clock.now_ns())
 
     def forget(self, client: ClientId) -> None:
-        """The client is gone: nobody waits for the answers."""
+        """The client is gone: it waits for no answers any more."""
         self.possession.forget(client)
         self.schedules.forget(client)
 

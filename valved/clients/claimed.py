@@ -61,7 +61,7 @@ class ClaimedRoots:
         self._changed()
 
     def ask_pods(self, peer: Peer) -> bool:
-        """A peer nobody has claimed may live in a pod that says what it is. False: that pod is not known yet."""
+        """A peer without a claim may be in a pod that says what it is. False: that pod is not known yet."""
         if self.pods is None or self._books.find_claim(peer.chain, peer.cgroup) is not None:
             return True
         found = self.pods.claim_of(peer)

@@ -1,4 +1,4 @@
-"""Tells when a process ends: pidfds, by who asked.
+"""Tells when a process ends: pidfds, one for each part that asked.
 
 A pidfd is readable once the last thread of its process has ended, which no file of a first thread tells. That there is
 none to be had now (EMFILE) says nothing of the process.
@@ -30,7 +30,7 @@ class Reactor(Protocol):
 
 @dataclass(slots=True)
 class Exits:
-    """Pidfds of clients and of claimed processes, by who asked."""
+    """Pidfds of clients and of claimed processes, one for each part that asked."""
 
     reactor: Reactor
     processes: ProcessPort
@@ -84,7 +84,7 @@ class Exits:
         return bool(poll.poll(0))
 
     def hand_on(self, key: object, to: object, gone: Callable[[], None]) -> None:
-        """The same process, asked for by somebody else from now on; who asks already is not asked twice."""
+        """The same process, watched for another part from now on; no part watches it twice."""
         fd = self._fds.pop(key, -1)
         if fd < 0:
             return

@@ -1,4 +1,4 @@
-"""Who is a peer, and what may it be? Answered from the kernel's credentials and from claims, never from its own words.
+"""Says which process a peer is and which role it may have: from the kernel's credentials and from claims alone.
 
 A claimed process (or one started by it, or living in its control group) has the role of the claim, whatever it asks
 for. An unclaimed one may be offline work, never online: else any program could stop everybody else's.
@@ -67,7 +67,7 @@ class ClaimSource(Protocol):
     def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
     def trust_of(self, namespace: str) -> str:
-        """What its administrator says whom this namespace trusts; empty: nobody but itself."""
+        """What its administrator says whom this namespace trusts; empty: only itself."""
         ...
 
 
@@ -127,9 +127,9 @@ def place(wanted: Role, peer: Peer, books: Books) -> Admitted | NotAdmitted:
     elif wanted is Role.OFFLINE:
         role, service = Role.OFFLINE, None
     elif wanted is Role.ONLINE:
-        return NotAdmitted(code=Refusal.ROLE, text="online needs a claim: start it with valve run --online")
+        return NotAdmitted(code=Refusal.ROLE, text="an online process needs a claim: start it with valve run --online")
     else:
-        return NotAdmitted(code=Refusal.ROLE, text="nobody claimed this process: use valve run")
+        return NotAdmitted(code=Refusal.ROLE, text="no claim names this process: start it with valve run")
     return Admitted(role=role, service=service)
 
 
@@ -139,4 +139,6 @@ def _place_hook(peer: Peer, books: Books, claimed: ServiceId | None) -> Admitted
     shim = books.client_of_process(peer.chain)
     if shim is not None and shim.uid == peer.uid:
         return Admitted(role=Role.HOOK, service=shim.service)
-    return NotAdmitted(code=Refusal.ROLE, text="this engine belongs to no known service")
+    return NotAdmitted(
+        code=Refusal.ROLE, text="valved knows no service to which this engine belongs: start it with valve run"
+    )

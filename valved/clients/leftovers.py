@@ -52,8 +52,8 @@ class Leftovers:
         return is_owed
 
     def enable_reported(self, channel: ChannelRef, owner: ProcessId, port: ChannelPort, reach: Reach) -> None:
-        """Its client is back, and nobody holds the GPU. A plan that is read there late (the driver hung) nobody walks:
-        the enable must not be lost.
+        """Its client is back, and no service holds the GPU. No issuer walks a plan that is read there late (the driver
+        hung): the enable must not be lost.
         """
         if channel.compute and reach is not Reach.NONE:
             port.enable_foreign([channel])
@@ -84,7 +84,7 @@ class Leftovers:
         return set(self._owners)
 
     def expected(self) -> set[ProcessId]:
-        """Owners that a predecessor left: their shims come back. Who left us is watched like any other."""
+        """Owners that a predecessor left: their shims come back. A client that left us is watched like any other."""
         return {left.owner for left in self.all() if not left.has_left}
 
     def all(self) -> list[Leftover]:

@@ -1,4 +1,4 @@
-"""What a peer has not read yet. valved never waits to send, and drops nobody who is off the CPU for a moment.
+"""What a peer has not read yet. valved never waits to send, and drops no peer that is off the CPU for a moment.
 
 A socket holds about a hundred packets, one reclaim of an engine with 160 ranges is more. What does not fit waits here,
 in order, up to a bound in bytes, descriptors and seconds; beyond it the peer is given up.

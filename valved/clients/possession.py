@@ -1,4 +1,4 @@
-"""Whose RM clients are whose: no channel counts before its sender has shown the file that owns it.
+"""Which process owns which RM client: no channel counts before its sender has shown the file that owns it.
 
 A channel is a pair of numbers that anybody can say. RM binds a client to the nvidiactl file it was made on, so whoever
 passes that file (RM_CLIENT), and has a subdevice on the card in question, is taken at its word: the process itself, or

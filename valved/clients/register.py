@@ -1,4 +1,4 @@
-"""Who is here: claims, welcomes and goodbyes of shims and engine hooks.
+"""Registers shims and engine hooks: claims, welcomes and goodbyes.
 
 A client is known by the kernel's credentials and gets the role of its claim (clients/identity.py). It ends with its
 link or its process, whichever is noticed first; its channels are seen to first of all (clients/departures.py).
@@ -50,7 +50,7 @@ DAEMON_FEATURES = (
 
 
 class ClientsListener:
-    """What this room reports to whoever stands above. Does nothing; the daemon's (node/news.py) overrides it."""
+    """What this room reports to the rooms above. Does nothing; the daemon's (node/news.py) overrides it."""
 
     def features(self) -> Feature:
         """What those above can do for a client, beside what this room does."""
@@ -63,7 +63,7 @@ class ClientsListener:
         """It is in no book any more."""
 
     def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
-        """A message about KV memory. Who keeps a descriptor takes it off the list."""
+        """A message about KV memory. A handler that keeps a descriptor takes it off the list."""
         raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
 
     def books_changed(self) -> None:
@@ -270,7 +270,7 @@ class Register:
     # Messages
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
-        """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
+        """A message of a welcomed client. The caller closes the descriptors that the handler leaves on the list."""
         if packet.type < LinkType.KV_RANGE:
             self.channels.handle(client, packet, fds)
         else:

@@ -94,7 +94,7 @@ class Schedules:
             self._ack(held.client, held.seq, status)
 
     def forget(self, client: ClientId) -> None:
-        """The client is gone: nobody waits for the answers."""
+        """The client is gone: it waits for no answers any more."""
         for held in list(self._held.get(client, {}).values()):
             self._let_go(held, None)
 

@@ -232,7 +232,7 @@ class LinkServer:
             self._admit(sock)
 
     def _turn_away(self) -> None:
-        """Nobody is left without an answer: the spare descriptor is lent to the one who knocks."""
+        """Every connection gets an answer: the spare descriptor is lent for it."""
         assert self._listener is not None
         if self._spare >= 0:
             os.close(self._spare)
@@ -346,7 +346,7 @@ class LinkServer:
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:
-    """Whose packet it is, as the kernel says."""
+    """The process that sent the packet, as the kernel says."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
             return int(CREDENTIALS.unpack_from(data)[0])

@@ -61,9 +61,12 @@ class SharedWeights:
 
     def _withdraw(self, error: OSError) -> None:
         """A consent that may have been taken back must not stay in an old file."""
-        log.warning("who shares weights cannot be told", extra={"facts": {"error": str(error)}})
+        log.warning("weights.json cannot be written or removed", extra={"facts": {"error": str(error)}})
         self._written = b""
         try:
             self._path.unlink(missing_ok=True)
         except OSError:
-            log.error("consent to shared weights stands as it was", extra={"facts": {"file": str(self._path)}})
+            log.error(
+                "weights.json cannot be written: it still says the former consents",
+                extra={"facts": {"file": str(self._path)}},
+            )

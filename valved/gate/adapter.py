@@ -102,7 +102,7 @@ class NativeGate:
             numbers = (fds.control, fds.region, fds.doorbell, fds.order)
             native = lib.valve_client_new(self._gate, client, role, index, service, *numbers)
             if native == ffi.NULL:
-                raise OSError(errno.EMFILE, f"client {client}: no slot, memory or fd left for it")
+                raise OSError(errno.EMFILE, f"client {client}: the native gate has no slot, memory or descriptor left")
             bells.keep()  # the native client's
             pages.callback(lib.valve_client_free, self._gate, native)
             region.seal_control(fds.control)  # after our mapping: see region.py; F_SEAL_FUTURE_WRITE is of Linux 5.1

@@ -79,7 +79,7 @@ class Ladder:
         self._signals.send(process, signal.SIGCONT)
 
     def freeze_stranger(self, process: ProcessId, name: str) -> bool:
-        """An offline process that nobody can gate, as it never registered. It is not let go again: its pod must end.
+        """An offline process that valved cannot gate, as it never registered. It is not let go again: its pod must end.
         True: it stands."""
         if not (self._settings.freeze and self._signals.send(process, signal.SIGSTOP) is Delivery.DONE):
             return False
@@ -119,7 +119,7 @@ class Ladder:
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
 
     def thaw(self) -> None:
-        """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
+        """A GPU may have opened, or stopped after all: let those run that need not be held back by signals."""
         if not self._frozen:
             return
         ungated = self._gating.ungated()  # first: the stamps that this reads may come here themselves
@@ -130,7 +130,7 @@ class Ladder:
             if frozen.entry.process in self._endings:
                 continue
             if self._signals.send(frozen.entry.process, signal.SIGCONT) is not Delivery.FAILED:
-                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free, or its channels are off after all")
+                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free again, or its channels are stopped")
             self._gating.listener.frozen_changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
@@ -140,10 +140,10 @@ class Ladder:
         return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
 
     def _kill(self, client: ClientId) -> None:
-        """One that has closed its link stands on until its GPUs are free: nobody could enable its channels first."""
+        """One that has closed its link stays frozen until its GPUs are free: its channels cannot be enabled first."""
         if client in self._books.clients:
             self._forget(client)
-            self.end(client, "could not be gated and stayed frozen for too long")
+            self.end(client, "its channels could not be stopped, and it stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
         """Kill a process, with its channels on."""

@@ -1,4 +1,4 @@
-"""What the gate's room reports to whoever stands above: one listener for all of it."""
+"""What the gate's room reports to the rooms above: one listener for all of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GateListener:
         """Other holds than those of services and of moving memory."""
 
     def clients_changed(self) -> None:
-        """Clients, channels or consents of somebody. Called before any of them is answered."""
+        """Clients, channels or consents changed. Called before any of them is answered."""
 
     def about_to_freeze(self) -> None:
         """Processes are told to stand next. A successor must know of them: nobody else would let them go."""

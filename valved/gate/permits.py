@@ -66,7 +66,7 @@ class Permits:
 
     @property
     def is_braked(self) -> bool:
-        """Paused, off or draining: nobody is woken."""
+        """Paused, off or draining: no service is woken."""
         return self._is_braked
 
     @is_braked.setter
@@ -76,7 +76,7 @@ class Permits:
             self.withdraw(online)
 
     def ask_idleness(self, asker: str, on: bool) -> None:
-        """Somebody wants to know how idle GPUs are although no offline work is there to gain by it."""
+        """A report asks how idle GPUs are, although there is no offline work that could run."""
         (self._askers.add if on else self._askers.discard)(asker)
         self.look_at_all()
 
@@ -138,7 +138,7 @@ class Permits:
             self._gate.permit(online.id, None)
 
     def _tick_over(self) -> None:
-        """Read what happened, and look at who is busy."""
+        """Read what happened, and look at the busy services."""
         self._drain()
         is_new, self._cooldown = self._cooldown is not self._settings.cooldown, self._settings.cooldown
         permitted = [online for online in self._online.values() if online.rule is not None]
@@ -212,6 +212,6 @@ def decision_of(look: WakeLook, before: WakeDecision | None) -> WakeDecision | N
 
 
 def no_permit(reason: WakeReason, before: WakeDecision | None) -> WakeDecision:
-    """The answer while nobody may look."""
+    """The answer while the listener may not look."""
     is_hinted = before is not None and before.is_hinted
     return WakeDecision(action=WakeAction.HOLD, reason=reason, look_again_ns=None, is_hinted=is_hinted)

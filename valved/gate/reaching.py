@@ -28,7 +28,7 @@ _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of 
 
 
 class NativeChannels:
-    """`clients` and `infos` are the gate's own: who is here, and its cards."""
+    """`clients` and `infos` are the gate's own: its clients, and its cards."""
 
     def __init__(self, gate: Any, clients: Mapping[ClientId, GateClient], infos: Sequence[Any], refusal: str) -> None:
         self._gate = gate
@@ -109,12 +109,12 @@ class NativeChannels:
     def _missing(self, holder: GateClient, numbers: RmNumbers, reach: Reach) -> str | None:
         """What this rung lacks, before anything is tried."""
         if reach is Reach.CHANNEL_FD and numbers.fd < 0:
-            return "the workload's nvidiactl fd has not been passed"
+            return "the process has not passed its nvidiactl descriptor"
         needed = {Reach.CHANNEL_SELF: Feature.SELF_GATE, Reach.LAUNCH_GATE: Feature.HOLD}.get(reach, 0)
         if needed and lib.valve_gate_orders(self._gate):
             return "this kernel cannot ring an eventfd without waiting (io_setup)"
         lib.valve_client_view(holder.native, self._view, False)
-        return "the client does not offer it" if needed & ~self._view.features else None
+        return "the client does not support it" if needed & ~self._view.features else None
 
     def _try_and_arm(self, entry: ArmedChannel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0

@@ -46,7 +46,7 @@ class GateRecords:
             self._journal.emit(
                 EventKind.NOTED,
                 service=online.id,
-                reason="its engine counts requests as open that nobody serves: the cooldown decides instead",
+                reason="its engine reports open requests that it does not serve, so the cooldown decides",
                 leaked=leaked,
             )
 

@@ -26,7 +26,7 @@ class RequestTally:
 
     @classmethod
     def resumed(cls, started: int, ended: int, open_: Iterable[tuple[int, int]]) -> RequestTally:
-        """Of a process that somebody counted before; `open_` as `open_hits` gave it."""
+        """Of a process that another object counted before; `open_` as `open_hits` gave it."""
         tally = cls()
         tally._seen_started, tally._seen_ended = started, ended
         tally._open = [[-hits, count] for hits, count in open_]
@@ -51,7 +51,7 @@ class RequestTally:
         return [(self._preemptions - base, count) for base, count in self._open]
 
     def preempted(self) -> None:
-        """A preemption; nobody knows who began since the last report."""
+        """A preemption; it is not known which requests began since the last report."""
         self._preemptions += 1
         self._unclaimed += 1
         if self._open:

@@ -45,7 +45,7 @@ class Slices:
         if group_of(client, channel) in self._short:
             return ""
         if not self._port.has_file(client, channel.h_client):
-            return "it has not passed its driver file"  # and may yet
+            return "the process has not passed its driver file"  # and may yet
         why = self._port.shorten(client, channel, self._settings.slice_us)
         if not why:
             self._short.add(group_of(client, channel))

@@ -210,7 +210,7 @@ class GateService:
     # Stamps: what the native side did
 
     def drain(self) -> None:
-        """Bring the books up to this moment: stamps of ordinary edges wait until somebody reads."""
+        """Bring the books up to this moment: stamps of ordinary edges wait until the books are read."""
         if self._is_reading:  # what a stamp sets off reads the books as they are
             return
         self._is_reading = True
@@ -242,7 +242,7 @@ class GateService:
             self.listener.opened()
 
     def want_prompt(self, asker: str, on: bool) -> None:
-        """Somebody waits for a stop or a wake: what happens is read at once, not a few times a second."""
+        """A caller waits for a stop or a wake: what happens is read at once, not a few times a second."""
         (self._waiting.add if on else self._waiting.discard)(asker)
         self._gate.set_prompt(bool(self._waiting))
 
@@ -254,7 +254,7 @@ class GateService:
 
     def resync(self) -> None:
         """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
-        or who waits for the wake would wait on."""
+        or a caller that waits for the wake would wait on."""
         self.drain()
         for online in self.online.values():
             if online.holding:

@@ -23,7 +23,7 @@ class PodGroup:
 
 
 def pod_of(cgroup: str) -> PodGroup | None:
-    """The outermost pod of a path: what a container makes inside its own group names nobody else."""
+    """The outermost pod of a path: what a container makes inside its own group names no other pod."""
     parts = cgroup.split("/")
     for depth, part in enumerate(parts, 1):
         found = _POD.search(part)

@@ -42,7 +42,7 @@ class DraDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """What a container holds by one claim. `devices` None: nobody could say yet."""
+    """What a container holds by one claim. `devices` None: not known yet."""
 
     container: str
     devices: frozenset[DraDevice] | None
@@ -50,7 +50,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What a claim got. What is only watched (adminAccess) nobody holds."""
+    """What a claim got. A device that is only watched (adminAccess) is not held."""
 
     held: frozenset[DraDevice]
     watched: frozenset[DraDevice]

@@ -1,4 +1,4 @@
-"""What this node's GPUs did, second by second: the series, the receipts of pods, who uses a GPU without the shim."""
+"""What this node's GPUs did, second by second: the series, the receipts of pods, processes without the shim."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Counting:
             await asyncio.sleep(BEAT_S)
 
     async def account(self) -> None:
-        """Once a second: time that was open, memory that was free, and who uses a GPU without the shim."""
+        """Once a second: time that was open, memory that was free, and processes that use a GPU without the shim."""
         accounts = self._host.accounts(self._gpus)
         seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
         save_ns = seen_ns + SAVE_NS

@@ -34,7 +34,7 @@ REGISTER_S = 5.0
 
 
 class Slots:
-    """What is offered, and who waits for a change of it."""
+    """What is offered, and the streams that wait for a change of it."""
 
     def __init__(self, count: int) -> None:
         self.ids = slots.slot_ids(count)

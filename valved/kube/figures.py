@@ -23,8 +23,10 @@ def families(
     api: ApiServer,
     resting: Sequence[str],
 ) -> Iterator[Metric]:
-    guarded = GaugeMetricFamily("valve_gpu_guarded", "1: closed, somebody may use it unheard", labels=["gpu"])
-    offered = GaugeMetricFamily("valve_gpu_harvestable", "1: offline work may be placed there", labels=["gpu"])
+    guarded = GaugeMetricFamily(
+        "valve_gpu_guarded", "1 while a process unknown to valved may use the GPU", labels=["gpu"]
+    )
+    offered = GaugeMetricFamily("valve_gpu_harvestable", "1 while offline work may be placed there", labels=["gpu"])
     for verdict in verdicts:
         guarded.add_metric([str(verdict.gpu)], float(verdict.is_guarded))
         offered.add_metric([str(verdict.gpu)], float(verdict.is_harvestable))
@@ -33,7 +35,7 @@ def families(
     healthy = sum(slots.health.values()) if plugin.is_registered else 0
     yield GaugeMetricFamily("valve_slots_healthy", "Slots that the kubelet may hand out", value=healthy)
     seen = injector.seen
-    created = CounterMetricFamily("valve_nri_containers", "Online containers at their creation", labels=["result"])
+    created = CounterMetricFamily("valve_nri_containers", "Online containers created, by result", labels=["result"])
     for result, count in {
         "injected": seen.injected,
         **{f"skipped-{why}": n for why, n in seen.skipped.items()},
@@ -42,18 +44,18 @@ def families(
     yield created
     bare = len(injector.bare())
     yield GaugeMetricFamily("valve_online_uninjected", "Online containers that run without the shim", value=bare)
-    text = "Online services that were delayed beyond their budget: nothing is harvested beside them for now"
+    text = "Online services that Valve delayed beyond their budget, so that for now no offline work runs beside them"
     yield GaugeMetricFamily("valve_breakers_open", text, value=len(resting))
-    reports = CounterMetricFamily("valve_reports", "Reports of the node, by what became of them", labels=["result"])
+    reports = CounterMetricFamily("valve_reports", "Reports of the node, by outcome", labels=["result"])
     reports.add_metric(["written"], float(api.written))
     reports.add_metric(["failed"], float(api.failed))
     yield reports
 
 
 def leaving(leaving_s: float, ungated_s: float) -> Iterator[Metric]:
-    text = "How long offline processes that must leave this node have stayed; they are stopped meanwhile"
+    text = "Time for which offline processes that must leave this node have stayed; they are stopped meanwhile"
     yield GaugeMetricFamily("valve_offline_leaving_seconds", text, value=leaving_s)
-    text = "Time in which an offline pod used a GPU without the shim, so that nothing could stop it"
+    text = "Time in which an offline pod used a GPU without the shim, so that valved could not stop it"
     yield CounterMetricFamily("valve_offline_ungated_seconds", text, value=ungated_s)
 
 

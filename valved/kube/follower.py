@@ -134,7 +134,7 @@ class Follower:
 
     def _refuse(self, key: str, why: str) -> None:
         self._refused[key] = why
-        log.warning("word of the cluster not used", extra={"facts": {"key": key, "error": why}})
+        log.warning("setting from the cluster refused", extra={"facts": {"key": key, "error": why}})
 
 
 def _answer(word: bool | None) -> str:

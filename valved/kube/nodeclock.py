@@ -12,7 +12,7 @@ _CUT_S = 1.0  # the API server keeps whole seconds
 
 
 class NodeClock:
-    """Learns from each report that was stored. Who can tell is the API server: its clock is the cluster's."""
+    """Learns from each report that was stored. Only the API server can tell: its clock is the cluster's."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0  # at least; less than 0: behind

@@ -79,7 +79,7 @@ class Injector:
             return self._dispatch(method, payload)
         except Exception:
             self.seen.failed += 1
-            log.exception("NRI request answered with nothing", extra={"facts": {"method": method}})
+            log.exception("NRI request failed and got an empty answer", extra={"facts": {"method": method}})
             return b""
 
     def _dispatch(self, method: str, payload: bytes) -> bytes:
@@ -103,7 +103,7 @@ class Injector:
             if pod.role is Role.ONLINE and self._wants(pod, container):
                 self._note(pod, container, "older than the plugin")
         if not request.more:
-            log.info("asked about every container from here on")
+            log.info("the runtime now asks about every new container")
         return pb.SynchronizeResponse(more=request.more)
 
     def create(self, request: pb.CreateContainerRequest) -> pb.CreateContainerResponse:
@@ -131,7 +131,7 @@ class Injector:
         return list(self.seen.bare.values())
 
     def has_shim(self, pod: Pod, container: str) -> bool:
-        """As far as anybody knows: while the runtime is not heard, nothing is noted."""
+        """As far as valved knows: while the runtime does not answer, nothing is noted."""
         return pod.role is Role.ONLINE and all(one.name != f"{pod.key}/{container}" for one in self.bare())
 
     def _lives(self, uid: str) -> bool:

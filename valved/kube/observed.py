@@ -63,10 +63,10 @@ class Observed:
     def families(self) -> Iterator[Metric]:
         labels = ["gpu", "uuid"]
         seen = CounterMetricFamily(
-            "valve_gpu_observed_seconds", "Time in which it was known whether online work was busy", labels=labels
+            "valve_gpu_observed_seconds", "Time in which valved knew whether online work was busy", labels=labels
         )
         idle = CounterMetricFamily(
-            "valve_gpu_idle_seconds", "Part of it in which no online service held the GPU", labels=labels
+            "valve_gpu_idle_seconds", "Part of the observed time in which no online service held the GPU", labels=labels
         )
         free = GaugeMetricFamily(
             "valve_gpu_offered_memory_bytes",
@@ -85,7 +85,7 @@ class Observed:
     def _idle_families(self) -> Metric:
         times = CounterMetricFamily(
             "valve_online_idles",
-            "Times the online pod let go of its GPUs: each can be followed by one preemption at most",
+            "Times the online pod let go of its GPUs; after each at most one preemption can follow",
             labels=["namespace", "pod"],
         )
         for pod, count in self._idles.items():

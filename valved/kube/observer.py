@@ -1,4 +1,4 @@
-"""Who uses which GPU, put together from the kubelet, the card, the books and the pods. No effects."""
+"""Which processes use which GPU, put together from the kubelet, the card, the books and the pods. No effects."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Observer:
         return sorted(self.books.services[key].name for key in resting)
 
     def free_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
-        """What offline work could have: all but what others use. Free handles of the pool are nobody's use."""
+        """What offline work could have: all but what others use. Free handles of the pool count as no use."""
         offline = {client.process.pid for client in self.books.with_role(Role.OFFLINE)}
         theirs = use.used_bytes - sum(held for pid, held in use.by_pid.items() if pid in offline)
         theirs -= self.kv.books.pool.free_handles(gpu) * self.kv.books.pool.handle_bytes if self.kv is not None else 0
@@ -285,4 +285,4 @@ class Observer:
 def _obstacle(use: CardUse | None) -> str:
     if use is None:
         return "NVML does not answer for it"
-    return "MIG is on: its parts cannot be told apart" if use.is_mig else ""
+    return "MIG is on, which Valve does not support" if use.is_mig else ""

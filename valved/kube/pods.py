@@ -46,7 +46,7 @@ class Pod:
 
 
 class PodsListener:
-    """What this room's books report to whoever stands above. Does nothing; the room (kube/room.py) overrides it."""
+    """What this room's books report to the room. Does nothing; the room (kube/room.py) overrides it."""
 
     def pods_changed(self) -> None:
         """Another pod, another word of one or of its namespace, or one less."""
@@ -156,7 +156,7 @@ class PodBook:
 
 
 def read_pod(item: Json) -> Pod:
-    """From the API server's JSON. Nothing in it can make this fail: a pod nobody understands has no role."""
+    """From the API server's JSON. Nothing in it can make this fail: a pod that cannot be read has no role."""
     metadata, spec = item["metadata"], item.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     phase = (item.get("status") or {}).get("phase")

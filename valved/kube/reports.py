@@ -57,7 +57,7 @@ class Reports:
     def missing(self) -> str:
         """What keeps this node from serving slots; empty when nothing does."""
         if not self._known.is_clean:
-            return "the kubelet has not said who holds which GPU"
+            return "the kubelet has not reported which pod holds which GPU"
         return "" if self._plugin.is_registered else "not registered with the kubelet"
 
     def facts(self) -> status.NodeFacts:

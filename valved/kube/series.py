@@ -1,4 +1,4 @@
-"""Keeps an hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, what
+"""Keeps an hour of this node in buckets of ten seconds and a day in buckets of ten minutes: when work was busy, what
 memory was free and what online work used.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline
@@ -56,7 +56,7 @@ class Ring:
 
 
 class NodeSeries:
-    """Fed with `beat` (who is busy, many times a second) and `book` (time accounts and memory, about once)."""
+    """Fed with `beat` (the busy services, many times a second) and `book` (time accounts and memory, about once)."""
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus

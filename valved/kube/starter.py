@@ -1,4 +1,4 @@
-"""Decides whether an offline container may start: whose it is, which GPUs are its own, whether it may have them.
+"""Decides whether an offline container may start: its pod, the GPUs of that pod, whether it may have them now.
 
 PreStart names slots, nobody says for whom. By then the kubelet's pod resources list the pod that holds them, and the
 pod's placement was written together with its binding: identity without a lock and without a second write. Whatever is
@@ -54,7 +54,7 @@ class Starter:
         mine = [one for one in held if one.resource == names.RESOURCE and not set(slots).isdisjoint(one.ids)]
         if len(mine) != 1:
             who = ", ".join(f"{one.namespace}/{one.pod}" for one in mine) or "no pod"
-            raise MayNotStart(f"slots {', '.join(sorted(slots))} are held by {who}, must be one container")
+            raise MayNotStart(f"slots {', '.join(sorted(slots))} are held by {who}, but must be held by one container")
         return mine[0]
 
     async def _pod(self, holding: HeldDevices) -> Pod:

@@ -119,7 +119,7 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             kind="Guarded",
             is_true=bool(guarded),
             reason="UnseenUse" if guarded else "AllHeard",
-            message=_some(guarded) or "everybody who uses a GPU runs with the shim",
+            message=_some(guarded) or "every process that uses a GPU runs with the shim",
         ),
         Condition(
             kind="OnlineUninjected",
@@ -155,7 +155,7 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             kind="PolicyRefused",
             is_true=bool(facts.refused),
             reason="NotPossibleHere" if facts.refused else "Obeyed",
-            message=_some(facts.refused) or "what the HarvestPolicies say is in force",
+            message=_some(facts.refused) or "the settings of the HarvestPolicies are in force",
         ),
         _clock(facts.clock_off),
     )
@@ -164,7 +164,7 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
 def _clock(off: str | None) -> Condition:
     reason, message = "ClockRight", "the clock of the node agrees with the API server's"
     if off is None:
-        reason, message = "NotCompared", "no report was stored yet whose time could be compared"
+        reason, message = "NotCompared", "no report was stored yet, so the clocks were not compared"
     elif off:
         reason, message = "ClockOff", off
     return Condition(kind="ClockSkew", is_true=None if off is None else bool(off), reason=reason, message=message)

@@ -49,7 +49,7 @@ class Ungated:
     _settled_s: float = math.inf  # from then on shims have had the time to come back
 
     def look(self, strangers: Iterable[Stranger], now_s: float, registered: Iterable[ProcessId] = ()) -> bool:
-        """Once a second, with everybody who uses a GPU and is not registered. True: a pod was not known."""
+        """Once a second, with every process that uses a GPU and is not registered. True: a pod was not known."""
         known = set(self._pods)
         gap_s = now_s - self._looked_s
         if gap_s > STOOD_S:

@@ -17,7 +17,7 @@ from valved.state.registry import ClientEntry
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Somebody may need memory, or may be given some."""
+    """An engine may need memory, or may be given some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ Changed = Look | RangeCame | RangeTold | RangeGone | PinCame | BackWhole | BackH
 
 
 class Changes:
-    """The way of these values to whoever applies them: the one listener of this room."""
+    """The way of these values to the part that applies them: the one listener of this room."""
 
     def __init__(self) -> None:
         self.listener: Callable[[Changed], None] = lambda changed: None

@@ -269,7 +269,7 @@ def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """The columns of an engine in the order in which the policy takes them. Whoever needs fewer takes the first."""
+    """The columns of an engine in the order in which the policy takes them; the first ones, if fewer are needed."""
 
     index: CostIndex
     takeable: NDArray[np.bool_]

@@ -45,7 +45,7 @@ class Growth:
     async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> int:
         """Back bare columns of an online engine, taking from offline work what is missing. How many have come.
 
-        `rung_ns`: since when its hook has waited for an answer; 0 if nobody rang.
+        `rung_ns`: since when its hook has waited for an answer; 0 if no hook rang.
         """
         self._moves.coming(engine, columns)
         try:

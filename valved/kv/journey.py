@@ -51,7 +51,7 @@ class Pause:
 
 
 def _log(error: Exception) -> None:
-    log.error("a step of the memory service failed; it is given up, the rest goes on", exc_info=error)
+    log.error("a step of the memory service failed and was given up; the other steps go on", exc_info=error)
 
 
 failed: Callable[[Exception], None] = _log
@@ -59,8 +59,8 @@ failed: Callable[[Exception], None] = _log
 
 
 def start(journey: Coroutine[Pause, None, Any]) -> None:
-    """Run until it ends, from pause to pause. What it raises ends it alone: who set the pause goes on, and what it
-    holds is let go by its own `finally`."""
+    """Run until it ends, from pause to pause. What it raises ends it alone: the code that set the pause goes on, and
+    what it holds is let go by its own `finally`."""
 
     def go_on() -> None:
         if inspect.getcoroutinestate(journey) in OVER:  # nobody was left to wake it, and its `finally` set a pause

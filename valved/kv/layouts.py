@@ -33,7 +33,7 @@ class LayoutParts:
     def add(self, part: KvLayoutPart) -> None:
         head = self.head
         if (part.blocks, part.block_tokens, part.total) != (head.blocks, head.block_tokens, head.total):
-            raise LayoutRefused("total", "the packets of one layout contradict each other")
+            raise LayoutRefused("total", "the packets of one layout disagree")
         if part.total > MAX_PLANES:  # each has a plane of its own: more can be no layout, and none of it is kept
             raise LayoutRefused("total", f"{part.total} tensors, at most {MAX_PLANES} can be registered")
         if part.first != len(self.tensors) or len(self.tensors) + len(part.tensors) > part.total:
@@ -117,9 +117,9 @@ class Layouts:
             return
         shim = self._books.shim_beside(early.hook)
         if shim is None:
-            self._not_yet(early, LayoutRefused("pid", "no shim with KV ranges lives in this process"))
+            self._not_yet(early, LayoutRefused("pid", "this process has no shim with KV ranges"))
         elif any(key.client == shim.id for key in self._books.untold):
-            self._not_yet(early, LayoutRefused("tensors", "its shim has not said all that it holds"))
+            self._not_yet(early, LayoutRefused("tensors", "its shim has not reported all that it holds"))
         else:
             ranges = self._books.pool.of_client(shim.id)
             early.is_at_work, early.is_asked_again = True, False

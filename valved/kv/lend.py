@@ -1,4 +1,4 @@
-"""Lends memory that nobody needs to offline engines, as far as they may have more. Takes what online ones offer."""
+"""Lends free memory to offline engines, as far as they may have more. Takes what online ones offer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Lending:
         came = sum(order.done for order in orders)
         self._counters.lent_handles += came
         if self._books.is_attached(engine):
-            self._note(EventKind.LENT, engine, columns, came, "memory that nobody uses")
+            self._note(EventKind.LENT, engine, columns, came, "free memory")
         return came
 
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:
@@ -94,7 +94,7 @@ class Lending:
         return self._moves.give(engine.cells(columns, backed=False), how)
 
     async def give_back(self, engine: Engine, columns: Ints) -> int:
-        """Unmap what an online engine offers. Its hook has withheld those blocks, so nobody touches them."""
+        """Unmap what an online engine offers. Its hook has withheld those blocks, so no request uses them."""
         orders: list[Order] = []
         try:
             self._moves.lose(engine, columns)
@@ -143,7 +143,7 @@ class Shares(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Lender:
-    """Decides who is lent how much."""
+    """Decides which engine is lent how much."""
 
     _books: KvBooks
     _supply: Supply
@@ -156,7 +156,7 @@ class Lender:
         self._offline: dict[ServiceId, Offline] = {}
 
     def serve(self, engine: Engine) -> None:
-        """Gives offline work what nobody needs, a packet of orders at a time, while its GPUs are open."""
+        """Gives offline work free memory, a packet of orders at a time, while its GPUs are open."""
         if self._supply.is_pressed(engine.gpus):
             return
         offline = self._offline.setdefault(engine.service, Offline())
@@ -200,5 +200,5 @@ class Lender:
         return {gpu: int(engine.handles_of(gpu)[could].sum()) * size for gpu in engine.gpus}
 
     def can_have_more(self, engine: Engine) -> bool:
-        """Without taking it from anybody."""
+        """Without taking it from any engine."""
         return self._supply.fitting(engine, engine.bare_columns()) > 0

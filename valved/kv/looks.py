@@ -108,7 +108,7 @@ class Looks:
         self._work.do(partial(engine.make_queue, engine.takeable(), self._costs), made)
 
     def _is_reclaim_near(self, engine: Engine) -> bool:
-        """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""
+        """An online engine beside it could not double its reserve from what is free, or it is not known what is."""
         if not self._supply.cards and not self._books.settings.pool_mib:
             return True
         return any(

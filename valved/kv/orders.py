@@ -48,7 +48,7 @@ class Send(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What an order will say, but for its number: it stands in no book, and nobody has heard of it."""
+    """What an order will say, but for its number: it is in no book, and no shim knows it."""
 
     slots: RangeSlots
     names: Ints  # of what is to be mapped
@@ -98,7 +98,7 @@ class Orders:
     def back(
         self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE, drafts: list[Draft] | None = None
     ) -> list[Order]:
-        """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it. `drafts`: for
+        """Map handles that are moving. A handle holds the data of another: its new process zeroes it. `drafts`: for
         just these."""
         orders: list[Order] = []
         first = 0
@@ -181,7 +181,7 @@ class Orders:
         """KV_DONE. Takes the descriptors of new handles off the list."""
         order = self._under_way.get(body.order)
         if order is None or order.client != client:
-            raise Malformed(f"KV_DONE for order {body.order}, which this client was not given")
+            raise Malformed(f"KV_DONE for order {body.order}, which is not an order to this client")
         if body.done > len(order.slots) or len(fds) != (body.done if order.is_creating else 0):
             raise Malformed(f"KV_DONE of {body.done} of {len(order.slots)} slots with {len(fds)} descriptors")
         del self._under_way[order.number]

@@ -93,7 +93,7 @@ class Outside:
         try:
             door = self._port.open(fd, uuid)
         except OSError as error:
-            reason = f"its memory cannot be taken from outside: {error.strerror}"
+            reason = f"memory of the process cannot be taken from outside it: {error.strerror}"
             self._journal.emit(EventKind.NOTED, client=entry.id, gpus=(gpu,), reason=reason, pid=entry.process.pid)
             return False
         before = self._ways.pop((entry.id, gpu), None)
@@ -126,7 +126,7 @@ class Outside:
     def _why_not(self, client: ClientId, gpu: GpuIndex) -> str:
         way = self._ways.get((client, gpu))
         if way is None:
-            return "its shim passed no uvm descriptor"
+            return "the process's shim passed no uvm descriptor"
         return "" if way.best is Remap.SPARSE else way.result.reason
 
     def trials(self) -> tuple[TrialState, ...]:

@@ -1,4 +1,4 @@
-"""The pool: every memory handle of the node, its descriptor, and who maps it. Plain books; `check_integrity` adds up.
+"""The pool: every handle of the node, its descriptor, the process that maps it. Plain books; `check_integrity` adds up.
 
 A handle is free, mapped at one slot of one range, moving (an order that maps it is under way), or orphaned: its client
 has hung up, but the process lives and may still have it mapped, so nobody else gets it before that process ends or
@@ -171,7 +171,7 @@ class Pool:
     # Clients that leave
 
     def leave(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
-        """A client is gone. A dead process maps nothing; a live one keeps its handles from everybody else."""
+        """A client is gone. A dead process maps nothing; while a live one exists, no other process gets its handles."""
         for book in self.of_client(client):
             rows = book.at[book.at >= 0]
             del self.ranges[book.key]

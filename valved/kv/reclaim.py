@@ -76,7 +76,7 @@ class Reclaimer:
         is_waited_for: Callable[[], bool],
         rung_ns: int = 0,
     ) -> Need:
-        """Have so many handles free. Whoever asks awaits `ready`, and settles the need with `Supply.settle`."""
+        """Have so many handles free. The caller awaits `ready`, and settles the need with `Supply.settle`."""
         now_ns = self._clock.now_ns()
         need = Need(
             service=service,
@@ -93,18 +93,18 @@ class Reclaimer:
         return need
 
     def would_stop(self, gpus: frozenset[GpuIndex]) -> frozenset[GpuIndex]:
-        """What a reclaim of memory that is missing there stops; nothing where nobody loses any by a way that stops."""
+        """What a reclaim of memory that is missing there stops; nothing where no engine loses any in such a way."""
         engines = self._supply.losers(gpus)
         if not engines or self._ways.way_of(engines) is Remap.COOPERATIVE:
             return frozenset()
         return gpus.union(*(engine.gpus for engine in engines))
 
     def stops_by(self, gpus: frozenset[GpuIndex]) -> object:
-        """What `would_stop` goes by on these: who could lose memory, and by which way. To be compared."""
+        """What `would_stop` goes by on these: the engines that could lose memory, and by which way. To be compared."""
         return [(engine.gpus, self._ways.way_of([engine])) for engine in self._supply.losers(gpus)]
 
     def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
-        """Somebody is about to ask for memory whose reclaim stops these: see `GateTurn.stop_ahead`."""
+        """An engine is about to ask for memory whose reclaim stops these: see `GateTurn.stop_ahead`."""
         if gpus and self._supply.is_allowed and not self._is_running:
             self._turn.stop_ahead(gpus)
 
@@ -121,7 +121,7 @@ class Reclaimer:
             self._is_running = False
 
     async def _serve_safely(self, batch: list[Need]) -> None:
-        """Whatever goes wrong, no GPU stays stopped for it, and who waits goes on without."""
+        """Whatever goes wrong, no GPU stays stopped for it, and the caller that waits goes on without."""
         is_through = False
         try:
             await self._serve_batch(batch)
@@ -139,7 +139,7 @@ class Reclaimer:
         how = self._ways.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
         if not missing or not engines:
-            reclaim.reason = "nothing is missing any more" if not missing else self._why_nobody()
+            reclaim.reason = "no memory is missing any more" if not missing else self._why_nobody()
             self._end(reclaim)
             self._turn.give_up()
         elif how is not Remap.COOPERATIVE:
@@ -150,7 +150,7 @@ class Reclaimer:
 
     def _why_nobody(self) -> str:
         allowed = self._supply.is_allowed
-        return "no attached offline engine can lose anything there" if allowed else "harvesting is braked"
+        return "no attached offline engine has memory to lose there" if allowed else "harvesting is braked"
 
     async def _or_let_go(self, reclaim: Reclaim, steps: Coroutine[Pause, None, Any]) -> None:
         """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""
@@ -234,7 +234,7 @@ class Reclaimer:
         return [order for victims in reclaim.victims for order in victims.orders]
 
     def _begun(self, reclaim: Reclaim, orders: list[Order]) -> None:
-        """Who waits prepares while the memory is taken."""
+        """The caller that waits prepares while the memory is taken."""
         rows = [order.slots.standing() for order in orders if not order.settled.is_set]
         for need in reclaim.needs if rows else ():
             need.coming = np.concatenate(rows)

@@ -102,19 +102,19 @@ class MemoryReport:
 
     def _words(self, engine: Engine) -> str:
         if engine.is_broken:
-            return "a rank has left: not touched any more"
+            return "a rank has left: valved no longer moves its memory"
         if not engine.is_complete:
             return f"waiting for the layout of {engine.expected_ranks - len(engine.ranks)} ranks"
         online = self._reserve.online.get(engine.service)
         if online is not None:
             return "growing" if online.growing else (online.decision.reason if online.decision else "just attached")
         if not engine.can_lose:
-            return "its hook cannot recompute: never reclaimed from"
+            return "its hook cannot recompute: valved takes no memory from it"
         why = self._ways.why_not(engine)
         if why:
             return f"{self._ways.way_of([engine]).value}: {why}"
         unsafe = engine.clients & self._ways.unsafe
-        return "asked between its steps: a mapping order hung" if unsafe else "lends and borrows"
+        return "memory is taken between its steps only: a mapping order hung" if unsafe else "lends and borrows"
 
     # Why?
 

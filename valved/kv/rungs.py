@@ -25,7 +25,7 @@ class Rungs:
         self._step_tokens = step_tokens(settings)
 
     def heed(self) -> None:
-        """Ask those for short steps who are asked for memory between two of them, beside an online engine."""
+        """Ask engines for short steps if memory is taken between their steps, beside an online engine."""
         online = self._books.engines_with(Role.ONLINE)
         for engine in self._books.engines_with(Role.OFFLINE):
             is_shared = any(not engine.gpus.isdisjoint(other.gpus) for other in online)

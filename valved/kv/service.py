@@ -136,12 +136,12 @@ class KvService:
 
     def _check_handles(self, fds: list[int]) -> None:
         if not all(map(self._port.is_handle, fds)):
-            raise Malformed("a descriptor that is no memory of the driver")
+            raise Malformed("a descriptor that is not memory of the driver")
 
     def _scratch(self, entry: ClientEntry, body: KvScratch, fds: list[int]) -> None:
         gpu = self._ranges.find_gpu(body.gpu_uuid, body.device_instance)
         if Feature.SPARSE not in self.features or entry.role is not Role.OFFLINE or not fds:
-            raise Malformed("KV_SCRATCH that nobody asked for, or without a descriptor")
+            raise Malformed("KV_SCRATCH that valved did not ask for, or without a descriptor")
         if not 0 < body.bytes <= 1 << 40 or body.base + body.bytes >> 64 or gpu is None:
             raise Malformed(f"KV_SCRATCH of {body.bytes} bytes at {body.base:#x}, device {body.device_instance}")
         if not self._port.is_uvm(fds[-1]):
@@ -193,7 +193,7 @@ class KvService:
         self._reserve.engine_left(engine)
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """In the next turn of the loop: whoever leaves now must have left first."""
+        """In the next turn of the loop: a client that leaves now must have left first."""
         self._clock.call_at_ns(self._clock.now_ns(), call)
 
     # Coming and leaving

@@ -1,4 +1,4 @@
-"""Which handles can be had, and for whom: what is free, what may still be made on each card, what is promised.
+"""Which handles are available, and for which service: free ones, those that a card may still make, promised ones.
 
 Whoever waits for memory has a `Need` here, from the moment it asks until the memory has arrived. What can be had counts
 for the oldest need first: nobody else takes what a reclaim freed for it, and nothing is lent meanwhile.
@@ -27,7 +27,7 @@ UNLIMITED = 1 << 30  # handles
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Need:
-    """Handles that somebody waits for."""
+    """Handles that an engine waits for."""
 
     service: ServiceId
     handles: dict[GpuIndex, int]
@@ -70,7 +70,7 @@ class Supply:
             need.given.set()
 
     def is_pressed(self, gpus: Iterable[GpuIndex]) -> bool:
-        """Somebody waits for memory there, until it has arrived: none is lent now, least of all what was just freed."""
+        """An engine waits for memory there, until it has arrived: none is lent now, least of all freed memory."""
         wanted = set(gpus)
         return any(not wanted.isdisjoint(need.handles) for need in self._needs)
 
@@ -90,7 +90,7 @@ class Supply:
     # What can be had
 
     def affordable(self, gpu: GpuIndex, service: ServiceId | None = None) -> int:
-        """Handles of this GPU that can be had without taking any from anybody."""
+        """Handles of this GPU that are available without taking any from an engine."""
         return max(0, self._at_hand(gpu) - self._promised(gpu, service))
 
     def _at_hand(self, gpu: GpuIndex) -> int:
@@ -182,7 +182,7 @@ class Supply:
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
     def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
-        """Free handles are nobody's but the pool's: where the card is short, ordinary memory goes before them."""
+        """Free handles belong to the pool alone: where the card is short, ordinary memory goes before them."""
         short = spare_bytes - (card.total_bytes - card.used_bytes)
         self._books.pool.trim(gpu, max(0, -(-short // self._books.pool.handle_bytes)))
 

@@ -24,9 +24,9 @@ from valved.model.ids import TrialOutcome
 
 LOOK_NS = 100_000_000
 WORDS = {
-    errno.ENODATA: "what was taken did not read as zero",
-    errno.EBADMSG: "the bytes did not come back when mapped again",
-    errno.EFAULT: "memory beside it changed",
+    errno.ENODATA: "the trial failed: memory that was taken did not read as zero",
+    errno.EBADMSG: "the trial failed: the bytes were not the same when mapped again",
+    errno.EFAULT: "the trial failed: memory beside the taken memory changed",
 }
 
 
@@ -37,12 +37,12 @@ class TrialResult:
     took_ns: int = 0  # of the driver's call
 
 
-NOT_STOPPED = TrialResult(outcome=TrialOutcome.UNTRIED, reason="its GPU could not be stopped for the trial")
+NOT_STOPPED = TrialResult(outcome=TrialOutcome.UNTRIED, reason="the GPU could not be stopped for the trial")
 LEFT = TrialResult(outcome=TrialOutcome.UNTRIED, reason="it has left")
 
 
 class Trials:
-    """Carries out trials. What a trial waits for is bounded: who does not answer goes on cooperatively."""
+    """Carries out trials. What a trial waits for is bounded: a process that does not answer goes on cooperatively."""
 
     def __init__(self, orders: Orders, turn: GateTurn, clock: Clock, settings: MemoryTable) -> None:
         self._orders = orders
@@ -63,7 +63,7 @@ class Trials:
             await until(trial.settled, self._clock, self._clock.now_ns() + LOOK_NS)
             left_ns -= LOOK_NS if was_open else 0  # the copies that it looks by wait as long as offline work stands
         if not trial.settled.is_set:
-            why = f"its shim has not answered the trial for {self._step_ns / 1e9:g} s"
+            why = f"the shim has not answered the trial for {self._step_ns / 1e9:g} s"
             return TrialResult(outcome=TrialOutcome.HUNG, reason=why, took_ns=made.took_ns)
         return result_of(trial, made.took_ns)
 

@@ -40,7 +40,7 @@ class GateTurn:
             self._gating.set_moving(gpus)
 
     def calm(self) -> None:
-        """Nobody took the gate after all: they run again."""
+        """No reclaim took the gate after all: they run again."""
         if self._is_ahead and self._turn is None:
             self._gating.set_moving(frozenset())
         self._is_ahead = False

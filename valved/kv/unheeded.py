@@ -25,7 +25,7 @@ from valved.model.ids import ClientId, Role
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
-REASON = "no hook reads the table of its KV memory"
+REASON = "no hook reads the table of the process's KV memory"
 WARM_UPS = 10  # times attach_s: compiling and capturing may take minutes, and no step has begun
 
 
@@ -48,7 +48,7 @@ class UnheededRanges:
         return entry.role is Role.OFFLINE and bool(entry.features & Feature.KV_STEP)
 
     def expect(self, book: KvRangeBook) -> None:
-        """An elastic range has come, or its engine has left: somebody must heed its table in time."""
+        """An elastic range has come, or its engine has left: a hook must read its table in time."""
         born_ns = self._clock.now_ns()
         self._clock.call_at_ns(born_ns + self._attach_ns, lambda: self._look(book, born_ns))
 
@@ -71,9 +71,10 @@ class UnheededRanges:
         return errno.EAGAIN
 
     def refused(self, key: RangeKey, body: KvRangeMessage, reason: str) -> None:
-        """A range that this valved will not have: its holes stay holes, so a process that steps over it ends by name.
+        """A range that this valved will not have: its holes stay holes, so a process that begins a step with it ends
+        by name.
 
-        Without holes it is memory like any other, which nobody moves.
+        Without holes it is ordinary memory, which valved does not move.
         """
         if sum(known.client == key.client for known in self._refused) < self._books.settings.ranges_per_client:
             has_holes = body.held < body.slots
@@ -105,7 +106,7 @@ class UnheededRanges:
             del self._refused[key]
 
     def may_go(self, client: ClientId) -> None:
-        """Its launches, if no range of it has a hole that nobody heeds."""
+        """Its launches, if no range of it has a hole without a hook that reads its table."""
         if all(self._is_safe(book) for book in self._pool.of_client(client)):
             self._stepping.pop(client, None)
             self._holds.release(client, REASON)
@@ -139,7 +140,7 @@ class UnheededRanges:
             EventKind.NOTED,
             service=entry.service,
             client=client,
-            reason=f"{REASON}: it is backed whole, or ended",
+            reason=f"{REASON}: valved backs its whole cache, or ends it",
             pid=entry.process.pid,
         )
         self._holds.hold(client, REASON)

@@ -1,4 +1,4 @@
-"""Whose columns go: the eviction policy over one or more engines, for handles that several GPUs may miss at once.
+"""Chooses the engines that lose columns: the eviction policy over several engines and GPUs at once.
 
 A column of a tensor-parallel engine frees handles on each of its GPUs, so columns are taken until the GPU that misses
 most is served. The greedy order of an engine is the policy's; how engines are merged, and its end, is decided here.

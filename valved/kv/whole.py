@@ -36,7 +36,7 @@ class WholeRanges:
     _clock: Clock
 
     async def back_whole(self, book: KvRangeBook, seq: int) -> None:
-        """All of a range before its allocation returns, or that fails: nobody works on holes unawares.
+        """All of a range before its allocation returns, or that fails: no process works on holes without knowing it.
 
         For an online service memory is taken from offline work. If that is not enough, what is free goes back to the
         driver: the shim makes the range ordinary memory then. A hook that attaches later gives back what is too much.

@@ -51,7 +51,7 @@ class CardLock:
             if time.monotonic() > deadline:
                 who = f"process {owner}" if owner else "another process"
                 raise AlreadyRunning(
-                    f"{who} manages {path} already: two valved would undo each other's stops",
+                    f"{who} manages {path} already, and two valved would undo each other's stops",
                     field="--run-dir",
                     next_step="use that one, or stop it (lslocks names it)",
                 )

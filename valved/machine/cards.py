@@ -41,7 +41,7 @@ def by_uuid() -> dict[bytes, CardName]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardUse:
-    """How a card is used at this moment, by everybody."""
+    """How a card is used at this moment, by all processes."""
 
     total_bytes: int
     used_bytes: int
@@ -70,7 +70,7 @@ class CardReader:
             return {}
 
     def close(self) -> None:
-        """Let go of the driver: it cannot be replaced while anybody holds it."""
+        """Let go of the driver: it cannot be replaced while a process holds it."""
         import pynvml
 
         if self._is_open:

@@ -301,7 +301,7 @@ class GatePort(Protocol):
         ...
 
     def remove_service(self, service: ServiceId) -> None:
-        """Drop the service and its hold; GPUs that nobody else holds are enabled."""
+        """Drop the service and its hold; GPUs that no other service holds are enabled."""
         ...
 
     def hold(self, service: ServiceId, reason: int) -> None:
@@ -321,7 +321,7 @@ class GatePort(Protocol):
     def look(self, service: ServiceId) -> WakeLook: ...
 
     def set_prompt(self, on: bool) -> None:
-        """Ordinary stamps make `stamps_fd` readable at once, and do not wait until somebody drains."""
+        """Ordinary stamps make `stamps_fd` readable at once, and do not wait for the next regular drain."""
         ...
 
     def set_hints(self, client: ClientId) -> None:
@@ -329,7 +329,7 @@ class GatePort(Protocol):
         ...
 
     def view(self, client: ClientId, *, with_gaps: bool = False) -> ClientView:
-        """Each gap is handed out once: only who learns from them asks for them."""
+        """Each gap is handed out once: only the part that learns from gaps asks for them."""
         ...
 
     def is_gated(self, gpu: GpuIndex) -> bool:
@@ -442,12 +442,12 @@ class ProverPort(Protocol):
         ...
 
     def drop(self, fd: int) -> None:
-        """Close what nobody wants; that may take as long as its sender likes."""
+        """Close what valved does not want; that may take as long as its sender likes."""
         ...
 
 
 class ProcessPort(Protocol):
-    """Processes: who is a peer, and when does it end."""
+    """Processes: which one is a peer, and when does it end."""
 
     def start_time(self, pid: int) -> int | None:
         """Field 22 of /proc/PID/stat; None for a process that is gone. OSError: it cannot be looked at now."""

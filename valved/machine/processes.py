@@ -1,4 +1,4 @@
-"""ProcessPort: who a process is and whether it still exists, from /proc and pidfds. A process that is gone is an empty
+"""ProcessPort: identity and existence of processes, from /proc and pidfds. A process that is gone is an empty
 value, never an error: it may vanish between any two lines. One that cannot be looked at (EMFILE, EACCES) is an error,
 never gone.
 
@@ -126,7 +126,7 @@ class LinuxProcesses:
 
 
 def _is_foreign(pid: int, error: OSError) -> bool:
-    """Whom we may not look at is another user's: that says who we may signal."""
+    """A process that we may not look at is another user's; the same rule says which one we may signal."""
     if not isinstance(error, PermissionError):
         return False
     try:

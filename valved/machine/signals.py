@@ -30,7 +30,7 @@ class SignalPort(Protocol):
     def send(self, process: ProcessId, number: signal.Signals) -> Delivery: ...
 
     def waiting(self, *numbers: signal.Signals) -> set[ProcessId]:
-        """To whom one of these is still to be sent."""
+        """The processes to which one of these is still to be sent."""
         ...
 
 

@@ -30,7 +30,7 @@ def is_file(fd: int, path: str) -> bool:
 
 
 def _device(fd: int) -> tuple[int, int] | None:
-    """Without asking whoever serves the file: fstat() of a FUSE file may never come back."""
+    """Without asking the process that serves the file: fstat() of a FUSE file may never come back."""
     major, minor = ffi.new("uint32_t *"), ffi.new("uint32_t *")
     return (major[0], minor[0]) if lib.valve_fd_device(fd, major, minor) == 0 else None
 
@@ -63,7 +63,7 @@ class UvmDoor:
             fds.callback(loop.remove_reader, self._bell)
             self._native = lib.valve_door_open(fd, self._bell, uuid)
             if self._native == ffi.NULL:
-                raise OSError(errno.EAGAIN, "no thread for the memory of another process")
+                raise OSError(errno.EAGAIN, "no thread could be started for a call on another process's memory")
             fds.keep()
 
     def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:

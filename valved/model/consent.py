@@ -59,11 +59,11 @@ class Consent:
 
     @property
     def share_weights(self) -> bool:
-        """What nobody can read is no consent."""
+        """What cannot be read is no consent."""
         return self.weights == YES
 
     def words(self) -> str:
-        """For people; empty where nobody said anything."""
+        """For people; empty where nothing was said."""
         return "; ".join(filter(None, [self._of_pauses(), self._of_weights()]))
 
     def _of_pauses(self) -> str:
@@ -89,17 +89,17 @@ def read_slo(text: str) -> Slo:
         if not equals or name not in TIMES:
             raise ValueError(f"slo: {part.strip()!r} is none of {', '.join(TIMES)} with a time, {EXAMPLE}")
         if name in found:
-            raise ValueError(f"slo: {name} stands there twice")
+            raise ValueError(f"slo: {name} is given twice")
         found[name] = _read_time(name, value)
     if not found.keys() - {"gap"}:
-        raise ValueError(f"slo: a gap alone is no target, {EXAMPLE}")
+        raise ValueError(f"slo: a gap alone is not a target, {EXAMPLE}")
     return Slo(tpot_ms=found.get("tpot", 0.0), ttft_ms=found.get("ttft", 0.0), gap_ms=found.get("gap", GAP_MS))
 
 
 def _read_time(name: str, value: str) -> float:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(us|ms|s)?", value)
     if not match:
-        raise ValueError(f"slo: {name}={value} is no time, {EXAMPLE}")
+        raise ValueError(f"slo: {name}={value} is not a time, {EXAMPLE}")
     if match[2] is None:
         raise ValueError(f"slo: {name}={value} has no unit (us, ms or s), {EXAMPLE}")
     ms = float(match[1]) * UNITS[match[2]]
@@ -141,5 +141,5 @@ def _of_pauses(slo_text: str, grant_text: str) -> Consent:
     except ValueError as error:
         return Consent(problem=str(error))
     if grant and (slo is None or not slo.tpot_ms):
-        return Consent(slo=slo, problem="grant: no target for the time between tokens is stated (slo tpot=...)")
+        return Consent(slo=slo, problem="grant: state a target for the time between tokens, too (slo tpot=...)")
     return Consent(slo=slo, grant=grant)

@@ -1,4 +1,4 @@
-"""Figures that clients tell: cut to what can be where they are read, so that no sum of them fails anybody later."""
+"""Figures that clients report: cut to what is possible where they are read, so that no later sum of them fails."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class SliceSettings:
     probed_driver: str = ""
 
     def refusal(self, driver: str) -> str:
-        """Why the timeslice rung is not to be had on this node; empty: it may be, or nobody asked for it."""
+        """Why the timeslice rung is not to be had on this node; empty: it may be, or it was not asked for."""
         if self.rung is Rung.GATE or self.probed_driver == driver:
             return ""
         probed = f"driver {self.probed_driver}" if self.probed_driver else "no driver"

@@ -1,5 +1,5 @@
 /*
- * hold.c - who holds which GPU. A service's epoch is even while it holds and odd while its gate is open; each control
+ * hold.c - which service holds which GPU. A service's epoch is even while it holds and odd while its gate is open; each control
  * page carries a copy, the word that the launch hooks read.
  *
  *   ring   (listener)  epoch odd -> even by compare-and-swap: the winner closes all words, counts the hold on each

@@ -1,5 +1,5 @@
 /*
- * internal.h - the state of the gate, and who may touch what.
+ * internal.h - the state of the gate, and which thread may touch what.
  *
  * Threads
  *   listener   one: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):

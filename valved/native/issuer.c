@@ -1,5 +1,5 @@
 /*
- * issuer.c - the seat of a GPU: whoever sits there is the only one that switches that GPU's channels. It compares what
+ * issuer.c - the issuer of a GPU: the one thread that switches this GPU's channels. It compares what
  * should be (holders, let) with what is (state), walks the plan when they differ, reads its mail, and sleeps.
  *
  * It follows levels, not messages: a hold that came and went while it was busy needs no walk, and none is lost. A walk

@@ -49,7 +49,7 @@ class Node:
         unknown = sorted(set(kinds) - known)
         if unknown:
             raise InvalidRequest(
-                f"no such kind of event: {', '.join(unknown)}",
+                f"unknown kind of event: {', '.join(unknown)}",
                 field="kinds",
                 next_step=f"known: {', '.join(sorted(known))}",
             )
@@ -60,12 +60,12 @@ class Node:
 
     def launch(self, pid: int, start_time: int, role: Role, name: str, said: Said = SILENT) -> int:
         if role not in (Role.ONLINE, Role.OFFLINE):
-            raise InvalidRequest("a process can be claimed as online or offline", field="role")
+            raise InvalidRequest("a process can be claimed as online or offline only", field="role")
         if pid <= 0:
             raise InvalidRequest(f"pid {pid} is no process", field="pid")
         self._check_words(role, said)
         if role is Role.OFFLINE and self._brake.refusal:
-            step = "valve resume" if self._brake.is_draining else "set the mode to harvest"
+            step = "valve resume" if self._brake.is_draining else "set the mode to harvest: valve mode harvest"
             raise NotNow(self._brake.refusal, field="role", next_step=step)
         claim = self._register.claimed.claim(pid, start_time, role, name)
         if claim is None:
@@ -82,7 +82,7 @@ class Node:
     @staticmethod
     def _check_words(role: Role, said: Said) -> None:
         if said != SILENT and role is not Role.ONLINE:
-            raise InvalidRequest("only online work states a target or consents to anything", field="slo")
+            raise InvalidRequest("only an online service can state a target or consent", field="slo")
         try:
             check(said)
         except ValueError as error:

@@ -75,7 +75,7 @@ class Brake:
             self._journal.emit(EventKind.POLICY, reason=f"mode {mode.value}", by=by)
 
     def pause(self, by: str) -> None:
-        """Write the file; what follows is the same as if somebody else had."""
+        """Write the file; what follows is the same as if a user had written it."""
         if not self._pause_file.exists():
             self._pause_file.write_text(f"{by}\n", encoding="utf-8")
         self.look_at_file()
@@ -166,7 +166,7 @@ class Brake:
 
 
 def _first_line(path: Path) -> str | None:
-    """Who wrote the file, from its first line; None if there is no file."""
+    """The author of the file, from its first line; None if there is no file."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.readline(64).strip() or "a file"

@@ -45,7 +45,9 @@ class Bystanders:
     def reason(self, gpu: GpuIndex) -> str:
         """Why the guard closes this GPU; nothing where it does not."""
         users = self._users.get(gpu, ())
-        return f"{', '.join(users)} uses it without Valve (valve run --online -- CMD)" if users else ""
+        return (
+            f"{', '.join(users)} uses the GPU without Valve (start it with valve run --online -- CMD)" if users else ""
+        )
 
     async def run(self) -> None:
         """For as long as valved lives. In a thread: NVML may take milliseconds."""
@@ -60,7 +62,7 @@ class Bystanders:
             reader.close()
 
     def look(self, cards: Mapping[bytes, CardUse]) -> None:
-        """Close what somebody uses unheard, open what nobody does. A card that does not answer stays as it is."""
+        """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""
         shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
         known = {client.process for client in shims} | self._expected()  # a hook alone stops and hears nothing
         by_pid = {process.pid: process for process in known}
@@ -106,7 +108,7 @@ class Bystanders:
         return claim is not None and claim.role is Role.OFFLINE
 
     def _claim_of(self, process: ProcessId) -> ProcessClaim | None:
-        """The claim on a process or on who started it. A pid alone would also match a later process of that number."""
+        """The claim on a process or on its parents. A pid alone would also match a later process of that number."""
         peer = identify(process.pid, 0, self._processes)
         return self._books.find_claim(peer.chain, peer.cgroup) if peer is not None else None
 

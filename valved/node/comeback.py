@@ -44,13 +44,15 @@ class ComeBack:
 
     def begin(self, come_back_s: float, *, is_first: bool) -> None:
         """Called once, before anything is taken over and before the link opens. `is_first`: nothing of a predecessor is
-        there, so nobody can come back."""
+        there, so no process can come back."""
         self._until_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         try:
             self._expected = self._register.lived.read()
             is_known = True
         except OSError as error:
-            self._journal.emit(EventKind.NOTED, reason=f"who lived before is not known: {error.strerror or error}")
+            self._journal.emit(
+                EventKind.NOTED, reason=f"the processes of the former valved cannot be read: {error.strerror or error}"
+            )
             is_known = False
         self._expected = set(filter(self._is_alive, self._expected))
         if self._expected or not is_known or not (is_first or self._is_guarded()):

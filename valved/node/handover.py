@@ -114,7 +114,9 @@ class Handover:
         if self._senseless:
             files.keep_bad(self._path)
             count, first = len(self._senseless), self._senseless[0]
-            self._journal.emit(EventKind.NOTED, reason=f"state file: {count} records make no sense, the first: {first}")
+            self._journal.emit(
+                EventKind.NOTED, reason=f"state file: {count} records are unreadable, the first: {first}"
+            )
 
     def _try(self, what: str, part: Callable[[], object]) -> None:
         """One record of the file. What makes no sense costs that record, never the start."""
@@ -135,7 +137,9 @@ class Handover:
         self._books.next_client = max(saved.next_client, self._books.next_client)
         self._books.next_service = max(saved.next_service, self._books.next_service)
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            self._journal.emit(EventKind.TAKEN_OVER, reason="counters only: another boot or another driver")
+            self._journal.emit(
+                EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
+            )
             return
         for pid, start_time in saved.frozen:
             thawed = ProcessId(pid=pid, start_time=start_time)
@@ -215,7 +219,7 @@ class Handover:
         online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
-        """Whose end ends the service: who was claimed, or where that one is gone the first client that outlived it."""
+        """The process whose end ends the service: the claimed one, or the first client that outlived it."""
         if saved.root is not None and self._is_alive(*saved.root):
             return ProcessId(pid=saved.root[0], start_time=saved.root[1])
         if saved.root is None or not living:
@@ -223,7 +227,7 @@ class Handover:
         return ProcessId(pid=living[0].pid, start_time=living[0].start_time)
 
     def settle(self, *, patience_over: bool) -> None:
-        """Enable what nobody came back for. Called again from time to time while anything is left."""
+        """Enable channels whose client did not come back. Called again from time to time while any is left."""
         due, known = enable_due(self._register.channels.leftovers, self._gate, self._processes, patience_over)
         if due:
             self._journal.emit(

@@ -1,4 +1,4 @@
-"""The parts of KV memory, put together: each gets by constructor who stands below it. kv/service.py is on top."""
+"""The parts of KV memory, put together: each gets the parts below it by its constructor. kv/service.py is on top."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Leaving:
         return 0.0 if self._since_ns is None else (self._clock.now_ns() - self._since_ns) / SECOND_NS
 
     def begin(self, then: Callable[[], None]) -> None:
-        """`then`: at each look that finds no offline process. Safe to call again: nobody is given more time."""
+        """`then`: at each look that finds no offline process. Safe to call again: no process gets more time."""
         self._then = then
         if not self._ticker.runs:
             self._since_ns = self._clock.now_ns() if self.present() else None

@@ -1,4 +1,4 @@
-"""What a change in a room below means for those above: read here who is told, and in which order.
+"""What a change in a room below means for those above: read here which parts are told, and in which order.
 
 The KV room has a listener of its own, kv/service.py, and reports nothing further up.
 """

@@ -49,12 +49,12 @@ STANDING = {
 }
 WORDS = {
     WakeReason.COOLING: "cooling down",
-    WakeReason.REFUSED_LATELY: "busy: a launch came as it was about to give way",
-    WakeReason.BUSY: "busy: GPU work not proven done",
+    WakeReason.REFUSED_LATELY: "busy: a launch came just before the wake",
+    WakeReason.BUSY: "busy: its GPU work is not proven done",
     WakeReason.OPEN_REQUESTS: "busy: open requests",
-    WakeReason.WATCHER_DEAD: "held: its watcher is silent, nobody can prove the GPU idle",
-    WakeReason.NO_OFFLINE: "alone: no offline work on its GPUs",
-    WakeReason.BRAKED: "held: harvesting is braked",
+    WakeReason.WATCHER_DEAD: "held: its watcher is silent, so the GPU is not proven idle",
+    WakeReason.NO_OFFLINE: "alone: there is no offline work on its GPUs",
+    WakeReason.BRAKED: "held: the brake is on",
 }
 
 
@@ -166,7 +166,7 @@ class Reporter:
             return f"held: process {min(process.pid for process in online.away)} has not come back since the restart"
         if now_ns < online.breaker.open_until_ns:
             rest_s = (online.breaker.open_until_ns - now_ns) // 1_000_000_000
-            return f"held: delayed beyond its budget, the breaker rests for {rest_s} s"
+            return f"held: delayed beyond its budget, so no offline work runs for another {rest_s} s"
         decision = online.decision
         if decision is None or decision.action is WakeAction.WAKE:
             return "busy: just begun"
@@ -174,7 +174,7 @@ class Reporter:
 
     def _offline_words(self, entry: ServiceEntry) -> str:
         if self._brake.switches.must_leave:
-            return f"leaving: {self._brake.refusal}, it is stopped until it ends"
+            return f"leaving: {self._brake.refusal}; it stays stopped until it ends"
         if not entry.clients:
             return "waiting: not connected yet"
         if not entry.compute_on:

@@ -59,7 +59,7 @@ class Upkeep:
                 self._handover.save()
 
     async def _end_unreachable(self) -> None:
-        """Nobody finds us any more, and another valved may gate these GPUs soon: hand over and be gone.
+        """No command finds us any more, and another valved may gate these GPUs soon: hand over and end.
 
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
@@ -107,7 +107,7 @@ class LoopBeat:
         now_s = self._clock.now_ns() / 1e9
         late_s, self._due_s = now_s - self._due_s, now_s + BEAT_NS / 1e9
         if late_s > LATE_S:
-            self._late(f"the loop stood for {late_s:.1f} s: every GPU was held meanwhile")
+            self._late(f"valved's loop was stuck for {late_s:.1f} s: every GPU was held meanwhile")
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             self._tell()

@@ -1,4 +1,4 @@
-"""What granting would be worth to offline work, from what a node knows without anybody's consent. Pure.
+"""What granting would be worth to offline work, from what a node knows without a consent. Pure.
 
 The formula is the hook's own (patches/hook/policy/worth.py). A node knows less: the shortest step must stand for what
 no request adds to a step, and the prompts among the steps are not known. Both make this an upper bound.
@@ -41,7 +41,7 @@ class GrantWorth:
 
 def expected_worth(known: Known) -> GrantWorth:
     if not known.steps_ms:
-        return GrantWorth(words="worth unknown: no engine's hook tells of its steps")
+        return GrantWorth(words="worth unknown: no engine's hook reports its steps")
     if len(known.steps_ms) < LEAST_STEPS:
         return GrantWorth(words=f"worth unknown: {len(known.steps_ms)} of {LEAST_STEPS} steps seen")
     if known.busy is None or known.cost_ms is None:

@@ -1,4 +1,4 @@
-"""On which GPUs may offline work run at all? Only where everybody else who may use the GPU can be heard. Pure.
+"""On which GPUs may offline work run at all? Only where valved sees every other process that may use the GPU. Pure.
 
 An online process without the shim launches unheard: nobody would stop offline work for it. So a GPU is harvested only
 if each container that holds it has a live registration, and no process outside of one uses it. A GPU in doubt is held
@@ -84,9 +84,9 @@ def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], setting
     kept = [holder for holder in holders if holder.mode in LENDS_NOTHING]
     reason = ""
     if strangers:
-        reason = f"{strangers[0].name} uses it without the shim"
+        reason = f"{strangers[0].name} uses the GPU without the shim"
     elif unheard:
-        reason = f"{unheard[0]} holds it, and no process of its pod runs with the shim"
+        reason = f"{unheard[0]} holds the GPU, and no process of that pod runs with the shim"
     elif kept:
         reason = f"mode {kept[0].mode} for {kept[0].name}"
     elif card.obstacle:

@@ -37,7 +37,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crowd:
-    """Who has how many of a thing."""
+    """Which user has how many of a thing."""
 
     def __init__(self, what: str, places: Places, own: frozenset[int] | None = None) -> None:
         """`what`: the thing, for the refusal."""
@@ -127,7 +127,7 @@ class Front:
             self._turned_away -= 1
 
     async def connect(self, outer: _Outer) -> asyncio.Transport:
-        """The name at which the connection is bound is what gRPC calls its peer; nobody can guess and take it."""
+        """The name to which the connection is bound is what gRPC calls its peer; it cannot be guessed and taken."""
         loop = asyncio.get_running_loop()
         welcome = WELCOME if outer.is_welcome else TURNED_AWAY
         with Fds() as fds:
@@ -223,6 +223,6 @@ class Caller(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, peer: str) -> Caller:
-        """Who is behind a connection that came through a front, by gRPC's name for it."""
+        """The user of a connection that came through a front, by gRPC's name for it."""
         uid, welcome, _ = peer.partition(PEER_NAME)[2].split("-")
         return cls(int(uid), welcome == WELCOME)

@@ -167,7 +167,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         return True
 
     async def _caller(self, context: Any) -> Caller:
-        """Who calls, once it is this user's turn."""
+        """The caller, once it is this user's turn."""
         who = await caller(context)
         await self._pace.turn(who.uid)
         return who
@@ -187,7 +187,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE,
                 f"valved cannot look now: {error.strerror}",
-                (("valve-next-step", "try again; if it stays so, see what holds valved's descriptors or memory"),),
+                (
+                    (
+                        "valve-next-step",
+                        "try again; if it fails again, find out what uses up valved's descriptors or memory",
+                    ),
+                ),
             )
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
@@ -209,18 +214,21 @@ class ViewServicer(NodeServicer):
     async def _refuse(self, request: Any, context: Any) -> Any:
         del request
         await self._caller(context)
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this socket answers questions and changes nothing")
+        await context.abort(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "this socket is for reading only: use the other socket of valved to change something",
+        )
 
     SetPolicy = Launch = Pause = Resume = Drain = _refuse
 
 
 async def caller(context: Any) -> Caller:
-    """Who calls. A connection beyond those that its user may have gets no answer but this."""
+    """The caller. A connection beyond those that its user may have gets no answer but this."""
     who = Caller.of(context.peer())
     if not who.is_welcome:
         await context.abort(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"no more connections for user {who.uid}",
-            (("valve-next-step", "end another command of this user that talks to valved"),),
+            (("valve-next-step", "end another command of this user that is connected to valved"),),
         )
     return who

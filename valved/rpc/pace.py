@@ -24,7 +24,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account:
-    """What was taken, and the line of those who have not taken yet."""
+    """What was taken, and the queue of those that wait."""
 
     def __init__(self, per_s: float) -> None:
         self.cost_s = 1 / per_s

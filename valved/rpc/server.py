@@ -1,4 +1,4 @@
-"""The API sockets: gRPC on a unix socket for those who may steer valved, and on another for those who may look."""
+"""The API sockets: gRPC on a unix socket for users that may change something, on another for readers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Keeps what the daemon knows: who is here, what happened, figures, and the file for a successor."""
+"""Keeps what the daemon knows: services and clients, what happened, figures, and the file for a successor."""

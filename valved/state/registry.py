@@ -1,4 +1,4 @@
-"""Keeps who is here: claims, services, clients and their channels. Books without effects; `check_integrity` adds up.
+"""Keeps the registry: claims, services, clients and their channels. Books without effects; `check_integrity` adds up.
 
 A claim says what a process, and everything it starts, may be. It is made over the API (`valve run`), never by the
 process's environment. A service is what one claim stands for: the gate domain if online, the owner if offline.

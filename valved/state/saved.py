@@ -1,4 +1,4 @@
-"""What a successor must know, in one file; and the lock that says whose run folder this is.
+"""What a successor must know, in one file; and the lock that says which valved owns this run folder.
 
 Handles of channels mean something only within one boot and one driver: the file names both, and a reader that finds
 others keeps the counters and forgets the rest. Written whole to a new file and renamed: a torn file cannot exist.

@@ -62,7 +62,7 @@ class TrainingApi:
     def _json(self, handle: Callable[[Asked], Awaitable[Asked]]) -> Any:
         async def answer(request: web.Request) -> web.Response:
             if request.content_type != "application/json":  # no page in a browser may say it
-                return refusal(415, "the body is application/json", "invalid_request")
+                return refusal(415, "send the body as application/json", "invalid_request")
             asked = await request.json()
             if not isinstance(asked, dict):
                 raise ValueError("the body is a JSON object")
@@ -85,7 +85,7 @@ class TrainingApi:
                 for trainer in await asyncio.to_thread(self._ledger.sweep, time.time()):
                     self._over(trainer, 0.0)
             except Exception:  # a full disk, say: the next sweep may do better
-                log.exception("silent trainers were not given up")
+                log.exception("giving up silent trainers failed")
 
     async def _job(self, asked: Asked) -> Asked:
         values = {name: int(asked[name]) for name in ("rounds", "round_batches", "tokens")}

@@ -1,4 +1,4 @@
-"""What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
+"""What a fleet job has computed, in SQLite: nothing is lost and no micro-batch counts twice, whatever is killed.
 
 A round is a number of micro-batches that are trained from one version of the adapter. After its time limit nothing more
 of it is handed out: what is kept is averaged, and what still waits goes into the next round. A micro-batch waits, is
@@ -96,8 +96,8 @@ class FleetBooks:
         now_s: float,
         limit_s: float | None = None,
     ) -> None:
-        """`tokens`: of a usual micro-batch. `limit_s`: of a round, 0: none; None: not said, the first who says it sets
-        it. Of a job that is there nothing changes."""
+        """`tokens`: of a usual micro-batch. `limit_s`: of a round, 0: none; None: not said, the first trainer that
+        says it sets it. Of a job that is there nothing changes."""
         if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
             raise LedgerRefused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
         if limit_s is not None and not 0 <= limit_s < float("inf"):
@@ -140,7 +140,7 @@ class FleetBooks:
     # trainers
 
     def join(self, job: str, name: str, now_s: float) -> Joined:
-        """A trainer begins, or begins again: whoever had its name is given up."""
+        """A trainer begins, or begins again: the one that had its name is given up."""
         if not NAME.fullmatch(name):
             raise LedgerRefused("a trainer has a name of letters, digits, ., - and _")
         with self._change() as db:
@@ -165,7 +165,7 @@ class FleetBooks:
             )
 
     def sweep(self, now_s: float) -> list[int]:
-        """Give up who was silent: whom."""
+        """Give up trainers that were silent; returns them."""
         with self._change() as db:
             text = "SELECT id FROM trainers WHERE is_valid AND seen_s < ?"
             silent = [row["id"] for row in db.execute(text, (now_s - self._silent_s,))]
@@ -267,7 +267,7 @@ class FleetBooks:
 
     @contextlib.contextmanager
     def _written(self, content: bytes | memoryview) -> Iterator[tuple[str, Path]]:
-        """Its name, and a file that is whole on disk: whoever takes the content gives the file its name."""
+        """Its name, and a file that is whole on disk: the code that takes the content gives the file its name."""
         name = hashlib.sha256(content).hexdigest()
         beside = self._blobs / f".{name}.{os.getpid()}.{threading.get_ident()}"
         try:
@@ -280,7 +280,7 @@ class FleetBooks:
             beside.unlink(missing_ok=True)
 
     def _drop(self, blobs: Iterable[str]) -> None:
-        """Those that nobody begins at or averages any more. A row may name one that another has dropped."""
+        """Those that no trainer begins at or averages any more. A row may name one that another has dropped."""
         with self._lock:
             needed = {row["blob"] for row in self._db.execute(NEEDED)}
             for blob in set(blobs) - needed:

@@ -108,7 +108,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "Show what each node offers, what harvesting is or would be worth, and what owners were promised and got.",
     )
     top = add("top", "Show the same live, with every offline pod.")
-    option(top, "--every", 2.0, "Look again after this many seconds.", metavar="SECONDS")
+    option(top, "--every", 2.0, "Refresh after this many seconds.", metavar="SECONDS")
     top.add_argument("--once", action="store_true", help="Print one look and end.")
     why = add("explain", "Say why a pod is where it is, or nowhere.")
     why.add_argument(
@@ -127,7 +127,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
     usage = add("usage", "Show what each namespace, owner or service harvested, saved, lost and lent.")
     option(usage, "--by", "namespace", "Add the figures up by this.", choices=["namespace", "owner", "service"])
     reporting.add_options(
-        add("report", "Make one page of a week of observing: what harvesting would save, and whom it would cost.")
+        add(
+            "report",
+            "Make one page of a week of observing: what harvesting would save, and which services would pay for it.",
+        )
     )
     cover = add(
         "coverage", "List, before an upgrade, online pods that have no shim or one that the new version does not serve."
@@ -246,7 +249,7 @@ async def _pause(client: KubeClient, options: argparse.Namespace) -> Json:
 async def _resume(client: KubeClient, options: argparse.Namespace) -> Json:
     lifted = await resume(client)
     if not options.json:
-        print("resumed: every node does again what its mode says" if lifted else "there was no pause to lift")
+        print("resumed: every node follows its mode again" if lifted else "there was no pause to end")
 
     return {"lifted": lifted}
 

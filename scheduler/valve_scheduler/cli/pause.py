@@ -81,7 +81,7 @@ async def _settled(client: KubeClient, deadline_s: float) -> dict[str, str]:
                 return phases
         except Unreachable as error:
             if time.monotonic() >= deadline_s:
-                raise NotAll(f"the pause is set; which nodes have heard of it nobody says: {error}") from error
+                raise NotAll(f"the pause is set, but it is unknown which nodes have heard of it: {error}") from error
         await asyncio.sleep(_LOOK_EVERY_S)
 
 

@@ -132,7 +132,7 @@ def alignments_of(reports: Iterable[Object]) -> Iterator[tuple[str, NodeAlignmen
 
 
 def candidates(pods: Iterable[Object]) -> Iterator[Candidate]:
-    """Owners of pods with whole GPUs that end by themselves (Jobs), and of pods that wait for GPUs nobody has."""
+    """Owners of pods with whole GPUs that end by themselves (Jobs), and of pods that wait for GPUs."""
     counts: dict[tuple[str, str, str], int] = {}
     for pod in pods:
         metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase")

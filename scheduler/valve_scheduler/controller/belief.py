@@ -42,7 +42,9 @@ class Belief:
         except Unreachable:
             return
         if self._from_s != before or not self._has_looked:
-            log.info("measured profiles are believed if made since", extra={"since_s": self._from_s})
+            log.info(
+                "measured profiles are believed if they were made after this time", extra={"since_s": self._from_s}
+            )
         self._has_looked = True
 
     def covers(self, profile: Object) -> bool:

@@ -1,4 +1,4 @@
-"""Offline pods that stand on a GPU under guard: somebody uses it whom Valve cannot hear, and that may last for good.
+"""Offline pods on a GPU under guard: a process that Valve cannot see uses it, and that may last for good.
 
 Such a pod is stopped and nothing is judged of it, as it is nobody's miss. Its owner is told once the guard has lasted
 for longer than a restart of an online pod takes. As long after its beginning as a broken promise needs to count (for
@@ -34,12 +34,12 @@ class Guarded:
     @property
     def _fate(self) -> str:
         if is_bare(self.pod):
-            return "nothing would make it anew elsewhere"
+            return "it has no controller that would create it elsewhere"
         if node_wish(self.pod["spec"]).is_bound:
-            return "it is never moved: only kube-scheduler could say where its volumes and wishes let it go"
+            return "it is never moved, because only kube-scheduler knows where its volumes and wishes let it go"
         if self.floor <= 0 and not annotation(self.pod, names.SLA):
             return "it is never moved: the policy of its node leaves best effort where it is (floorPercent 0)"
-        return "it is moved when that lasts and another GPU takes it"
+        return "it is moved if this lasts and another GPU can take it"
 
 
 class Guards:

@@ -1,4 +1,4 @@
-"""Lets nodes measure the jobs that nobody has measured, and stores what they found."""
+"""Lets nodes measure the jobs that have no measurement yet, and stores what they found."""
 
 from collections.abc import Callable
 

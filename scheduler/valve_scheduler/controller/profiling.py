@@ -65,7 +65,7 @@ def to_profile(pods: Iterable[Object], profiles: Collection[tuple[str, str]], no
 
 
 def is_measured(profile: Object) -> bool:
-    """By the controller, from what nodes counted; an admission policy lets nobody else say so."""
+    """By the controller, from what nodes counted; an admission policy lets only the controller say so."""
     return (profile.get("status") or {}).get("source") == MEASURED
 
 

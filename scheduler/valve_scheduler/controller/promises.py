@@ -163,7 +163,7 @@ class Promises:
         return self._is_stopped(place) or not all(gpu.get("harvestable") for gpu in self._gpus(place))
 
     def _is_stopped_or_guarded(self, place: PodPlace) -> bool:
-        """A GPU that is not offered for another reason holds nobody back whose container cannot be made."""
+        """A GPU that is not offered for another reason keeps no pod whose container cannot be made."""
         return self._is_stopped(place) or any(gpu.get("guarded") for gpu in self._gpus(place))
 
     def _is_stopped(self, place: PodPlace) -> bool:

@@ -64,7 +64,7 @@ class Controller:
         now_s: Callable[[], float] = time.time,
         steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`steady_s`: of what only this process remembers; nobody sets that clock."""
+        """`steady_s`: for what only this process remembers; that clock is never set."""
         self._client, self._now_s, self._steady_s = client, now_s, steady_s
         self._hands, self._belief = Hands(client, now_s), Belief(client)
         self.caches = caches = Caches(client, settings.placement, now_s)
@@ -120,7 +120,7 @@ class Controller:
             try:
                 path = f"{names.API_PATH}/gpuharvestnodes/{name}"
                 await self._client.request("DELETE", path, body={"preconditions": versions})
-                log.info("report of a node that is gone deleted", extra={"node": name})
+                log.info("deleted the report of a node that is gone", extra={"node": name})
             except (ApiError, Unreachable) as error:  # it has just reported again, or the next round will tell
                 log.info("report not deleted", extra={"node": name, "error": str(error)})
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to move, those who were promised nothing last, and how long an owner keeps away then. Pure."""
+"""Which owner's pod is moved next (pods without a promise last), and for how long it keeps away then. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -27,8 +27,8 @@ _MESSAGES = {
     Verdict.MEASURING: "no whole window has passed yet",
     Verdict.MET: "the last window reached the SLA",
     Verdict.MISSED: "the last window missed the SLA",
-    Verdict.NODE_GAVE_ENOUGH: "the last window missed the SLA by the word of the profile alone: the node gave the time "
-    "and the memory for it, so the pod stays. A profile that Valve measures is believed",
+    Verdict.NODE_GAVE_ENOUGH: "the last window missed the SLA by the pod's own profile alone: the node gave the time "
+    "and the memory for it, so the pod stays. Only a profile that Valve measures moves a pod",
     Verdict.PERSISTENTLY_MISSED: "several windows in a row missed the SLA; the pod will be moved",
 }
 _BELOW = (Verdict.MISSED, Verdict.NODE_GAVE_ENOUGH, Verdict.PERSISTENTLY_MISSED)

@@ -58,7 +58,7 @@ class WorkloadProfile:
 
 
 def prior_profile(full_mib: float) -> WorkloadProfile:
-    """For a job nobody measured yet: most of the speed of batch inference comes with the first half of the
+    """For a job without a measurement yet: most of the speed of batch inference comes with the first half of the
     memory.
 
     The knee (80 % of the speed at half of the memory) is a guess between a compute-bound small model, flat

@@ -18,7 +18,7 @@ UNMEASURED_SHARE = 0.25
 
 
 def peak_mib(histogram: FloatArray, full_mib: float) -> FloatArray:
-    """Upper edge of the bin that holds the quantile, [...]; `histogram` is [..., bins]. 0: nobody has seen online."""
+    """Upper edge of the bin that holds the quantile, [...]; `histogram` is [..., bins]. 0: no online work was seen."""
     total = histogram.sum(axis=-1)
     reached = np.cumsum(histogram, axis=-1) >= PEAK_QUANTILE * total[..., None] * (1 - 1e-9)
     bins = reached.argmax(axis=-1) + 1.0
@@ -29,7 +29,7 @@ def peak_mib(histogram: FloatArray, full_mib: float) -> FloatArray:
 
 
 def held_mib(fit_mib: float, full_mib: float) -> float:
-    """What the job keeps whatever online needs; `fit_mib` 0: nobody measured it."""
+    """What the job keeps whatever online needs; `fit_mib` 0: not measured."""
     return fit_mib if fit_mib > 0 else UNMEASURED_SHARE * full_mib
 
 

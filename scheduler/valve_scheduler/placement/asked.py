@@ -11,7 +11,7 @@ from valve_scheduler.placement.rank import Job
 
 
 class Asked:
-    """Follows profiles, avoid lists and nodes; `nodes` are those that report, and whoever changes them says so."""
+    """Follows profiles, avoid lists and nodes; `nodes` are those that report; their changes are told to it."""
 
     def __init__(self, nodes: Iterable[str]) -> None:
         self.grounds = Grounds()

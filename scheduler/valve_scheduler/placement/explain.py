@@ -116,7 +116,7 @@ def _history(seconds: float) -> str:
 def _refusals(
     fleet: Fleet, ranking: Ranking, closed: frozenset[str], is_young: NDArray[np.bool_]
 ) -> tuple[Refusal, ...]:
-    """The most frequent reason first; unused rows of the arrays are nobody's."""
+    """The most frequent reason first; unused rows of the arrays belong to no node."""
     reasons = {name: (Reason(ranking.reason[row]), bool(is_young[row])) for row, name in enumerate(fleet.names) if name}
     texts = {
         name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else refusal(reason, seen)

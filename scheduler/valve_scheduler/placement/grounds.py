@@ -35,7 +35,7 @@ class Grounds:
         self._closed.clear()
 
     def closed_to(self, wish: NodeWish, names: Iterable[str], version: int) -> frozenset[str]:
-        """Those of `names` that the pod may not use; `version` changes with them. Of a node that nobody has shown
+        """Those of `names` that the pod may not use; `version` changes with them. Of a node that was not reported
         nothing is known, so it has no labels and no taints."""
         if self._nodes is None:
             return frozenset()

@@ -44,7 +44,7 @@ class Reservation:
 
 class HeldGpus:
     """`changed` is called with the node on which another GPU is taken or free, `doubted` when a holding must be
-    verified. Without `doubted` nobody verifies, and the watch alone is believed."""
+    verified. Without `doubted` nothing is verified, and the watch alone counts."""
 
     def __init__(self, changed: Callable[[str], None], doubted: Callable[[], None] | None = None) -> None:
         self._changed = changed

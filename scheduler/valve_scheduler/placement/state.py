@@ -178,7 +178,7 @@ class ClusterState:
         return {node: frozenset(self._uuids[row]) for node, row in self._row_of.items() if ages[row] <= STALE_AFTER_S}
 
     def row_names(self) -> Sequence[str]:
-        """The node of each row, empty for a row of nobody."""
+        """The node of each row, empty for an unused row."""
         return self._names
 
     def node_names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A bind whose outcome nobody knows yet: the API server did not say whether it stored it.
+"""A bind whose outcome is not known yet: the API server did not say whether it stored it.
 
 The extender alone knows of it. It tells kube-scheduler, which writes that into the pod's condition PodScheduled, and
 there `explain` finds it. Pure."""

@@ -143,7 +143,7 @@ def workloads_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is
 
 
 def grounds_view(client: KubeClient, labels: dict[str, dict[str, str]], grounds: Grounds) -> Reflector:
-    """Labels of the nodes, by name, and who may use them; of a node nothing else is kept."""
+    """Labels of the nodes, by name, and the pods that may use them; of a node nothing else is kept."""
 
     def put(item: Json) -> None:
         labels[item["metadata"]["name"]] = item["metadata"].get("labels") or {}

@@ -1,1 +1,1 @@
-"""A week of observing as one page: what harvesting would save, what it would cost whom, and where to begin."""
+"""A week of observing as one page: what harvesting would save, what it would cost each service, and where to begin."""

@@ -35,7 +35,7 @@ SET_SIZES = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuHours:
-    """One GPU over the weeks' hours, oldest first; NaN where nobody could tell."""
+    """One GPU over the weeks' hours, oldest first; NaN where it is not known."""
 
     node: str
     uuid: str
@@ -133,7 +133,7 @@ def shares_of(gpu: GpuHours) -> tuple[FloatArray, FloatArray]:
 
 
 def counted_on(gpu: GpuHours) -> FloatArray:
-    """Per hour the idle share that placement would have counted on at its begin; NaN where nobody could tell."""
+    """Per hour the idle share that placement would have counted on at its begin; NaN where it is not known."""
     counted = np.full_like(gpu.idle, np.nan)
     for hour in range(1, gpu.idle.size):
         if np.isnan(gpu.idle[hour - 1 : hour + 1]).any():
@@ -145,7 +145,7 @@ def counted_on(gpu: GpuHours) -> FloatArray:
 
 
 def memory_of(gpu: GpuHours) -> FloatArray:
-    """Per hour the memory factor of a job that nobody measured."""
+    """Per hour the memory factor of a job without a measurement."""
     weights = memory_weights(prior_profile(gpu.full_mib), gpu.full_mib)
     return np.array([_memory(gpu, hour, weights) for hour in range(gpu.idle.size)])
 

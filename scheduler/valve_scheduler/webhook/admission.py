@@ -55,7 +55,7 @@ class AdmissionSettings(InjectionSettings):
 
 
 class PodRefused(Exception):
-    """The pod cannot run as it is; the text goes to whoever created it."""
+    """The pod cannot run as it is; the text goes to its creator."""
 
 
 def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
@@ -179,7 +179,7 @@ def _refuse_offline(pod: Pod) -> None:
 def _refuse_other_gpus(pod: Pod) -> None:
     for resource in names.ONLINE_RESOURCES:
         if resource_count(pod, resource):
-            raise PodRefused(f"an offline pod must not ask for {resource}; it runs on GPUs others hold")
+            raise PodRefused(f"an offline pod must not ask for {resource}; ask for {names.RESOURCE} instead")
     if pod["spec"].get("resourceClaims"):
         raise PodRefused("an offline pod must not bring resourceClaims: Valve cannot count the devices behind them")
 
@@ -240,7 +240,9 @@ def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
     # In the pod, as its own variables win over the device plugin's; the file comes with the plugin's mount.
     preload = _variable(container, "LD_PRELOAD") or {}
     if "valueFrom" in preload:
-        raise PodRefused(f"container {container['name']} takes LD_PRELOAD from a reference; write its value out")
+        raise PodRefused(
+            f"container {container['name']} takes LD_PRELOAD from a reference; write its value into the pod"
+        )
     merged = merge_preload(preload.get("value") or "", settings.preload)
     if merged is not None:
         _set_variable(container, "LD_PRELOAD", merged)

@@ -56,6 +56,6 @@ class Intake:
 
 
 def _refusal(status: int, why: str) -> Answer:
-    """A Status: of a text the API server passes nothing on to whoever made the pod."""
+    """A Status: of a text the API server passes nothing on to the creator of the pod."""
     value = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": f"valve: {why}", "code": status}
     return json_answer(value, status, ends=True)

@@ -99,7 +99,7 @@ void valve_ring(void)
 	if (bell < 0)
 		valve_own_hang_up(); /* closed behind our back: a new link brings a new one, which rings for us */
 	else if (syscall(SYS_write, bell, &one, sizeof(one)) < 0)
-		return; /* nobody listens: valved is gone, and then nobody is gated either */
+		return; /* no listener: valved is gone, and then no work is gated either */
 	valve_wake_watcher();
 }
 

@@ -3,7 +3,7 @@
  * is not destroyed, and no capture begins in it, before the answer: that alone is waited for (contexts.h).
  *
  * A context that is being destroyed is "going" until the real call returned: the watcher then proves nothing. The
- * lock is never held across a real call, so nobody waits for a driver's slow teardown.
+ * lock is never held across a real call, so no thread waits for a driver's slow teardown.
  */
 #include "contexts.h"
 

@@ -56,10 +56,10 @@ void valve_hint_open_requests(uint32_t open)
 	write_hint();
 	valve_unlock(&hint.lock);
 	if (begins && load_relaxed(&valve_shim.role) == VALVE_ROLE_ONLINE)
-		valve_ring(); /* after the hint: whoever hears the bell finds the request counted */
+		valve_ring(); /* after the hint: the listener finds the request counted */
 }
 
-/* A forked child has no requests of its parent, and nobody else holds the lock there. */
+/* A forked child has no requests of its parent, and no other thread holds the lock there. */
 void valve_hint_reset_child(void)
 {
 	valve_lock_reset(&hint.lock);

@@ -12,7 +12,7 @@
 
 #define NAP_NS       1000000u  /* period while a proof is wanted: the busy-to-idle edge may be that coarse */
 #define IDLE_NAP_NS  10000000u /* longest nap while idle with the gate closed: bounds the error of a gap */
-#define SLEEP_NS     1000000000u /* heartbeat while nobody asks; also finds a page that was replaced meanwhile */
+#define SLEEP_NS     1000000000u /* heartbeat while unasked; also finds a page that was replaced meanwhile */
 #define QUERY_NS     50000u
 #define ERROR_NAP_NS 100000000u
 #define QUIET_US     500u /* when the daemon names none */
@@ -140,7 +140,7 @@ static enum verdict query_streams(CUcontext context)
 	enum verdict verdict;
 
 	if (load_relaxed(&valve_contexts.stream_overflow) || load_relaxed(&valve_shim.ptds))
-		return FAILED; /* work may sit in streams that nobody can ask */
+		return FAILED; /* work may be in streams that cannot be asked */
 	if (cuda.set_current(context) != CUDA_SUCCESS)
 		return FAILED;
 	verdict = verdict_of(cuda.stream_query(NULL));
@@ -182,7 +182,7 @@ static uint32_t generation_now(void)
 	return generation;
 }
 
-/* Records, then polls until done or until somebody submits. Returns what is proven about the count `sum`. */
+/* Records, then polls until done or until a thread submits. Returns what is proven about the count `sum`. */
 static enum verdict probe(uint64_t sum)
 {
 	uint64_t nap_ns = QUERY_NS;
@@ -227,7 +227,7 @@ static void beat(enum valve_watcher state)
 }
 
 /*
- * busy falls after the proof is out, and rises again if somebody counted in between: that launch may have rung before
+ * busy falls after the proof is out, and rises again if a launch was counted in between: that launch may have rung before
  * we cleared the word, and it rings once per epoch only. Pairs with "count, then busy" of the slow path.
  */
 static void publish_idle(uint64_t sum)
@@ -262,7 +262,7 @@ static bool is_proven(void)
 	       valve_submitted() == VALVE_REGION->idle_submitted;
 }
 
-/* Proven idle: with the gate open a launch wakes us, with the gate closed nobody does, so naps grow to 10 ms. */
+/* Proven idle: with the gate open a launch wakes us, with the gate closed none does, so naps grow to 10 ms. */
 static void stay_idle(void)
 {
 	uint64_t nap_ns = NAP_NS;
@@ -317,7 +317,7 @@ static void *watch(void *unused)
 			stay_idle();
 		} else {
 			if (was_idle)
-				note_gap(); /* also one that ended while nobody asked us to look */
+				note_gap(); /* also one that ended while valved did not ask */
 			sleep_ns(try_to_prove());
 			was_idle = VALVE_REGION->watcher_state == VALVE_WATCHER_IDLE;
 		}

@@ -156,7 +156,7 @@ void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument)
 		channel->due = 1;
 	} else if (request == UVM_UNREGISTER_CHANNEL &&
 	           rm_fetch(map, &gone, (uintptr_t)argument + rm_unregister_at(map), sizeof(gone))) {
-		/* Its FREE follows and takes it away; until then it is stopped for good, so nobody need gate it. */
+		/* Its FREE follows and takes it away; until then it is stopped for good, so it need not be gated. */
 		channel = rm_find(map, gone.hClient, gone.hChannel);
 		if (gone.rmStatus == NV_OK && channel && channel->kind == RM_CHANNEL)
 			channel->unregistered = 1;

@@ -101,7 +101,7 @@ static int close_holes(struct valve_range *range)
 	return err;
 }
 
-/* Waits until no order works on it. The memory goes back to who holds its handles: nobody, or the pool. */
+/* Waits until no order works on it. The memory goes back to the driver, or to the pool if it holds the handles. */
 static void destroy(struct valve_range *range)
 {
 	CUcontext before = NULL;

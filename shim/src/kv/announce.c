@@ -77,7 +77,7 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
 /*
  * A step over an elastic range whose holes nobody heeds would compute with the zero page. Asked before a step until valved
  * says that a hook reads the table, or that no hole is left; until then it holds our launches. While there is no
- * valved nobody can say so: an offline process with a hole waits for one (link/orphan.c). valved before 0.2 does not know
+ * valved no process can say so: an offline process with a hole waits for one (link/orphan.c). valved before 0.2 does not know
  * the question.
  */
 void valve_announce_step(void)
@@ -100,7 +100,7 @@ void valve_announce_step(void)
 		if (!err || err == -EAGAIN) /* EAGAIN: what is launched now waits until valved lets it */
 			break;
 		if (!is_linked() && valve_orders_left_no_hole())
-			break; /* nobody can take any of it */
+			break; /* no process can take any of it */
 		if (!is_counted)
 			add_full(&waiting, 1);
 		is_counted = true;

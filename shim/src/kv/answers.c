@@ -1,7 +1,7 @@
 /*
  * answers.c - questions about addresses in KV ranges. An engine allocated one piece of memory and must be told of one,
  * whatever is mapped where; and what leaves the process (a dma-buf, a registration with a NIC) pins its memory, because
- * a device that holds physical addresses would go on writing to them after they were given to somebody else.
+ * a device that holds physical addresses would go on writing to them after they were given to another process.
  */
 #include "memory.h"
 
@@ -160,10 +160,10 @@ static bool answer(void *data, int attribute, uint64_t address, const struct val
 		return put(data, 1, 0);
 	case IS_MANAGED:
 		return put(data, 4, 0);
-	case HANDLE_TYPES: /* nobody but valved is to have its handles */
+	case HANDLE_TYPES: /* only valved may have its handles */
 	case POOL:
 		return put(data, 8, 0);
-	case P2P_TOKENS: /* of zeros: nobody can use them */
+	case P2P_TOKENS: /* of zeros: they cannot be used */
 		return !pin_all(address) && put(data, 8, 0) && put((char *)data + 8, 4, 0);
 	default:
 		return false;
@@ -211,7 +211,7 @@ CUresult valve_on_cuMemGetAddressRange(uintptr_t base, uintptr_t bytes, uintptr_
 
 /* ---- how much is free ---- */
 
-/* What the driver counts as used on this device, and valved would give: handles of its pool that nobody has. */
+/* What the driver counts as used on this device, and valved would give: free handles of its pool. */
 static uint64_t pool_free(CUdevice device)
 {
 	const struct valve_kv_free *entry =

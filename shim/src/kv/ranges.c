@@ -63,7 +63,7 @@ struct valve_range *valve_range_new(struct valve_place *place, uint64_t bytes, u
 	entry = free_entry();
 	if (entry) {
 		fresh.id = ++book.last_id;
-		/* Not the lock: somebody may still be waiting there for the range that was here before. */
+		/* Not the lock: a thread may still be waiting there for the range that was here before. */
 		memcpy((char *)entry + sizeof(entry->lock), (const char *)&fresh + sizeof(fresh.lock),
 		       sizeof(fresh) - sizeof(fresh.lock));
 	}
@@ -196,7 +196,7 @@ struct valve_range *valve_range_claim(uint64_t base)
 	return found;
 }
 
-/* Precondition: nobody holds it, and nobody can: it is GOING or UNTOLD. */
+/* Precondition: no thread holds it, and none can: it is GOING or UNTOLD. */
 void valve_range_drop(struct valve_range *range)
 {
 	if (range->handle)
@@ -300,7 +300,7 @@ uint32_t valve_kv_ranges(void)
 	return count;
 }
 
-/* A forked child: the slots' pages stay, a copy nobody looks at; the mappings were the parent's. */
+/* A forked child: the slots' pages stay, an unused copy; the mappings were the parent's. */
 void valve_ranges_reset(void)
 {
 	valve_lock_reset(&book.lock);

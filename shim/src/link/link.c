@@ -3,7 +3,7 @@
  * no application thread waits for valved except in valve_link_request, which offline processes alone use and which
  * has a deadline. Every failure ends in "no link", and no link means pass-through.
  *
- * It knows nobody above it: what valved sends goes to the handler that was given for its type (valve_link_handle).
+ * It knows no room above it: what valved sends goes to the handler that was given for its type (valve_link_handle).
  */
 #include "settings.h"
 #include "shim.h"
@@ -137,7 +137,7 @@ static void adopt(int socket_fd, const struct valve_link_welcome *welcome, struc
 	store_release(&valve_shim.role, welcome->role);
 }
 
-/* Precondition: nobody else connects (the first open of nvidiactl, or the session). */
+/* Precondition: no other thread connects (the first open of nvidiactl, or the session). */
 int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
@@ -299,7 +299,7 @@ static int take_ack(const struct valve_link_ack *ack, int length)
 
 static valve_link_handler *handlers[HANDLED];
 
-/* Precondition: no link yet. An ACK's handler hears of it after whoever waited for it. */
+/* Precondition: no link yet. An ACK's handler is called after the thread that waited for it. */
 void valve_link_handle(uint16_t type, valve_link_handler *handler)
 {
 	if (type < HANDLED)
@@ -348,7 +348,7 @@ int valve_link_receive(void)
 		if (length <= 0)
 			return length ? length : -EPIPE;
 		err = dispatch((const void *)packet, length, &fds);
-		valve_fds_close(&fds); /* those that nobody took */
+		valve_fds_close(&fds); /* those that no handler took */
 		if (err)
 			return err;
 	}

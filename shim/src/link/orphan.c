@@ -1,5 +1,5 @@
 /*
- * orphan.c - what an offline process does that waits for a valved while none comes, and nobody needs its GPU.
+ * orphan.c - ends or frees an offline process that waits for a valved, when none comes and no service needs its GPU.
  *
  * A hold stands before a mapping that was under way, so nobody can tell what it was for; but once every order has been carried
  * out and every slot of KV memory has its own handle, nothing is missing and launches go on. A hole can be filled by a

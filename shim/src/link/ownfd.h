@@ -15,7 +15,7 @@ struct valve_own_fd {
 	uint64_t dev, ino;
 };
 
-int valve_own(enum valve_own which); /* its number now, or -1: there is none, or somebody closed it */
+int valve_own(enum valve_own which); /* its number now, or -1: there is none, or it was closed */
 void valve_own_take(enum valve_own which, int fd); /* under link_lock. Takes it over */
 void valve_own_close(enum valve_own which);        /* under link_lock */
 bool valve_own_has(int fd);                        /* the number is one of ours, and still our file */

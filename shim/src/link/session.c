@@ -40,7 +40,7 @@ static struct {
 	uint32_t refusals;  /* in a row */
 	bool refused;       /* offline, and no valved's any more: stopped until one takes us */
 	bool stopped;       /* we stopped our channels: the lease ran out, or we were refused */
-	bool released;      /* we enabled our channels because valved left and nobody needs them off */
+	bool released;      /* we enabled our channels because valved left and no service needs them off */
 	bool may_run;       /* valved let us end our stop, and does not know yet that we did */
 	uint32_t ask_seq;   /* of the request to end our stop, 0: none is under way */
 	uint64_t linked_ns; /* when the link was made */
@@ -314,7 +314,7 @@ static void serve(void)
 	long count;
 
 	if (ready[0].fd < 0 || ready[1].fd < 0 || valve_own(VALVE_OWN_DOORBELL) < 0) {
-		lose_link(); /* somebody closed one behind our back: a new link brings new ones */
+		lose_link(); /* the application closed one: a new link brings new ones */
 		return;
 	}
 	count = syscall(SYS_poll, ready, 2,

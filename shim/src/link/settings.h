@@ -1,4 +1,4 @@
-/* settings.h - what the environment said when the process opened nvidiactl. Nobody calls getenv() later. */
+/* settings.h - what the environment said when the process opened nvidiactl. getenv() is not called later. */
 #ifndef VALVE_SETTINGS_H
 #define VALVE_SETTINGS_H
 

@@ -60,7 +60,7 @@ uint64_t valve_until_rest_ns(uint64_t most_ns)
 	uint64_t now = now_ns(), end_ns, rest_ns;
 	uint32_t gpu;
 
-	if (over.until_ns) /* nobody clears it without a link */
+	if (over.until_ns) /* nothing clears it without a link */
 		return most_ns < LOOK_NS || load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED ? most_ns
 		                                                                                  : LOOK_NS;
 	end_ns = first_end(&gpu);
@@ -103,7 +103,7 @@ static void drop(bool *stopped)
 	valve_until_forget();
 }
 
-/* `released`: nobody needs our channels off any more. */
+/* `released`: no service needs our channels off any more. */
 void valve_until_check(bool released, bool *stopped)
 {
 	bool is_linked = load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;

@@ -1,5 +1,5 @@
 /*
- * journal.c - what happened, for tests and for people: calls that nobody implements (by number),
+ * journal.c - what happened, for tests and for people: calls that the emulator does not implement (by number),
  * the last disables and enables with their times, and a kernel log with Xid lines in
  * VALVE_EMU_DIR/dmesg.
  */

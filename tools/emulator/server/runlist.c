@@ -1,5 +1,5 @@
 /*
- * runlist.c - who executes. One thread per GPU walks the TSGs that are scheduled, enabled and have
+ * runlist.c - which group of channels executes. One thread per GPU walks the TSGs that are scheduled, enabled and have
  * work, a time slice each, and grants execution by a word per channel on the board. With one TSG
  * running and nobody else waiting it sleeps until a process kicks; a disabled TSG takes no slot.
  * TSGs of copy engines have runlists of their own: they are granted as long as they are enabled.

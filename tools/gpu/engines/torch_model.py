@@ -108,7 +108,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
         self.positions[slot] = prompt.numel()
 
     def step(self) -> None:
-        """One token for every slot, also for those that nobody uses: the shape never changes, so it can be a graph."""
+        """One token for every slot, also for unused ones: the shape never changes, so it can be a graph."""
         self.tokens.copy_(self._forward(self.tokens, self.positions, slice(None)))
         self.positions.add_(1).clamp_(max=self.keys.shape[3] - 1)
 

@@ -57,7 +57,7 @@ class TorchService:
         return time.monotonic() - self.start_s
 
     def tell(self, open_requests: int) -> None:
-        """An engine tells how many requests it has open where somebody listens."""
+        """An engine tells how many requests it has open where the hook is loaded."""
         if self.hint is not None:
             self.hint(ctypes.c_uint32(open_requests))
 

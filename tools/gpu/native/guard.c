@@ -1,5 +1,5 @@
 /*
- * guard.c - switches channels back on when nobody else does.
+ * guard.c - enables channels if no other process does.
  *
  * The driver keeps no record of who disabled a channel and nothing re-enables it. So every disable of the lab is
  * announced here first, and issued only once this process has answered. It enables at the deadline of a hold, when asked,

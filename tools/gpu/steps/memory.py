@@ -1,4 +1,4 @@
-"""Moving memory: what the calls cost, which driver calls they make, who keeps memory alive."""
+"""Moving memory: what the calls cost, which driver calls they make, what keeps memory alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose weights a trainer may map: which online services consent is said by valved in a file of its run folder.
+"""Which weights a trainer may map: valved writes the services that consent into a file of its run folder.
 
 A service is found by its name, its weights by what its processes map. A file that a service maps is that service's,
 however it was named. Who may see neither (another user) cannot open the file either: it is its owner's alone.
@@ -64,7 +64,7 @@ class Owners:
         self._services: tuple[SharingService, ...] | None = None
 
     def services(self) -> tuple[SharingService, ...] | None:
-        """None: nobody says it, or not in full."""
+        """None: not said, or not in full."""
         try:
             content = (self._folder / NAME).read_bytes()
             if content != self._content:
@@ -95,7 +95,7 @@ class Owners:
 
 
 class Permit:
-    """The consent of those whose weights they are; asked at each tile. Who maps the file later has a say, too."""
+    """The consent of the weights' owner, asked at each tile. A service that maps the file later must consent, too."""
 
     def __init__(self, owners: Owners, services: Iterable[SharingService], path: Path | None = None) -> None:
         self._owners, self._path = owners, path

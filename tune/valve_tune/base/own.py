@@ -29,7 +29,7 @@ class OwnCopy(StillWeights):
         return self._layers[layer]
 
     def check(self) -> None:
-        """Nobody else holds this copy."""
+        """No other process holds this copy."""
 
 
 class LoadedModel(StillWeights):
@@ -43,4 +43,4 @@ class LoadedModel(StillWeights):
         return {}
 
     def check(self) -> None:
-        """Nobody else holds this copy."""
+        """No other process holds this copy."""

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who is whose child, what they map, at which sockets they listen."""
+"""Processes as /proc shows them: parents and children, what they map, at which sockets they listen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_of(pid: int) -> int | None:
 
 
 def with_children(roots: Iterable[tuple[int, int]]) -> list[int]:
-    """Of roots, (pid, start time), that are still who they were."""
+    """Of roots, (pid, start time), that are still the same processes."""
     stats = dict(_stats())
     found = [pid for pid, start in roots if stats.get(pid, (0, 0))[1] == start]
     for parent in found:  # it grows meanwhile

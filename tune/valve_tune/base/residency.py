@@ -111,7 +111,7 @@ class HostWindow:
         return self.least_bytes * self.window
 
     def fit(self, spare: int) -> bool:
-        """After a reclaim nobody knows which slots were spared: all are given back."""
+        """After a reclaim it is not known which slots were spared: all are given back."""
         if not self._is_lent:
             return self.window > 0
         self._at, self._phase = 0, Phase.FORWARD

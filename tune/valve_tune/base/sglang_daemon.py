@@ -1,4 +1,4 @@
-"""SGLang's weight daemon (0.5.23). It says what it holds to whoever asks; a client must then say the same."""
+"""SGLang's weight daemon (0.5.23). It tells each client what it holds; a client must then say the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A predictor for a machine whose laws nobody wrote down: a line through the measured steps, refitted as they come.
+"""A predictor for a machine without known laws: a line through the measured steps, refitted as they come.
 
 It takes the place of the laws' step without training; what training adds is still the laws' word, and what is left is
 corrected as PlanPredictor does. Relative errors count, so that short steps are fitted as well as long ones, and a step

@@ -1,4 +1,4 @@
-"""Why a vLLM trains nobody, in words; empty where it may. What was not tried here is refused, not tried there."""
+"""Why a vLLM trains no job, in words; empty where it may. What was not tried here is refused, not tried there."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Tenant:
     # ---- its threads ----
 
     def _watched(self) -> None:
-        """Looks for a tile that hangs, and writes what nobody else can: that thread hangs, and the engine's serves."""
+        """Looks for a tile that hangs, and writes its end: the tile's thread hangs, and the engine's serves."""
         while not self._over.wait(self._stuck_s / 4):
             if self.turns.running_s() > self._stuck_s:
                 self.park(f"one tile has taken longer than {self._stuck_s:g} s")

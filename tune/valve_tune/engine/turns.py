@@ -1,4 +1,4 @@
-"""Whose turn it is inside an engine's process: the engine's thread hands out time, the trainer's thread asks before
+"""Turns of trainer and engine inside one process: the engine's thread hands out time, the trainer's thread asks before
 each tile.
 
 The engine never waits for a tile longer than the plan says. A tile that is late runs on beside the step; one that
@@ -64,7 +64,7 @@ class TileTurns:
     # ---- the engine's thread ----
 
     def pause(self, seconds: float) -> float:
-        """Let tiles run that fit, and return when no more does or nobody wants one; seconds that the engine waited."""
+        """Let tiles run that fit, and return when no more fits or no job wants one; seconds that the engine waited."""
         with self._changed:
             began = self._clock()
             self._until, self._spent, self._had = began + seconds, False, False
@@ -80,7 +80,7 @@ class TileTurns:
             return self._clock() - began
 
     def wants(self) -> bool:
-        """Is there anybody to give time to?"""
+        """Is there a job to give time to?"""
         with self._changed:
             return self._wants()
 

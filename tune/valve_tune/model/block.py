@@ -57,7 +57,7 @@ class BlockBackward:
         self.trained = {name for name in MODULE if path(rows.layer, name) in rows.scene.adapter.pairs}
 
     def run(self, dx_out: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of the layer's input, or None where nobody needs it."""
+        """The gradient of the layer's input, or None where it is not needed."""
         in_attention = self.below or bool(self.trained & set(ATTENTION))
         dx_mid = self.mlp(dx_out, onward=in_attention)
         return self.attention(dx_mid) if dx_mid is not None and in_attention else None

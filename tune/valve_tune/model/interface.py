@@ -14,7 +14,7 @@ from valve_tune.train.batch import MicroBatch
 
 
 def nothing() -> None:
-    """Where nobody is asked."""
+    """Where no turn is asked for."""
 
 
 class TilePass(Protocol):

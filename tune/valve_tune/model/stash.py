@@ -42,7 +42,7 @@ class Stash:
         self._whole()
 
     def close(self) -> None:
-        """After `check`, or where nobody believes the micro-batch: whatever is kept still goes back."""
+        """After `check`, or where the micro-batch is not used: whatever is kept still goes back."""
         while self._kept:
             self._memory.give(self._kept.popitem()[1])
         self._memory.settle()

@@ -58,7 +58,7 @@ class TuneApi:
         return app
 
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who may ask, and every refusal in the shape clients read."""
+        """Which clients may ask, and every refusal in the shape clients read."""
         try:
             self._admit(request)
             return await handler(request)

@@ -220,7 +220,7 @@ class FleetWorker:
         self._say(f"version {self.version}: pushed {trainer.steps} steps, {trainer.tokens:,} tokens")
 
     def _average(self, parts: list[dict[str, Any]]) -> None:
-        """Whoever sees a whole round averages it; all come to the same, and the first one counts."""
+        """A trainer that sees a whole round averages it; all come to the same, and the first one counts."""
         documents = [(self._link.blob(part["blob"]), int(part["tokens"])) for part in parts]
         document = self._trainer.averaged(documents)
         try:

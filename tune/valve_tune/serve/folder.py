@@ -1,4 +1,4 @@
-"""The folder of a job (`--out`): job file, who works on it, what is wanted of it. Whole after a crash at any moment."""
+"""The folder of a job (`--out`): job file, its worker, the wanted state. Whole after a crash at any moment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FolderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What the last one who worked here said. `state` is new, running, paused, stopped,
+    """What the last worker here said. `state` is new, running, paused, stopped,
     succeeded, failed or cancelled.
     """
 

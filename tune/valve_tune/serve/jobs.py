@@ -70,7 +70,7 @@ def ended(folder: JobFolder, end: End, step: int, message: str) -> int:
 
 
 def state_of(folder: JobFolder) -> str:
-    """What the folder says, unless nobody is there to make it true."""
+    """What the folder says, unless there is no process to make it true."""
     state = folder.status().state
     return "dead" if state in ("running", "paused") and not folder.is_worked_on() else state
 
@@ -89,7 +89,7 @@ def ls(_: argparse.Namespace) -> int:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Shows each step until the job ends; ends itself where nobody works on it."""
+    """Shows each step until the job ends; ends itself where no process works on it."""
     folder, shown = registry.find(options.job), 0
     last = folder.spec().max_steps
     while True:

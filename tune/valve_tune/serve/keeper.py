@@ -37,7 +37,7 @@ class EngineKeeper:
         self._thread.start()
 
     def hand(self, version: Path) -> None:
-        """As soon as the engine takes it; nobody waits for that. A newer version takes the place of one that waits."""
+        """As soon as the engine takes it; the job does not wait. A newer version takes the place of one that waits."""
         with self._changing:
             self._waiting = version
         self._has_more.set()

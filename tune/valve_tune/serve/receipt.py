@@ -33,7 +33,7 @@ class TrainedTokens:
         self._tokens = self._steps = 0
 
     def add(self, tokens: int) -> None:
-        """A step is done that nobody has counted before."""
+        """A step is done that was not counted before."""
         with self._lock:
             self._tokens += tokens
             self._steps += 1

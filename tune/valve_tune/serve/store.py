@@ -82,7 +82,7 @@ class TuneStore:
         return self.file(file) or {}
 
     def sweep_files(self) -> None:
-        """What a service that died left of uploads: files that have no row. Nobody else may be uploading."""
+        """What a service that died left of uploads: files that have no row. No other process may be uploading."""
         known = {row["id"] for row in self.files()}
         for path in (self.folder / "files").iterdir():
             if path.name not in known:

@@ -1,4 +1,4 @@
-"""Whose turn it is: jobs that share one base train one at a time and change at step borders, by weight.
+"""Turns of jobs that share one base: they train one at a time and change at step borders, by weight.
 
 Each job owes time: seconds it had, divided by its weight. The job that owes least goes next. One that comes later, or
 was paused, begins at the least debt of the others: it gets its share from then on, and no arrears.

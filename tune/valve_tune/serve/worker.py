@@ -255,7 +255,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path, base: str) -> Any:
-    """One worker per base, whoever started it. Held by the process, so it ends with it."""
+    """One worker per base, whatever process started it. Held by the process, so it ends with it."""
     path = folder / "workers" / hashlib.sha256(base.encode()).hexdigest()[:16]
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

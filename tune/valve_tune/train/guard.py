@@ -20,7 +20,7 @@ LOOKS_AFTER = "valve_tune.train.after"
 
 
 class NoGuard:
-    """Nothing that the job could write is anybody else's."""
+    """Nothing that the job could write belongs to another process."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a trainer and whoever watches it say to each other: events out, orders in, an outcome at the end."""
+"""What a trainer and the process that watches it say to each other: events out, orders in, an outcome at the end."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class JobState:
         return checkpoint.save(self.out, self.cursor.step, files, self.spec.save_total_limit)
 
     def finish(self) -> Path:
-        """The adapter itself, config last: whoever sees a config may load."""
+        """The adapter itself, config last: an engine that sees a config may load."""
         self.out.mkdir(parents=True, exist_ok=True)
         files = self._adapter_files() | ({ADAPTER: self._best} if self._best else {})
         for name, content in files.items():
