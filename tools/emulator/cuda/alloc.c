@@ -205,7 +205,7 @@ void memory_forget_context(struct context *ctx)
 	}
 }
 
-CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
+CUAPI(3020, cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 {
 	METERED(ALLOC);
 	struct context *ctx;
@@ -221,7 +221,8 @@ CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 	return result;
 }
 
-CUAPI(cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+CUAPI(3020, cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
+      unsigned element)
 {
 	if (!pitch || (element != 4 && element != 8 && element != 16))
 		return CUDA_ERROR_INVALID_VALUE;
@@ -230,13 +231,13 @@ CUAPI(cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t 
 }
 
 /* Managed memory is device memory that the host may touch: here that is all device memory. */
-CUAPI(cuMemAllocManaged, CUdeviceptr *out, size_t bytes, unsigned flags)
+CUAPI(6000, cuMemAllocManaged, CUdeviceptr *out, size_t bytes, unsigned flags)
 {
 	return flags != 1 && flags != 2 ? CUDA_ERROR_INVALID_VALUE : cuMemAlloc_v2(out, bytes);
 }
 
 /* Waits for the context's work, as the real one: a process whose channels are off hangs in it. */
-CUAPI(cuMemFree_v2, CUdeviceptr address)
+CUAPI(3020, cuMemFree_v2, CUdeviceptr address)
 {
 	METERED(FREE);
 	struct context *ctx;
@@ -253,7 +254,7 @@ CUAPI(cuMemFree_v2, CUdeviceptr address)
 	return result ? result : device_free(range);
 }
 
-CUAPI(cuMemGetInfo_v2, size_t *available, size_t *total)
+CUAPI(3020, cuMemGetInfo_v2, size_t *available, size_t *total)
 {
 	struct context *ctx;
 

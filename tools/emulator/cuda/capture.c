@@ -286,12 +286,12 @@ static CUresult begin(CUstream handle, int mode, struct graph *graph)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamBeginCapture_v2, CUstream handle, int mode)
+CUAPI(10010, cuStreamBeginCapture_v2, CUstream handle, int mode)
 {
 	return begin(handle, mode, NULL);
 }
 
-CUAPI(cuStreamBeginCapture, CUstream handle)
+CUAPI(10000, cuStreamBeginCapture, CUstream handle)
 {
 	return begin(handle, MODE_GLOBAL, NULL);
 }
@@ -341,7 +341,7 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 	return result;
 }
 
-CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
+CUAPI(10000, cuStreamEndCapture, CUstream handle, CUgraph *out)
 {
 	struct stream *stream;
 	struct graph *graph = NULL;
@@ -356,7 +356,7 @@ CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
 	return result;
 }
 
-CUAPI(cuThreadExchangeStreamCaptureMode, int *mode)
+CUAPI(10010, cuThreadExchangeStreamCaptureMode, int *mode)
 {
 	if (!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED)
 		return CUDA_ERROR_INVALID_VALUE;

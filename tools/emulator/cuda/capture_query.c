@@ -23,18 +23,18 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 	return result;
 }
 
-CUAPI(cuStreamIsCapturing, CUstream handle, int *status)
+CUAPI(10000, cuStreamIsCapturing, CUstream handle, int *status)
 {
 	return capture_info(handle, status, NULL, NULL);
 }
 
-CUAPI(cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
+CUAPI(10010, cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
 {
 	return capture_info(handle, status, id, NULL);
 }
 
-CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      size_t *count)
+CUAPI(11030, cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph,
+      void *deps, size_t *count)
 {
 	(void)deps; /* the nodes' order is the order of capture; their handles are not handed out */
 	if (count)
@@ -42,8 +42,8 @@ CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUg
 	return capture_info(handle, status, id, graph);
 }
 
-CUAPI(cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      void *edges, size_t *count)
+CUAPI(12030, cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph,
+      void *deps, void *edges, size_t *count)
 {
 	if (edges)
 		*(void **)edges = NULL;

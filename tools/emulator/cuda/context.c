@@ -86,7 +86,7 @@ static void destroy(struct context *ctx)
 
 static pthread_mutex_t primary_lock = PTHREAD_MUTEX_INITIALIZER;
 
-CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 {
 	struct device *dev;
 	CUresult result = device_of(handle, &dev);
@@ -129,28 +129,28 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 	return result;
 }
 
-CUAPI(cuDevicePrimaryCtxRelease_v2, CUdevice handle)
+CUAPI(11000, cuDevicePrimaryCtxRelease_v2, CUdevice handle)
 {
 	return primary_drop(handle, false);
 }
 
-CUAPI(cuDevicePrimaryCtxReset_v2, CUdevice handle)
+CUAPI(11000, cuDevicePrimaryCtxReset_v2, CUdevice handle)
 {
 	return primary_drop(handle, true);
 }
 
 /* The first forms, still exported for programs that were linked against CUDA 7 to 10. */
-CUAPI(cuDevicePrimaryCtxRelease, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxRelease, CUdevice handle)
 {
 	return primary_drop(handle, false);
 }
 
-CUAPI(cuDevicePrimaryCtxReset, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxReset, CUdevice handle)
 {
 	return primary_drop(handle, true);
 }
 
-CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
+CUAPI(7000, cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 {
 	struct device *dev;
 
@@ -163,7 +163,7 @@ CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
+CUAPI(11000, cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 {
 	struct device *dev;
 
@@ -176,12 +176,12 @@ CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
+CUAPI(7000, cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
 {
 	return cuDevicePrimaryCtxSetFlags_v2(handle, flags);
 }
 
-CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
+CUAPI(4000, cuCtxPushCurrent_v2, CUcontext handle)
 {
 	TRY(driver_check());
 	if (!context_valid(handle))
@@ -192,7 +192,7 @@ CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
+CUAPI(4000, cuCtxPopCurrent_v2, CUcontext *out)
 {
 	TRY(driver_check());
 	if (!depth)
@@ -203,7 +203,7 @@ CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxSetCurrent, CUcontext handle)
+CUAPI(4000, cuCtxSetCurrent, CUcontext handle)
 {
 	TRY(driver_check());
 	if (!handle) {
@@ -217,7 +217,7 @@ CUAPI(cuCtxSetCurrent, CUcontext handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxGetCurrent, CUcontext *out)
+CUAPI(4000, cuCtxGetCurrent, CUcontext *out)
 {
 	TRY(driver_check());
 	if (!out)
@@ -239,23 +239,23 @@ static CUresult create_current(CUcontext *out, unsigned flags, CUdevice handle)
 	return cuCtxPushCurrent_v2(*out);
 }
 
-CUAPI(cuCtxCreate_v2, CUcontext *out, unsigned flags, CUdevice handle)
+CUAPI(3020, cuCtxCreate_v2, CUcontext *out, unsigned flags, CUdevice handle)
 {
 	return create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxCreate_v3, CUcontext *out, const void *affinity, int count, unsigned flags, CUdevice handle)
+CUAPI(11040, cuCtxCreate_v3, CUcontext *out, const void *affinity, int count, unsigned flags, CUdevice handle)
 {
 	return affinity && count ? CUDA_ERROR_NOT_SUPPORTED : create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevice handle)
+CUAPI(12050, cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevice handle)
 {
 	(void)params; /* execution affinity and graphics interoperation ask for less, never for more */
 	return create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxDestroy_v2, CUcontext handle)
+CUAPI(4000, cuCtxDestroy_v2, CUcontext handle)
 {
 	TRY(driver_check());
 	if (!context_valid(handle) || ((struct context *)handle)->is_primary)

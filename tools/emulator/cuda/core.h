@@ -19,9 +19,20 @@
 #include "nvrm.h"
 #include "types.h"
 
-/* Declares and opens the definition of an exported entry point. */
-#define CUAPI(name, ...)                                                   \
+/* What cuGetProcAddress knows of an entry point (proc.c). */
+struct entry {
+	const char *symbol;
+	void (*function)(void);
+	int since; /* the first version of CUDA that has it, as in NVIDIA's cudaTypedefs.h */
+};
+/* The linker puts them side by side, as the section "entries". */
+#define ENTRY(first_version, name)                                                                       \
+	static const struct entry entry_##name __attribute__((used, section("entries"), aligned(8))) = { \
+	        .symbol = #name, .function = (void (*)(void))name, .since = first_version};
+/* Declares, lists and opens the definition of an exported entry point. */
+#define CUAPI(since, name, ...)                                            \
 	__attribute__((visibility("default"))) CUresult name(__VA_ARGS__); \
+	ENTRY(since, name)                                                 \
 	CUresult name(__VA_ARGS__)
 /* Ends the function with the error of a call that fails. */
 #define TRY(call)                      \

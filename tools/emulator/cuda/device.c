@@ -117,14 +117,14 @@ CUresult devices_open(void)
 		return CUDA_ERROR_INVALID_VALUE; \
 	TRY(device_of(handle, &dev))
 
-CUAPI(cuDeviceGet, CUdevice *out, int ordinal)
+CUAPI(2000, cuDeviceGet, CUdevice *out, int ordinal)
 {
 	DEVICE_OR_RETURN(dev, ordinal, out);
 	*out = dev->ordinal;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetCount, int *out)
+CUAPI(2000, cuDeviceGetCount, int *out)
 {
 	TRY(driver_check());
 	if (!out)
@@ -133,7 +133,7 @@ CUAPI(cuDeviceGetCount, int *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetName, char *out, int length, CUdevice handle)
+CUAPI(2000, cuDeviceGetName, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	if (length <= 0)
@@ -142,26 +142,26 @@ CUAPI(cuDeviceGetName, char *out, int length, CUdevice handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetUuid_v2, CUuuid *out, CUdevice handle)
+CUAPI(11040, cuDeviceGetUuid_v2, CUuuid *out, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	memcpy(out->bytes, dev->uuid, sizeof(out->bytes));
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetUuid, CUuuid *out, CUdevice handle)
+CUAPI(9020, cuDeviceGetUuid, CUuuid *out, CUdevice handle)
 {
 	return cuDeviceGetUuid_v2(out, handle);
 }
 
-CUAPI(cuDeviceTotalMem_v2, size_t *out, CUdevice handle)
+CUAPI(3020, cuDeviceTotalMem_v2, size_t *out, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	*out = dev->board->total_bytes;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
+CUAPI(4010, cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	if (length < 13)
@@ -170,7 +170,7 @@ CUAPI(cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
+CUAPI(4010, cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 {
 	unsigned domain = 0, bus = 0, slot = 0;
 
@@ -189,7 +189,7 @@ CUAPI(cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 	return CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
+CUAPI(4000, cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	if (!device_at(peer))
@@ -198,7 +198,7 @@ CUAPI(cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetP2PAttribute, int *out, int attribute, CUdevice handle, CUdevice peer)
+CUAPI(8000, cuDeviceGetP2PAttribute, int *out, int attribute, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	if (!device_at(peer) || dev->ordinal == peer)
@@ -223,7 +223,7 @@ static const struct {
         {123, 1},         {124, 1},     {126, 4},      {131, -1},  {134, 0},
 };
 
-CUAPI(cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
+CUAPI(2000, cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	if (attribute <= 0 || attribute > 200)
@@ -241,7 +241,7 @@ CUAPI(cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceComputeCapability, int *major, int *minor, CUdevice handle)
+CUAPI(2000, cuDeviceComputeCapability, int *major, int *minor, CUdevice handle)
 {
 	CUresult result = cuDeviceGetAttribute(major, 75, handle);
 

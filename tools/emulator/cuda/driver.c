@@ -98,7 +98,7 @@ static CUresult start(void)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuInit, unsigned flags)
+CUAPI(2000, cuInit, unsigned flags)
 {
 	static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
 	CUresult result = CUDA_SUCCESS;
@@ -117,7 +117,7 @@ CUAPI(cuInit, unsigned flags)
 	return result;
 }
 
-CUAPI(cuDriverGetVersion, int *version)
+CUAPI(2020, cuDriverGetVersion, int *version)
 {
 	if (!version)
 		return CUDA_ERROR_INVALID_VALUE;

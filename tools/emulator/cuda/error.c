@@ -112,7 +112,7 @@ static const struct {
 };
 enum { ERRORS = sizeof(errors) / sizeof(errors[0]) };
 
-CUAPI(cuGetErrorName, CUresult code, const char **out)
+CUAPI(6000, cuGetErrorName, CUresult code, const char **out)
 {
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -138,7 +138,7 @@ static void write_texts(void)
 	}
 }
 
-CUAPI(cuGetErrorString, CUresult code, const char **out)
+CUAPI(6000, cuGetErrorString, CUresult code, const char **out)
 {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 

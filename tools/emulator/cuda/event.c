@@ -76,7 +76,7 @@ static void record(struct stream *stream, struct event *event)
 	pthread_mutex_unlock(&emu.lock);
 }
 
-CUAPI(cuEventCreate, CUevent *out, unsigned flags)
+CUAPI(2000, cuEventCreate, CUevent *out, unsigned flags)
 {
 	struct context *ctx;
 
@@ -93,7 +93,7 @@ CUAPI(cuEventCreate, CUevent *out, unsigned flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuEventDestroy_v2, CUevent handle)
+CUAPI(4000, cuEventDestroy_v2, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
@@ -109,7 +109,7 @@ CUAPI(cuEventDestroy_v2, CUevent handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
+CUAPI(2000, cuEventRecord, CUevent handle, CUstream stream_handle)
 {
 	struct stream *stream;
 	struct event *event = event_from(handle);
@@ -127,7 +127,7 @@ CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
 	return result;
 }
 
-CUAPI(cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
+CUAPI(11010, cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
 {
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : cuEventRecord(handle, stream);
 }
@@ -168,18 +168,18 @@ static CUresult look(CUevent handle, bool wait)
 	return result;
 }
 
-CUAPI(cuEventQuery, CUevent handle)
+CUAPI(2000, cuEventQuery, CUevent handle)
 {
 	return look(handle, false);
 }
 
-CUAPI(cuEventSynchronize, CUevent handle)
+CUAPI(2000, cuEventSynchronize, CUevent handle)
 {
 	METERED(WAIT);
 	return look(handle, true);
 }
 
-CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
+CUAPI(12080, cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 {
 	struct event *first = event_from(start), *last = event_from(end);
 
@@ -198,7 +198,7 @@ CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 	return result;
 }
 
-CUAPI(cuEventElapsedTime, float *out, CUevent start, CUevent end)
+CUAPI(2000, cuEventElapsedTime, float *out, CUevent start, CUevent end)
 {
 	return cuEventElapsedTime_v2(out, start, end);
 }
@@ -214,7 +214,7 @@ static CUresult wait_for_event(struct stream *stream, struct event *event)
 	return result;
 }
 
-CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
+CUAPI(3020, cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
 {
 	struct stream *stream;
 	struct event *event = event_from(handle);
@@ -229,7 +229,7 @@ CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
  * One event over everything the context was given so far. It queues nothing, so it cannot stand in the way of a stream
  * that shares a channel. A capture in the context dies of it, as documented.
  */
-CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
+CUAPI(12050, cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
@@ -251,7 +251,7 @@ CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 	return result;
 }
 
-CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
+CUAPI(12050, cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
@@ -267,7 +267,7 @@ CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 	return result;
 }
 
-CUAPI(cuCtxSynchronize, void)
+CUAPI(2000, cuCtxSynchronize, void)
 {
 	METERED(WAIT);
 	struct context *ctx;
@@ -279,7 +279,7 @@ CUAPI(cuCtxSynchronize, void)
 	return result ? result : context_wait(ctx);
 }
 
-CUAPI(cuCtxSynchronize_v2, CUcontext handle)
+CUAPI(13000, cuCtxSynchronize_v2, CUcontext handle)
 {
 	METERED(WAIT);
 

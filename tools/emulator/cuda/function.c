@@ -29,41 +29,41 @@ static CUresult set_attribute(struct function *function, int attribute, int valu
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuFuncGetAttribute, int *out, int attribute, CUfunction f)
+CUAPI(2020, cuFuncGetAttribute, int *out, int attribute, CUfunction f)
 {
 	return get_attribute(out, attribute, function_from(f));
 }
 
-CUAPI(cuFuncSetAttribute, CUfunction f, int attribute, int value)
+CUAPI(9000, cuFuncSetAttribute, CUfunction f, int attribute, int value)
 {
 	return set_attribute(function_from(f), attribute, value);
 }
 
-CUAPI(cuKernelGetAttribute, int *out, int attribute, CUkernel kernel, CUdevice dev)
+CUAPI(12000, cuKernelGetAttribute, int *out, int attribute, CUkernel kernel, CUdevice dev)
 {
 	return device_at(dev) ? get_attribute(out, attribute, function_from(kernel))
 	                      : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuKernelSetAttribute, int attribute, int value, CUkernel kernel, CUdevice dev)
+CUAPI(12000, cuKernelSetAttribute, int attribute, int value, CUkernel kernel, CUdevice dev)
 {
 	return device_at(dev) ? set_attribute(function_from(kernel), attribute, value)
 	                      : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuFuncSetCacheConfig, CUfunction f, int config)
+CUAPI(3000, cuFuncSetCacheConfig, CUfunction f, int config)
 {
 	(void)config;
 	return function_from(f) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuKernelSetCacheConfig, CUkernel kernel, int config, CUdevice dev)
+CUAPI(12000, cuKernelSetCacheConfig, CUkernel kernel, int config, CUdevice dev)
 {
 	(void)config, (void)dev;
 	return function_from(kernel) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuFuncGetName, const char **out, CUfunction f)
+CUAPI(12030, cuFuncGetName, const char **out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
@@ -73,12 +73,12 @@ CUAPI(cuFuncGetName, const char **out, CUfunction f)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetName, const char **out, CUkernel kernel)
+CUAPI(12030, cuKernelGetName, const char **out, CUkernel kernel)
 {
 	return cuFuncGetName(out, (CUfunction)(void *)kernel);
 }
 
-CUAPI(cuFuncGetModule, CUmodule *out, CUfunction f)
+CUAPI(11000, cuFuncGetModule, CUmodule *out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
@@ -88,13 +88,13 @@ CUAPI(cuFuncGetModule, CUmodule *out, CUfunction f)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetLibrary, CUlibrary *out, CUkernel kernel)
+CUAPI(12050, cuKernelGetLibrary, CUlibrary *out, CUkernel kernel)
 {
 	return cuFuncGetModule((CUmodule *)out, (CUfunction)(void *)kernel);
 }
 
 /* Known kernels have 64-bit parameters one after the other; of others nothing is known. */
-CUAPI(cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *bytes)
+CUAPI(12040, cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *bytes)
 {
 	const struct function *function = function_from(f);
 
@@ -109,12 +109,12 @@ CUAPI(cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *by
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetParamInfo, CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
+CUAPI(12040, cuKernelGetParamInfo, CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
 {
 	return cuFuncGetParamInfo((CUfunction)(void *)kernel, index, offset, bytes);
 }
 
-CUAPI(cuFuncIsLoaded, int *out, CUfunction f)
+CUAPI(12040, cuFuncIsLoaded, int *out, CUfunction f)
 {
 	if (!out || !function_from(f))
 		return CUDA_ERROR_INVALID_HANDLE;
@@ -122,12 +122,12 @@ CUAPI(cuFuncIsLoaded, int *out, CUfunction f)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuFuncLoad, CUfunction f)
+CUAPI(12040, cuFuncLoad, CUfunction f)
 {
 	return function_from(f) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuModuleGetLoadingMode, int *out)
+CUAPI(11070, cuModuleGetLoadingMode, int *out)
 {
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -135,7 +135,7 @@ CUAPI(cuModuleGetLoadingMode, int *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
+CUAPI(12040, cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 {
 	const struct module *module = module_from(handle);
 
@@ -149,24 +149,24 @@ CUAPI(cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLibraryGetKernelCount, unsigned *out, CUlibrary handle)
+CUAPI(12040, cuLibraryGetKernelCount, unsigned *out, CUlibrary handle)
 {
 	return cuModuleGetFunctionCount(out, (CUmodule)(void *)handle);
 }
 
-CUAPI(cuModuleGetGlobal_v2, CUdeviceptr *out, size_t *bytes, CUmodule handle, const char *name)
+CUAPI(3020, cuModuleGetGlobal_v2, CUdeviceptr *out, size_t *bytes, CUmodule handle, const char *name)
 {
 	(void)out, (void)bytes, (void)name;
 	return module_from(handle) ? CUDA_ERROR_NOT_FOUND
 	                           : CUDA_ERROR_INVALID_HANDLE; /* no image has variables */
 }
 
-CUAPI(cuLibraryGetGlobal, CUdeviceptr *out, size_t *bytes, CUlibrary handle, const char *name)
+CUAPI(12000, cuLibraryGetGlobal, CUdeviceptr *out, size_t *bytes, CUlibrary handle, const char *name)
 {
 	return cuModuleGetGlobal_v2(out, bytes, (CUmodule)(void *)handle, name);
 }
 
-CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int block, size_t shared)
+CUAPI(6050, cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int block, size_t shared)
 {
 	if (!function_from(f))
 		return CUDA_ERROR_INVALID_HANDLE;
@@ -179,15 +179,15 @@ CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int b
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int *out, CUfunction f, int block, size_t shared,
-      unsigned flags)
+CUAPI(7000, cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int *out, CUfunction f, int block,
+      size_t shared, unsigned flags)
 {
 	(void)flags;
 	return cuOccupancyMaxActiveBlocksPerMultiprocessor(out, f, block, shared);
 }
 
-CUAPI(cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction f, void *shared_of, size_t shared,
-      int limit)
+CUAPI(6050, cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction f, void *shared_of,
+      size_t shared, int limit)
 {
 	(void)shared_of, (void)shared;
 	if (!function_from(f))
@@ -199,14 +199,14 @@ CUAPI(cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction f, voi
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuOccupancyMaxPotentialBlockSizeWithFlags, int *grid, int *block, CUfunction f, void *shared_of,
+CUAPI(7000, cuOccupancyMaxPotentialBlockSizeWithFlags, int *grid, int *block, CUfunction f, void *shared_of,
       size_t shared, int limit, unsigned flags)
 {
 	(void)flags;
 	return cuOccupancyMaxPotentialBlockSize(grid, block, f, shared_of, shared, limit);
 }
 
-CUAPI(cuOccupancyAvailableDynamicSMemPerBlock, size_t *out, CUfunction f, int blocks, int block)
+CUAPI(10020, cuOccupancyAvailableDynamicSMemPerBlock, size_t *out, CUfunction f, int blocks, int block)
 {
 	(void)block;
 	if (!function_from(f))
@@ -236,7 +236,7 @@ static CUresult link_add(struct link *link, const void *data, size_t bytes)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkCreate_v2, unsigned count, void *options, void **values, CUlinkState *out)
+CUAPI(6050, cuLinkCreate_v2, unsigned count, void *options, void **values, CUlinkState *out)
 {
 	(void)count, (void)options, (void)values;
 	struct link *link = calloc(1, sizeof(*link));
@@ -247,7 +247,7 @@ CUAPI(cuLinkCreate_v2, unsigned count, void *options, void **values, CUlinkState
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t bytes, const char *name,
+CUAPI(6050, cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t bytes, const char *name,
       unsigned count, void *options, void **values)
 {
 	(void)name, (void)count, (void)options, (void)values;
@@ -258,7 +258,7 @@ CUAPI(cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t bytes, c
 	return link_add((struct link *)state, data, strnlen(data, bytes));
 }
 
-CUAPI(cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
+CUAPI(5050, cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
 {
 	const struct link *link = (const struct link *)state;
 
@@ -269,7 +269,7 @@ CUAPI(cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkDestroy, CUlinkState state)
+CUAPI(5050, cuLinkDestroy, CUlinkState state)
 {
 	struct link *link = (struct link *)state;
 

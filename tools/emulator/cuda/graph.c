@@ -100,7 +100,7 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphCreate, CUgraph *out, unsigned flags)
+CUAPI(10000, cuGraphCreate, CUgraph *out, unsigned flags)
 {
 	if (!out || flags)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -108,7 +108,7 @@ CUAPI(cuGraphCreate, CUgraph *out, unsigned flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphDestroy, CUgraph handle)
+CUAPI(10000, cuGraphDestroy, CUgraph handle)
 {
 	struct graph *graph = graph_from(handle);
 
@@ -120,7 +120,7 @@ CUAPI(cuGraphDestroy, CUgraph handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
+CUAPI(10000, cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 {
 	const struct graph *graph = graph_from(handle);
 
@@ -133,7 +133,7 @@ CUAPI(cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphNodeGetType, CUgraphNode handle, int *out)
+CUAPI(10000, cuGraphNodeGetType, CUgraphNode handle, int *out)
 {
 	if (!handle || !out)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -141,7 +141,7 @@ CUAPI(cuGraphNodeGetType, CUgraphNode handle, int *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
+CUAPI(10000, cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
 {
 	struct graph *graph = graph_from(handle);
 
@@ -153,7 +153,7 @@ CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+CUAPI(10000, cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
       size_t log_bytes)
 {
 	(void)error_node;
@@ -162,18 +162,19 @@ CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_no
 	return instantiate(graph, 0, out);
 }
 
-CUAPI(cuGraphInstantiate_v2, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+CUAPI(11000, cuGraphInstantiate_v2, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
       size_t log_bytes)
 {
 	return cuGraphInstantiate(out, graph, error_node, log, log_bytes);
 }
 
-CUAPI(cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
+CUAPI(11040, cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
 {
 	return instantiate(graph, flags, out);
 }
 
-CUAPI(cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+CUAPI(12000, cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph,
+      CUDA_GRAPH_INSTANTIATE_PARAMS *params)
 {
 	if (!params)
 		return CUDA_ERROR_INVALID_VALUE;
@@ -182,7 +183,7 @@ CUAPI(cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph, CUDA_GRAPH_
 	return instantiate(graph, params->flags, out);
 }
 
-CUAPI(cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
+CUAPI(12000, cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
 {
 	const struct exec *exec = exec_from(handle);
 
@@ -192,7 +193,7 @@ CUAPI(cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphExecDestroy, CUgraphExec handle)
+CUAPI(10000, cuGraphExecDestroy, CUgraphExec handle)
 {
 	struct exec *exec = exec_from(handle);
 
@@ -207,7 +208,7 @@ CUAPI(cuGraphExecDestroy, CUgraphExec handle)
 }
 
 /* Succeeds when the new graph has the same kinds of nodes in the same order. */
-CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
+CUAPI(12000, cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
 {
 	struct exec *exec = exec_from(handle);
 	const struct graph *graph = graph_from(graph_handle);
@@ -228,7 +229,7 @@ CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
 	return same ? CUDA_SUCCESS : CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
 }
 
-CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
+CUAPI(10000, cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
 	struct exec *exec = exec_from(handle);
@@ -247,7 +248,7 @@ CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 }
 
 /* The executable is where it is launched from already; what is left is that the stream has been there. */
-CUAPI(cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
+CUAPI(11010, cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
 

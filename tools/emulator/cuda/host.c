@@ -54,7 +54,7 @@ static CUresult pin(struct context *ctx, void *at, size_t bytes, enum range_kind
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
+CUAPI(2020, cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
 
@@ -73,12 +73,12 @@ CUAPI(cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
 	return result;
 }
 
-CUAPI(cuMemAllocHost_v2, void **out, size_t bytes)
+CUAPI(3020, cuMemAllocHost_v2, void **out, size_t bytes)
 {
 	return cuMemHostAlloc(out, bytes, 0);
 }
 
-CUAPI(cuMemFreeHost, void *at)
+CUAPI(2000, cuMemFreeHost, void *at)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -97,7 +97,7 @@ CUAPI(cuMemFreeHost, void *at)
 	return result;
 }
 
-CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
+CUAPI(6050, cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
 
@@ -112,7 +112,7 @@ CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 	             : pin(ctx, at, bytes, RANGE_REGISTERED, flags);
 }
 
-CUAPI(cuMemHostUnregister, void *at)
+CUAPI(4000, cuMemHostUnregister, void *at)
 {
 	struct context *ctx;
 
@@ -126,7 +126,7 @@ CUAPI(cuMemHostUnregister, void *at)
 	return result;
 }
 
-CUAPI(cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
+CUAPI(3020, cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
 {
 	TRY(driver_check());
 	if (!out || flags || !host_is_pinned(at))
@@ -135,7 +135,7 @@ CUAPI(cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemHostGetFlags, unsigned *out, void *at)
+CUAPI(2030, cuMemHostGetFlags, unsigned *out, void *at)
 {
 	const struct range *range = range_at((uintptr_t)at, false);
 

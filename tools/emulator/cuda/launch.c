@@ -106,21 +106,21 @@ static CUresult launch_on(CUstream handle, CUfunction f, const unsigned *grid, c
 	return work_submit(stream, LANE_COMPUTE, &launch->work);
 }
 
-CUAPI(cuLaunchKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+CUAPI(4000, cuLaunchKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
       unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
 {
 	(void)shared;
 	return launch_on(stream, f, (unsigned[]){gx, gy, gz}, (unsigned[]){bx, by, bz}, params, extra);
 }
 
-CUAPI(cuLaunchKernelEx, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
+CUAPI(11060, cuLaunchKernelEx, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
 	if (!config)
 		return CUDA_ERROR_INVALID_VALUE;
 	return launch_on(config->stream, f, config->grid, config->block, params, extra);
 }
 
-CUAPI(cuLaunchCooperativeKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+CUAPI(9000, cuLaunchCooperativeKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
       unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params)
 {
 	(void)shared;
@@ -148,7 +148,7 @@ static CUresult run_host(struct work *work, struct channel *channel)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
+CUAPI(10000, cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 {
 	struct stream *stream;
 
@@ -162,7 +162,7 @@ CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 	return work_submit(stream, LANE_COMPUTE, &host->work);
 }
 
-CUAPI(cuStreamAddCallback, CUstream handle, CUstreamCallback callback, void *user, unsigned flags)
+CUAPI(5000, cuStreamAddCallback, CUstream handle, CUstreamCallback callback, void *user, unsigned flags)
 {
 	struct stream *stream;
 

@@ -197,7 +197,7 @@ static CUresult get_function(struct module *module, const char *name, struct fun
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleLoadData, CUmodule *out, const void *image)
+CUAPI(2000, cuModuleLoadData, CUmodule *out, const void *image)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -205,18 +205,19 @@ CUAPI(cuModuleLoadData, CUmodule *out, const void *image)
 	return result ? result : load(image, (struct module **)out);
 }
 
-CUAPI(cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, void *options, void **values)
+CUAPI(2010, cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, void *options,
+      void **values)
 {
 	(void)count, (void)options, (void)values;
 	return cuModuleLoadData(out, image);
 }
 
-CUAPI(cuModuleLoadFatBinary, CUmodule *out, const void *image)
+CUAPI(2000, cuModuleLoadFatBinary, CUmodule *out, const void *image)
 {
 	return cuModuleLoadData(out, image);
 }
 
-CUAPI(cuModuleLoad, CUmodule *out, const char *path)
+CUAPI(2000, cuModuleLoad, CUmodule *out, const char *path)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -224,7 +225,7 @@ CUAPI(cuModuleLoad, CUmodule *out, const char *path)
 	return result ? result : load_file(path, (struct module **)out);
 }
 
-CUAPI(cuModuleUnload, CUmodule handle)
+CUAPI(2000, cuModuleUnload, CUmodule handle)
 {
 	struct module *module = module_from(handle);
 
@@ -234,42 +235,42 @@ CUAPI(cuModuleUnload, CUmodule handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleGetFunction, CUfunction *out, CUmodule handle, const char *name)
+CUAPI(2000, cuModuleGetFunction, CUfunction *out, CUmodule handle, const char *name)
 {
 	return get_function(module_from(handle), name, (struct function **)out);
 }
 
-CUAPI(cuLibraryLoadData, CUlibrary *out, const void *image, void *jit, void **jit_values, unsigned jit_count,
-      void *options, void **values, unsigned count)
+CUAPI(12000, cuLibraryLoadData, CUlibrary *out, const void *image, void *jit, void **jit_values,
+      unsigned jit_count, void *options, void **values, unsigned count)
 {
 	(void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values, (void)count;
 	return load(image, (struct module **)out);
 }
 
-CUAPI(cuLibraryLoadFromFile, CUlibrary *out, const char *path, void *jit, void **jit_values,
+CUAPI(12000, cuLibraryLoadFromFile, CUlibrary *out, const char *path, void *jit, void **jit_values,
       unsigned jit_count, void *options, void **values, unsigned count)
 {
 	(void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values, (void)count;
 	return load_file(path, (struct module **)out);
 }
 
-CUAPI(cuLibraryUnload, CUlibrary handle)
+CUAPI(12000, cuLibraryUnload, CUlibrary handle)
 {
 	return cuModuleUnload((CUmodule)(void *)handle);
 }
 
-CUAPI(cuLibraryGetKernel, CUkernel *out, CUlibrary handle, const char *name)
+CUAPI(12000, cuLibraryGetKernel, CUkernel *out, CUlibrary handle, const char *name)
 {
 	return get_function(module_from(handle), name, (struct function **)out);
 }
 
-CUAPI(cuLibraryGetModule, CUmodule *out, CUlibrary handle)
+CUAPI(12000, cuLibraryGetModule, CUmodule *out, CUlibrary handle)
 {
 	*out = (CUmodule)module_from(handle);
 	return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuKernelGetFunction, CUfunction *out, CUkernel handle)
+CUAPI(12000, cuKernelGetFunction, CUfunction *out, CUkernel handle)
 {
 	*out = (CUfunction)function_from(handle);
 	return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;

@@ -89,7 +89,7 @@ static CUresult answer(void *data, int attribute, uint64_t address, const struct
 	}
 }
 
-CUAPI(cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
+CUAPI(4000, cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
 {
 	struct range range;
 
@@ -100,7 +100,7 @@ CUAPI(cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
 }
 
 /* An address that is not CUDA's is no error here: the answers are zeros. */
-CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data, CUdeviceptr address)
+CUAPI(7000, cuPointerGetAttributes, unsigned count, const int *attributes, void **data, CUdeviceptr address)
 {
 	static const uint8_t wide[ATTRIBUTE_LAST + 1] = {
 	        [1] = 8,  [3] = 8,  [4] = 8,  [7] = 8,  [11] = 8, [12] = 8,
@@ -122,7 +122,7 @@ CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr address)
+CUAPI(6000, cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr address)
 {
 	struct range range;
 
@@ -132,7 +132,7 @@ CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr addre
 	               : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
+CUAPI(3020, cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
 	struct range range;
 

@@ -80,12 +80,12 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemAllocAsync, CUdeviceptr *out, size_t bytes, CUstream stream)
+CUAPI(11020, cuMemAllocAsync, CUdeviceptr *out, size_t bytes, CUstream stream)
 {
 	return alloc_from(NULL, out, bytes, stream);
 }
 
-CUAPI(cuMemAllocFromPoolAsync, CUdeviceptr *out, size_t bytes, CUmemoryPool handle, CUstream stream)
+CUAPI(11020, cuMemAllocFromPoolAsync, CUdeviceptr *out, size_t bytes, CUmemoryPool handle, CUstream stream)
 {
 	struct pool *pool = pool_from(handle);
 
@@ -102,7 +102,7 @@ static CUresult run_free(struct work *work, struct channel *channel)
 	return device_free(range);
 }
 
-CUAPI(cuMemFreeAsync, CUdeviceptr address, CUstream handle)
+CUAPI(11020, cuMemFreeAsync, CUdeviceptr address, CUstream handle)
 {
 	struct stream *stream;
 	struct range *range = range_at(address, true);
@@ -128,17 +128,17 @@ static CUresult device_pool(CUmemoryPool *out, CUdevice handle, bool is_default)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetDefaultMemPool, CUmemoryPool *out, CUdevice dev)
+CUAPI(11020, cuDeviceGetDefaultMemPool, CUmemoryPool *out, CUdevice dev)
 {
 	return device_pool(out, dev, true);
 }
 
-CUAPI(cuDeviceGetMemPool, CUmemoryPool *out, CUdevice dev)
+CUAPI(11020, cuDeviceGetMemPool, CUmemoryPool *out, CUdevice dev)
 {
 	return device_pool(out, dev, false);
 }
 
-CUAPI(cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
+CUAPI(11020, cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 {
 	struct device *dev = device_at(handle);
 	struct pool *pool = pool_from(pool_handle);
@@ -152,21 +152,21 @@ CUAPI(cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetDefaultMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
+CUAPI(13000, cuMemGetDefaultMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
 	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
 		return CUDA_ERROR_NOT_SUPPORTED;
 	return device_pool(out, location->id, true);
 }
 
-CUAPI(cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
+CUAPI(13000, cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
 	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
 		return CUDA_ERROR_NOT_SUPPORTED;
 	return device_pool(out, location->id, false);
 }
 
-CUAPI(cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
+CUAPI(11020, cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
 {
 	TRY(driver_check());
 	if (!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED)
@@ -181,7 +181,7 @@ CUAPI(cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
 }
 
 /* Memory still out keeps its pointer to the pool for its books, so the pool itself is never freed. */
-CUAPI(cuMemPoolDestroy, CUmemoryPool handle)
+CUAPI(11020, cuMemPoolDestroy, CUmemoryPool handle)
 {
 	struct pool *pool = pool_from(handle);
 
@@ -195,7 +195,7 @@ CUAPI(cuMemPoolDestroy, CUmemoryPool handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolTrimTo, CUmemoryPool handle, size_t keep)
+CUAPI(11020, cuMemPoolTrimTo, CUmemoryPool handle, size_t keep)
 {
 	(void)keep;
 	return pool_from(handle) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -206,7 +206,7 @@ static size_t attribute_bytes(int attribute)
 	return attribute < RELEASE_THRESHOLD ? sizeof(int) : sizeof(uint64_t);
 }
 
-CUAPI(cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
+CUAPI(11020, cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
 {
 	struct pool *pool = pool_from(handle);
 
@@ -220,7 +220,7 @@ CUAPI(cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
+CUAPI(11020, cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
 {
 	const struct pool *pool = pool_from(handle);
 
@@ -235,12 +235,12 @@ CUAPI(cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolSetAccess, CUmemoryPool handle, const CUmemAccessDesc *descs, size_t count)
+CUAPI(11020, cuMemPoolSetAccess, CUmemoryPool handle, const CUmemAccessDesc *descs, size_t count)
 {
 	return pool_from(handle) && (descs || !count) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemPoolGetAccess, int *out, CUmemoryPool handle, const CUmemLocation *location)
+CUAPI(11020, cuMemPoolGetAccess, int *out, CUmemoryPool handle, const CUmemLocation *location)
 {
 	if (!out || !pool_from(handle) || !location)
 		return CUDA_ERROR_INVALID_VALUE;

@@ -9,7 +9,7 @@
 #define DMA_BUF_HANDLE 1
 #define HOST_PAGE      4096u
 
-CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
+CUAPI(4010, cuIpcGetMemHandle, void *out, CUdeviceptr address)
 {
 	TRY(driver_check());
 	const struct range *range = range_at(address, false);
@@ -17,7 +17,7 @@ CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
 	                                                   : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid third, CUuuid high,
+CUAPI(11000, cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid third, CUuuid high,
       unsigned flags)
 {
 	(void)low, (void)second, (void)third, (void)high,
@@ -25,7 +25,7 @@ CUAPI(cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid
 	return out ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuIpcCloseMemHandle, CUdeviceptr address)
+CUAPI(4010, cuIpcCloseMemHandle, CUdeviceptr address)
 {
 	(void)address;
 	return CUDA_ERROR_INVALID_VALUE; /* nothing was ever opened */
@@ -47,7 +47,7 @@ static uint32_t object_of(uint64_t address, uint64_t bytes)
 	return h_memory;
 }
 
-CUAPI(cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
+CUAPI(11070, cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
       unsigned long long flags)
 {
 	TRY(driver_check());

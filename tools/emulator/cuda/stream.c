@@ -131,7 +131,7 @@ int priority_clamp(int priority)
 	return priority < -5 ? -5 : priority > 0 ? 0 : priority;
 }
 
-CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
+CUAPI(5050, cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 {
 	struct context *ctx;
 
@@ -144,13 +144,13 @@ CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamCreate, CUstream *out, unsigned flags)
+CUAPI(2000, cuStreamCreate, CUstream *out, unsigned flags)
 {
 	return cuStreamCreateWithPriority(out, flags, 0);
 }
 
 /* Returns at once; work already queued goes on. The timeline lives until that work is done. */
-CUAPI(cuStreamDestroy_v2, CUstream handle)
+CUAPI(4000, cuStreamDestroy_v2, CUstream handle)
 {
 	struct stream *stream;
 
@@ -163,7 +163,7 @@ CUAPI(cuStreamDestroy_v2, CUstream handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamSynchronize, CUstream handle)
+CUAPI(2000, cuStreamSynchronize, CUstream handle)
 {
 	METERED(WAIT);
 	struct stream *stream = NULL;
@@ -172,7 +172,7 @@ CUAPI(cuStreamSynchronize, CUstream handle)
 	return result ? result : stream_wait(stream);
 }
 
-CUAPI(cuStreamQuery, CUstream handle)
+CUAPI(2000, cuStreamQuery, CUstream handle)
 {
 	struct stream *stream = NULL;
 
@@ -185,8 +185,8 @@ CUAPI(cuStreamQuery, CUstream handle)
 	return result;
 }
 
-#define STREAM_GETTER(name, type, value)                 \
-	CUAPI(name, CUstream handle, type *out)          \
+#define STREAM_GETTER(since, name, type, value)          \
+	CUAPI(since, name, CUstream handle, type *out)   \
 	{                                                \
 		struct stream *stream;                   \
 		TRY(stream_resolve(handle, &stream));    \
@@ -195,8 +195,9 @@ CUAPI(cuStreamQuery, CUstream handle)
 		*out = (type)(value);                    \
 		return CUDA_SUCCESS;                     \
 	}
-STREAM_GETTER(cuStreamGetFlags, unsigned, stream->flags)
-STREAM_GETTER(cuStreamGetPriority, int, stream->priority)
-STREAM_GETTER(cuStreamGetCtx, CUcontext, stream->ctx)
-STREAM_GETTER(cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
-STREAM_GETTER(cuStreamGetId, unsigned long long, ((unsigned long long)stream->ctx->id << 32) + stream->id)
+STREAM_GETTER(5050, cuStreamGetFlags, unsigned, stream->flags)
+STREAM_GETTER(5050, cuStreamGetPriority, int, stream->priority)
+STREAM_GETTER(9020, cuStreamGetCtx, CUcontext, stream->ctx)
+STREAM_GETTER(12080, cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
+STREAM_GETTER(12000, cuStreamGetId, unsigned long long,
+              ((unsigned long long)stream->ctx->id << 32) + stream->id)

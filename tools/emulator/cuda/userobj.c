@@ -38,7 +38,7 @@ void user_object_drop_locked(struct user_object *object, unsigned count)
 	pthread_mutex_lock(&emu.lock);
 }
 
-CUAPI(cuUserObjectCreate, void **out, void *value, CUhostFn destroy, unsigned refs, unsigned flags)
+CUAPI(11030, cuUserObjectCreate, void **out, void *value, CUhostFn destroy, unsigned refs, unsigned flags)
 {
 	if (!out || !destroy || !refs || flags != 1) /* 1: no destructor sync, the only kind there is */
 		return CUDA_ERROR_INVALID_VALUE;
@@ -65,17 +65,17 @@ static CUresult change(void *handle, unsigned count, bool hold)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuUserObjectRetain, void *object, unsigned count)
+CUAPI(11030, cuUserObjectRetain, void *object, unsigned count)
 {
 	return change(object, count, true);
 }
 
-CUAPI(cuUserObjectRelease, void *object, unsigned count)
+CUAPI(11030, cuUserObjectRelease, void *object, unsigned count)
 {
 	return change(object, count, false);
 }
 
-CUAPI(cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsigned count, unsigned flags)
+CUAPI(11030, cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsigned count, unsigned flags)
 {
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);
@@ -90,7 +90,7 @@ CUAPI(cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsigned coun
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsigned count)
+CUAPI(11030, cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsigned count)
 {
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);

@@ -69,7 +69,7 @@ static CUresult check_prop(const CUmemAllocationProp *prop, struct device **dev,
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *prop, int option)
+CUAPI(10020, cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *prop, int option)
 {
 	struct device *dev;
 	uint32_t cls;
@@ -82,7 +82,7 @@ CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *pro
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
+CUAPI(10020, cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
       unsigned long long flags)
 {
 	METERED(CREATE);
@@ -99,7 +99,7 @@ CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemA
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
+CUAPI(10020, cuMemRelease, CUmemGenericAllocationHandle value)
 {
 	METERED(RELEASE);
 	struct vmm_handle *handle = handle_from(value);
@@ -108,7 +108,7 @@ CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
 	return handle && handle_drop(handle, false) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
+CUAPI(11000, cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
 {
 	TRY(driver_check());
 	if (!out)
@@ -123,7 +123,8 @@ CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *addr
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGenericAllocationHandle value)
+CUAPI(10020, cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out,
+      CUmemGenericAllocationHandle value)
 {
 	const struct vmm_handle *handle = handle_from(value);
 
@@ -134,7 +135,7 @@ CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGen
 }
 
 /* An export is a control file of its own that holds the memory until its last close. */
-CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
+CUAPI(10020, cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
       unsigned long long flags)
 {
 	METERED(EXPORT);
@@ -176,7 +177,7 @@ static uint64_t object_bytes(uint32_t h_memory)
 	return (uint64_t)info.st_size;
 }
 
-CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
+CUAPI(10020, cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
 {
 	METERED(IMPORT);
 	int fd = (int)(intptr_t)os_handle;

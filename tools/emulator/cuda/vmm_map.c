@@ -12,7 +12,7 @@ static bool is_granular(uint64_t address, uint64_t bytes)
 	return bytes && address % LARGE_PAGE == 0 && bytes % LARGE_PAGE == 0 && address + bytes > address;
 }
 
-CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
+CUAPI(10020, cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
       unsigned long long flags)
 {
 	METERED(RESERVE);
@@ -43,7 +43,7 @@ static struct range *reservation(uint64_t address, uint64_t bytes)
 	return area;
 }
 
-CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
+CUAPI(10020, cuMemAddressFree, CUdeviceptr address, size_t bytes)
 {
 	METERED(RESERVE);
 
@@ -61,7 +61,7 @@ CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
+CUAPI(10020, cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
       unsigned long long flags)
 {
 	METERED(MAP);
@@ -144,7 +144,7 @@ static struct range *take_first(uint64_t address, uint64_t bytes)
 	return mapping;
 }
 
-CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
+CUAPI(10020, cuMemUnmap, CUdeviceptr address, size_t bytes)
 {
 	METERED(UNMAP);
 
@@ -206,7 +206,7 @@ static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 	return status ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
-CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
+CUAPI(10020, cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
 {
 	METERED(ACCESS);
 
@@ -228,7 +228,7 @@ CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
+CUAPI(10020, cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
 {
 	TRY(driver_check());
 	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))

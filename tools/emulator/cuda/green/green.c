@@ -43,7 +43,7 @@ static struct resource sm_resource(unsigned sms)
 	return (struct resource){.type = TYPE_SM, .sms = sms};
 }
 
-CUAPI(cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
+CUAPI(12040, cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
 {
 	int sms = 0;
 
@@ -55,8 +55,8 @@ CUAPI(cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
 }
 
 /* Without a place for the groups it only counts them. */
-CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const struct resource *input,
-      struct resource *remaining, unsigned flags, unsigned least)
+CUAPI(12040, cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups,
+      const struct resource *input, struct resource *remaining, unsigned flags, unsigned least)
 {
 	unsigned granule = flags & FINE_FLAG ? FINE_GRANULE : GRANULE;
 
@@ -78,7 +78,7 @@ CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resources, unsigned count)
+CUAPI(12040, cuDevResourceGenerateDesc, struct desc **out, const struct resource *resources, unsigned count)
 {
 	unsigned sms = 0;
 
@@ -100,7 +100,7 @@ CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resou
 }
 
 /* Holds the primary context of its device until it is destroyed. */
-CUAPI(cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice device, unsigned flags)
+CUAPI(12040, cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice device, unsigned flags)
 {
 	CUcontext primary = NULL;
 
@@ -125,7 +125,7 @@ static CUresult green_check(const struct green *green)
 }
 
 /* Its streams stay, and are their makers' to destroy. */
-CUAPI(cuGreenCtxDestroy, struct green *green)
+CUAPI(12040, cuGreenCtxDestroy, struct green *green)
 {
 	TRY(green_check(green));
 	CUdevice device = green->primary->dev->ordinal;
@@ -139,7 +139,7 @@ CUAPI(cuGreenCtxDestroy, struct green *green)
 	return cuDevicePrimaryCtxRelease_v2(device);
 }
 
-CUAPI(cuCtxFromGreenCtx, CUcontext *out, struct green *green)
+CUAPI(12040, cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 {
 	CUresult result = out ? green_check(green) : CUDA_ERROR_INVALID_VALUE;
 
@@ -148,7 +148,7 @@ CUAPI(cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 	return result;
 }
 
-CUAPI(cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
+CUAPI(12040, cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
 {
 	TRY(out ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (type != TYPE_SM)
@@ -157,7 +157,7 @@ CUAPI(cuGreenCtxGetDevResource, struct green *green, struct resource *out, int t
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags, int priority)
+CUAPI(12050, cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags, int priority)
 {
 	TRY(out && flags == NON_BLOCKING ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (green->primary->sticky)
@@ -170,7 +170,7 @@ CUAPI(cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamGetGreenCtx, CUstream handle, void **out)
+CUAPI(12040, cuStreamGetGreenCtx, CUstream handle, void **out)
 {
 	struct stream *stream;
 
@@ -182,7 +182,7 @@ CUAPI(cuStreamGetGreenCtx, CUstream handle, void **out)
 }
 
 /* A stream has one of the two. */
-CUAPI(cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
+CUAPI(12050, cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
 {
 	struct stream *stream;
 
