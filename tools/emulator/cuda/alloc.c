@@ -183,9 +183,8 @@ CUresult device_free(struct range *range)
 
 struct range *range_at(uint64_t address, bool only_base)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	struct range *range = book_find(&memory.ranges, address);
-	pthread_mutex_unlock(&memory.lock);
 	return range && (!only_base || range->base == address) ? range : NULL;
 }
 

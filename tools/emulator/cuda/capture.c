@@ -28,10 +28,8 @@ static void tips_copy(struct node_set *into, const struct node_set *from)
 
 struct graph *graph_new(void)
 {
-	struct graph *graph = calloc(1, sizeof(*graph));
+	struct graph *graph = zeroed(sizeof(*graph));
 
-	if (!graph)
-		abort();
 	graph->magic = MAGIC_GRAPH;
 	return graph;
 }
@@ -52,13 +50,13 @@ void graph_free(struct graph *graph)
 
 unsigned graph_append(struct graph *graph, struct work *work, int type, const struct node_set *after)
 {
-	struct node *node = calloc(1, sizeof(*node));
+	struct node *node = zeroed(sizeof(*node));
 
 	if (graph->count == graph->room) {
 		graph->room = graph->room ? 2 * graph->room : 16;
 		graph->nodes = realloc(graph->nodes, graph->room * sizeof(struct node *));
 	}
-	if (!node || !graph->nodes)
+	if (!graph->nodes)
 		abort();
 	node->work = work;
 	node->type = type;
@@ -152,7 +150,7 @@ CUresult capture_forbids_unsafe(void)
 
 	if (thread_mode == MODE_RELAXED || !__atomic_load_n(&emu.captures, __ATOMIC_RELAXED))
 		return result;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	for (struct capture *c = emu.captures; c; c = c->next) {
 		bool mine = pthread_equal(c->thread, pthread_self()) && c->mode != MODE_RELAXED;
 		if (!mine && (thread_mode == MODE_THREAD_LOCAL || c->mode != MODE_GLOBAL))
@@ -160,7 +158,6 @@ CUresult capture_forbids_unsafe(void)
 		invalidate(c);
 		result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 	}
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 

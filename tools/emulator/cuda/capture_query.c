@@ -10,7 +10,7 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 		return result;
 	if (!status)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	struct capture *capture = stream->capture;
 	if (!capture)
 		result = capture_check_implicit_locked(stream);
@@ -19,7 +19,6 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 		*id = capture->id;
 	if (capture && graph)
 		*graph = (CUgraph)capture->graph;
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 

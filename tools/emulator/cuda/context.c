@@ -10,11 +10,10 @@ static _Thread_local unsigned depth;
 
 bool context_valid(const void *handle)
 {
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	const struct context *ctx = emu.contexts;
 	while (ctx && ctx != handle)
 		ctx = ctx->next;
-	pthread_mutex_unlock(&emu.lock);
 	return ctx != NULL;
 }
 
@@ -66,12 +65,7 @@ static void destroy(struct context *ctx)
 {
 	context_wait(ctx);
 	pthread_mutex_lock(&emu.lock);
-	for (struct context **at = &emu.contexts; *at; at = &(*at)->next) {
-		if (*at == ctx) {
-			*at = ctx->next;
-			break;
-		}
-	}
+	UNLINK(emu.contexts, ctx);
 	pthread_mutex_unlock(&emu.lock);
 	channels_destroy(ctx);
 	memory_forget_context(ctx);
@@ -95,7 +89,7 @@ CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 		return result;
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&primary_lock);
+	LOCKED(&primary_lock);
 	if (!dev->primary) {
 		struct context *ctx = NULL;
 
@@ -106,7 +100,6 @@ CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 		dev->primary_refs++;
 		*out = (CUcontext)dev->primary;
 	}
-	pthread_mutex_unlock(&primary_lock);
 	return result;
 }
 
@@ -117,7 +110,7 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 
 	if (result)
 		return result;
-	pthread_mutex_lock(&primary_lock);
+	LOCKED(&primary_lock);
 	if (!dev->primary && !reset)
 		result = CUDA_ERROR_INVALID_CONTEXT;
 	if (dev->primary && (reset || --dev->primary_refs == 0)) {
@@ -125,7 +118,6 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 		__atomic_store_n(&dev->primary, NULL, __ATOMIC_RELEASE);
 		dev->primary_refs = 0;
 	}
-	pthread_mutex_unlock(&primary_lock);
 	return result;
 }
 
@@ -169,10 +161,9 @@ CUAPI(11000, cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 
 	TRY(device_of(handle, &dev));
 	__atomic_store_n(&dev->primary_flags, flags, __ATOMIC_RELAXED);
-	pthread_mutex_lock(&primary_lock);
+	LOCKED(&primary_lock);
 	if (dev->primary)
 		__atomic_store_n(&dev->primary->flags, flags, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&primary_lock);
 	return CUDA_SUCCESS;
 }
 

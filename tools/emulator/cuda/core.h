@@ -42,6 +42,35 @@ struct entry {
 			return error;  \
 	} while (0)
 
+/* Defines a function that says what a handle stands for: NULL when it is none, or of another kind. */
+#define HANDLE(name, handle_type, type, magic_word)                             \
+	type *name(handle_type handle)                                          \
+	{                                                                       \
+		type *object = (type *)(uintptr_t)handle;                       \
+		return object && object->magic == (magic_word) ? object : NULL; \
+	}
+/* Takes an item out of a list; one that is not in it is left alone. */
+#define UNLINK(list, item)                                             \
+	for (__typeof__(list) *at = &(list); *at; at = &(*at)->next) { \
+		if (*at == (item)) {                                   \
+			*at = (item)->next;                            \
+			break;                                         \
+		}                                                      \
+	}
+
+/* Holds the mutex to the end of the block. */
+#define LOCKED(mutex) \
+	__attribute__((cleanup(mutex_unlock), unused)) pthread_mutex_t *const locked = mutex_lock(mutex)
+static inline pthread_mutex_t *mutex_lock(pthread_mutex_t *mutex)
+{
+	pthread_mutex_lock(mutex);
+	return mutex;
+}
+static inline void mutex_unlock(pthread_mutex_t *const *mutex)
+{
+	pthread_mutex_unlock(*mutex);
+}
+
 enum { MAX_DEVICES = (int)EMU_GPUS, MAX_COMPUTE = 32, COPY_ENGINES = 2, CONTEXT_STACK = 32 };
 enum lane { LANE_COMPUTE, LANE_COPY };
 
@@ -251,11 +280,12 @@ void timeline_wait(struct timeline *line, uint64_t seq); /* without emu.lock */
 void timeline_advance(struct timeline *line, uint64_t seq);
 void deps_add(struct dependencies *deps, struct timeline *line, uint64_t seq);
 void deps_copy(struct dependencies *into, const struct dependencies *from);
-void deps_wait(struct dependencies *deps); /* without emu.lock; does not empty */
+void deps_wait(struct dependencies *deps); /* without emu.lock; empties them */
 bool deps_met(struct dependencies *deps);  /* forgets those that are met */
 void deps_clear(struct dependencies *deps);
 
 /* work.c */
+void *zeroed(size_t bytes); /* memory for books of ours; ends the process when there is none */
 void *work_new(size_t size, work_fn *run);
 struct work *work_ref(struct work *work);
 void work_free(struct work *work); /* gives one reference up; under emu.lock or before anyone else knows it */

@@ -107,13 +107,12 @@ CUAPI(2000, cuInit, unsigned flags)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (emu.forked)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	pthread_mutex_lock(&once);
+	LOCKED(&once);
 	if (!emu.ready) {
 		result = start();
 		if (result == CUDA_SUCCESS)
 			__atomic_store_n(&emu.ready, true, __ATOMIC_RELEASE);
 	}
-	pthread_mutex_unlock(&once);
 	return result;
 }
 

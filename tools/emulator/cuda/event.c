@@ -29,14 +29,9 @@ static void drop_mark(struct work *work)
 	mark_unref(((struct event_work *)work)->mark);
 }
 
-static struct event *event_from(CUevent handle)
-{
-	struct event *event = (struct event *)handle;
+static HANDLE(event_from, CUevent, struct event, MAGIC_EVENT)
 
-	return event && event->magic == MAGIC_EVENT ? event : NULL;
-}
-
-static void forget_capture_locked(struct event *event)
+        static void forget_capture_locked(struct event *event)
 {
 	if (event->capture)
 		capture_unref_locked(event->capture);
@@ -52,28 +47,18 @@ static void set_mark_locked(struct event *event, struct mark *mark)
 	forget_capture_locked(event);
 }
 
-static struct mark *mark_new(void)
-{
-	struct mark *mark = calloc(1, sizeof(*mark));
-
-	if (!mark)
-		abort();
-	return mark;
-}
-
 /* Queues the stamp at the end of the stream. The lock is kept until the event points at it. */
 static void record(struct stream *stream, struct event *event)
 {
 	struct event_work *stamping = work_new(sizeof(*stamping), stamp);
 
 	stamping->work.drop = drop_mark;
-	stamping->mark = mark_new();
+	stamping->mark = zeroed(sizeof(struct mark));
 	stamping->mark->refs = 1;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	uint64_t seq = work_enqueue_locked(stream, LANE_COMPUTE, &stamping->work);
 	deps_add(&stamping->mark->after, stream->line, seq);
 	set_mark_locked(event, stamping->mark);
-	pthread_mutex_unlock(&emu.lock);
 }
 
 CUAPI(2000, cuEventCreate, CUevent *out, unsigned flags)
@@ -161,11 +146,7 @@ static CUresult look(CUevent handle, bool wait)
 	deps_copy(&left, &event->mark->after);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&left);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&left);
-	result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return ctx->sticky;
 }
 
 CUAPI(2000, cuEventQuery, CUevent handle)
@@ -207,10 +188,9 @@ static CUresult wait_for_event(struct stream *stream, struct event *event)
 {
 	CUresult result = CUDA_SUCCESS;
 
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!capture_wait_locked(stream, event, &result) && !result && event->mark)
 		deps_copy(&stream->waits, &event->mark->after);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
@@ -237,8 +217,8 @@ CUAPI(12050, cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 	if (!context_valid(ctx_handle) || !event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	struct context *ctx = (struct context *)ctx_handle;
-	struct mark *mark = mark_new();
-	pthread_mutex_lock(&emu.lock);
+	struct mark *mark = zeroed(sizeof(struct mark));
+	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	mark->time_ns = now_ns();
 	mark->refs = 1;
@@ -247,7 +227,6 @@ CUAPI(12050, cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 		set_mark_locked(event, mark);
 	}
 	mark_unref(mark);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
@@ -259,11 +238,10 @@ CUAPI(12050, cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 	if (!context_valid(ctx_handle) || !event)
 		return CUDA_ERROR_INVALID_HANDLE;
 	struct context *ctx = (struct context *)ctx_handle;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	for (struct stream *s = ctx->streams; s && !result && event->mark; s = s->next)
 		deps_copy(&s->waits, &event->mark->after);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 

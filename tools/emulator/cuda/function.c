@@ -142,10 +142,9 @@ CUAPI(12040, cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 	if (!out || !module)
 		return CUDA_ERROR_INVALID_HANDLE;
 	*out = 0;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	for (const struct function *f = module->functions; f; f = f->next)
 		++*out;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 

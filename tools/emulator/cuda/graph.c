@@ -25,26 +25,13 @@ struct graph_work {
 	struct works *works;
 };
 
-struct graph *graph_from(CUgraph handle)
+HANDLE(graph_from, CUgraph, struct graph, MAGIC_GRAPH)
+static HANDLE(exec_from, CUgraphExec, struct exec, MAGIC_EXEC)
+
+        static struct works *works_of(const struct graph *graph)
 {
-	struct graph *graph = (struct graph *)handle;
+	struct works *works = zeroed(sizeof(*works) + graph->count * sizeof(struct work *));
 
-	return graph && graph->magic == MAGIC_GRAPH ? graph : NULL;
-}
-
-static struct exec *exec_from(CUgraphExec handle)
-{
-	struct exec *exec = (struct exec *)handle;
-
-	return exec && exec->magic == MAGIC_EXEC ? exec : NULL;
-}
-
-static struct works *works_of(const struct graph *graph)
-{
-	struct works *works = calloc(1, sizeof(*works) + graph->count * sizeof(struct work *));
-
-	if (!works)
-		abort();
 	works->refs = 1;
 	for (unsigned i = 0; i < graph->count; i++)
 		if (graph->nodes[i]->work)
@@ -114,9 +101,8 @@ CUAPI(10000, cuGraphDestroy, CUgraph handle)
 
 	if (!graph)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	graph_free(graph);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -147,9 +133,8 @@ CUAPI(10000, cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgrap
 
 	if (!graph || !out || (count && !after))
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	*out = (CUgraphNode)graph->nodes[graph_append(graph, NULL, NODE_EMPTY, NULL)];
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 

@@ -18,10 +18,9 @@ bool host_is_pinned(const void *address)
 
 static void enter(struct range *range)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	range->id = ++memory.next_id;
 	book_add(&memory.ranges, range);
-	pthread_mutex_unlock(&memory.lock);
 }
 
 static void leave(struct range *range)

@@ -19,19 +19,8 @@
 #define FATBIN_MAGIC  0xba55ed50u
 #define FATBINC_MAGIC 0x466243b1u
 
-struct module *module_from(const void *handle)
-{
-	struct module *module = (struct module *)(uintptr_t)handle;
-
-	return module && module->magic == MAGIC_MODULE ? module : NULL;
-}
-
-struct function *function_from(const void *handle)
-{
-	struct function *function = (struct function *)(uintptr_t)handle;
-
-	return function && function->magic == MAGIC_FUNCTION ? function : NULL;
-}
+HANDLE(module_from, const void *, struct module, MAGIC_MODULE)
+HANDLE(function_from, const void *, struct function, MAGIC_FUNCTION)
 
 /* Images come without a length; each kind tells its own. 0: none of the kinds that are known. */
 static size_t image_bytes(const void **image)
@@ -180,9 +169,7 @@ static CUresult get_function(struct module *module, const char *name, struct fun
 	while (function && strcmp(function->name, name))
 		function = function->next;
 	if (!function) {
-		function = calloc(1, sizeof(*function) + strlen(name) + 1);
-		if (!function)
-			abort();
+		function = zeroed(sizeof(*function) + strlen(name) + 1);
 		function->magic = MAGIC_FUNCTION;
 		function->module = module;
 		function->builtin = builtin;

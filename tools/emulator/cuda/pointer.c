@@ -24,13 +24,12 @@ enum attribute {
 /* A copy, so that nobody looks at a range that goes away. */
 static bool look_up(uint64_t address, struct range *out)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *range = book_find(&memory.ranges, address);
 	if (!range)
 		range = book_find(&memory.mappings, address);
 	if (range)
 		*out = *range;
-	pthread_mutex_unlock(&memory.lock);
 	return range != NULL;
 }
 

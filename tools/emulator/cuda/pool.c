@@ -23,19 +23,12 @@ struct free_work {
 	struct range *range;
 };
 
-static struct pool *pool_from(CUmemoryPool handle)
+static HANDLE(pool_from, CUmemoryPool, struct pool, MAGIC_POOL)
+
+        static struct pool *pool_new(struct device *dev)
 {
-	struct pool *pool = (struct pool *)handle;
+	struct pool *pool = zeroed(sizeof(*pool));
 
-	return pool && pool->magic == MAGIC_POOL ? pool : NULL;
-}
-
-static struct pool *pool_new(struct device *dev)
-{
-	struct pool *pool = calloc(1, sizeof(*pool));
-
-	if (!pool)
-		abort();
 	pool->magic = MAGIC_POOL;
 	pool->dev = dev;
 	return pool;
@@ -43,21 +36,18 @@ static struct pool *pool_new(struct device *dev)
 
 static struct pool *pool_of(struct device *dev)
 {
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!dev->default_pool)
 		dev->pool = dev->default_pool = pool_new(dev);
-	struct pool *pool = dev->pool;
-	pthread_mutex_unlock(&emu.lock);
-	return pool;
+	return dev->pool;
 }
 
 static void account(struct pool *pool, int64_t bytes)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	pool->used += (uint64_t)bytes;
 	if (pool->used > pool->highest)
 		pool->highest = pool->used;
-	pthread_mutex_unlock(&memory.lock);
 }
 
 static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CUstream handle)
@@ -146,9 +136,8 @@ CUAPI(11020, cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 	if (!dev || !pool || pool->dev != dev)
 		return dev ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_DEVICE;
 	pool_of(dev);
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	dev->pool = pool;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -212,11 +201,10 @@ CUAPI(11020, cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *va
 
 	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	memcpy(&pool->attributes[attribute], value, attribute_bytes(attribute));
 	if (attribute > RESERVED_NOW)
 		pool->highest = pool->used;
-	pthread_mutex_unlock(&memory.lock);
 	return CUDA_SUCCESS;
 }
 

@@ -34,17 +34,12 @@ CUAPI(4010, cuIpcCloseMemHandle, CUdeviceptr address)
 /* The memory object that holds the whole range, or 0. */
 static uint32_t object_of(uint64_t address, uint64_t bytes)
 {
-	uint32_t h_memory = 0;
-
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, address);
 	const struct range *area = book_find(&memory.areas, address);
-	if (mapping && address + bytes <= mapping->base + mapping->bytes)
-		h_memory = mapping->handle->h_memory;
-	else if (!mapping && area && area->h_memory && address + bytes <= area->base + area->bytes)
-		h_memory = area->h_memory;
-	pthread_mutex_unlock(&memory.lock);
-	return h_memory;
+	if (mapping)
+		return address + bytes <= mapping->base + mapping->bytes ? mapping->handle->h_memory : 0;
+	return area && address + bytes <= area->base + area->bytes ? area->h_memory : 0;
 }
 
 CUAPI(11070, cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,

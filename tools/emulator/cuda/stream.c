@@ -9,10 +9,8 @@
 
 struct stream *stream_make(struct context *ctx, unsigned flags, int priority)
 {
-	struct stream *stream = calloc(1, sizeof(*stream));
+	struct stream *stream = zeroed(sizeof(*stream));
 
-	if (!stream)
-		abort();
 	stream->magic = MAGIC_STREAM;
 	stream->ctx = ctx;
 	stream->line = timeline_new();
@@ -28,12 +26,7 @@ struct stream *stream_make(struct context *ctx, unsigned flags, int priority)
 
 void stream_free_locked(struct stream *stream)
 {
-	for (struct stream **at = &stream->ctx->streams; *at; at = &(*at)->next) {
-		if (*at == stream) {
-			*at = stream->next;
-			break;
-		}
-	}
+	UNLINK(stream->ctx->streams, stream);
 	capture_leave_locked(stream);
 	deps_met(&stream->ctx->orphans);
 	deps_add(&stream->ctx->orphans, stream->line, stream->line->submitted);
@@ -119,11 +112,7 @@ CUresult context_wait(struct context *ctx)
 	context_work_locked(ctx, &all);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&all);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&all);
-	CUresult result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return ctx->sticky;
 }
 
 int priority_clamp(int priority)
@@ -138,9 +127,8 @@ CUAPI(5050, cuStreamCreateWithPriority, CUstream *out, unsigned flags, int prior
 	TRY(context_current(&ctx));
 	if (!out || flags > NON_BLOCKING)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	*out = (CUstream)stream_make(ctx, flags, priority_clamp(priority));
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -157,9 +145,8 @@ CUAPI(4000, cuStreamDestroy_v2, CUstream handle)
 	if ((uintptr_t)handle <= 2)
 		return CUDA_ERROR_INVALID_HANDLE;
 	TRY(stream_resolve(handle, &stream));
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	stream_free_locked(stream);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -177,12 +164,9 @@ CUAPI(2000, cuStreamQuery, CUstream handle)
 	struct stream *stream = NULL;
 
 	TRY(stream_resolve(handle, &stream));
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	CUresult result = capture_forbids_sync_locked(stream);
-	if (!result && stream->line->done < stream->line->submitted)
-		result = CUDA_ERROR_NOT_READY;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return !result && stream->line->done < stream->line->submitted ? CUDA_ERROR_NOT_READY : result;
 }
 
 #define STREAM_GETTER(since, name, type, value)          \

@@ -13,14 +13,9 @@ struct user_object {
 	CUhostFn destroy;
 };
 
-static struct user_object *object_from(void *handle)
-{
-	struct user_object *object = handle;
+static HANDLE(object_from, void *, struct user_object, MAGIC_USER)
 
-	return object && object->magic == MAGIC_USER ? object : NULL;
-}
-
-void user_object_hold_locked(struct user_object *object, unsigned count)
+        void user_object_hold_locked(struct user_object *object, unsigned count)
 {
 	object->refs += count;
 }
@@ -56,12 +51,11 @@ static CUresult change(void *handle, unsigned count, bool hold)
 
 	if (!object || !count)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (hold)
 		user_object_hold_locked(object, count);
 	else
 		user_object_drop_locked(object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -82,11 +76,10 @@ CUAPI(11030, cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsign
 
 	if (!graph || !object || !count || flags > 1)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!(flags & 1)) /* 1: the caller's references move to the graph */
 		user_object_hold_locked(object, count);
 	held_add(&graph->held, object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -97,11 +90,10 @@ CUAPI(11030, cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsig
 
 	if (!graph || !object)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	bool held = held_remove(&graph->held, object, count);
 	if (held)
 		user_object_drop_locked(object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return held ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

@@ -13,12 +13,7 @@
 #define IMPORT_TYPE_RM_OBJECT 1u
 #define HANDLE_TYPES_KNOWN    (CU_MEM_HANDLE_POSIX_FD)
 
-struct vmm_handle *handle_from(CUmemGenericAllocationHandle value)
-{
-	struct vmm_handle *handle = (struct vmm_handle *)(uintptr_t)value;
-
-	return handle && handle->magic == MAGIC_HANDLE ? handle : NULL;
-}
+HANDLE(handle_from, CUmemGenericAllocationHandle, struct vmm_handle, MAGIC_HANDLE)
 
 struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *prop, uint64_t bytes,
                               uint32_t h_memory)
@@ -113,13 +108,12 @@ CUAPI(11000, cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, voi
 	TRY(driver_check());
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, (uintptr_t)address);
 	if (mapping) {
 		mapping->handle->refs++;
 		*out = (uintptr_t)mapping->handle;
 	}
-	pthread_mutex_unlock(&memory.lock);
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

@@ -98,13 +98,12 @@ static bool is_covered(uint64_t address, uint64_t bytes)
 {
 	uint64_t at = address;
 
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	for (unsigned i = book_index(&memory.mappings, address); at < address + bytes; i++) {
 		if (i == memory.mappings.count || memory.mappings.at[i]->base != at)
 			break;
 		at += memory.mappings.at[i]->bytes;
 	}
-	pthread_mutex_unlock(&memory.lock);
 	return at == address + bytes;
 }
 
@@ -125,22 +124,17 @@ static void wait_for_contexts(void)
 		context_work_locked(ctx, &all);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&all);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&all);
-	pthread_mutex_unlock(&emu.lock);
 }
 
 /* The next mapping to go, out of the book; NULL when none begins in the range any more. */
 static struct range *take_first(uint64_t address, uint64_t bytes)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	unsigned i = book_index(&memory.mappings, address);
 	struct range *mapping = i < memory.mappings.count ? memory.mappings.at[i] : NULL;
-	if (mapping && mapping->base < address + bytes)
-		book_remove(&memory.mappings, mapping);
-	else
-		mapping = NULL;
-	pthread_mutex_unlock(&memory.lock);
+	if (!mapping || mapping->base >= address + bytes)
+		return NULL;
+	book_remove(&memory.mappings, mapping);
 	return mapping;
 }
 
@@ -180,9 +174,8 @@ static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
 
 static void set_access(struct range *mapping, int device, int flags)
 {
-	pthread_mutex_lock(&memory.lock); /* who asks about an address reads it */
+	LOCKED(&memory.lock); /* who asks about an address reads it */
 	mapping->access[device] = flags;
-	pthread_mutex_unlock(&memory.lock);
 }
 
 /* One UVM call per mapping and GPU whose access changes. */
@@ -233,9 +226,8 @@ CUAPI(10020, cuMemGetAccess, unsigned long long *out, const CUmemLocation *locat
 	TRY(driver_check());
 	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))
 		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, address);
 	*out = mapping ? (unsigned long long)mapping->access[location->id] : 0;
-	pthread_mutex_unlock(&memory.lock);
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -162,11 +162,10 @@ CUAPI(12050, cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigne
 	TRY(out && flags == NON_BLOCKING ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (green->primary->sticky)
 		return green->primary->sticky;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	struct stream *stream = stream_make(green->primary, flags, priority_clamp(priority));
 	stream->green = green;
 	*out = (CUstream)stream;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
