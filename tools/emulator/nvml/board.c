@@ -158,3 +158,13 @@ void board_pci(nvml_device_t device, struct nvml_pci *out)
 	snprintf(out->legacy_bus_id, sizeof out->legacy_bus_id, "%04X:%02X:%02X.0", out->domain & 0xFFFF,
 	         out->bus, out->device);
 }
+
+nvml_return_t board_text(char *out, unsigned size, const char *text)
+{
+	if (!out)
+		return NVML_INVALID_ARGUMENT;
+	if (strlen(text) >= size)
+		return NVML_INSUFFICIENT_SIZE;
+	memcpy(out, text, strlen(text) + 1);
+	return NVML_SUCCESS;
+}
