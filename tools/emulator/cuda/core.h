@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "emu.h"
+#include "locked.h"
 #include "nvrm.h"
 #include "types.h"
 
@@ -57,19 +58,6 @@ struct entry {
 			break;                                         \
 		}                                                      \
 	}
-
-/* Holds the mutex to the end of the block. */
-#define LOCKED(mutex) \
-	__attribute__((cleanup(mutex_unlock), unused)) pthread_mutex_t *const locked = mutex_lock(mutex)
-static inline pthread_mutex_t *mutex_lock(pthread_mutex_t *mutex)
-{
-	pthread_mutex_lock(mutex);
-	return mutex;
-}
-static inline void mutex_unlock(pthread_mutex_t *const *mutex)
-{
-	pthread_mutex_unlock(*mutex);
-}
 
 enum { MAX_DEVICES = (int)EMU_GPUS, MAX_COMPUTE = 32, COPY_ENGINES = 2, CONTEXT_STACK = 32 };
 enum lane { LANE_COMPUTE, LANE_COPY };

@@ -14,9 +14,8 @@ static uint32_t build_version(struct control *k)
 	if (k->size != sizeof *p && k->size != sizeof *p - sizeof p->driverBranch)
 		return NV_ERR_INVALID_ARGUMENT;
 	memset(k->params, 0, k->size);
-	state_lock();
+	LOCKED(&S.state);
 	memcpy(p->driverVersionBuffer, S.driver, sizeof S.driver);
-	state_unlock();
 	return NV_OK;
 }
 

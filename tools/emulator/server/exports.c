@@ -70,12 +70,11 @@ uint32_t export_object(struct control *k)
 
 	if (p->type != TYPE_RM || !target)
 		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
+	LOCKED(&S.state);
 	m = memory_of(k->client, p->hObject);
 	status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
 	if (status == NV_OK)
 		put_export(target, 0, m);
-	state_unlock();
 	return status;
 }
 
@@ -88,7 +87,7 @@ uint32_t export_objects(struct control *k)
 
 	if (!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX)
 		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
+	LOCKED(&S.state);
 	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
 		if (p->objects[i] && !memory_of(k->client, p->objects[i]))
 			status = NV_ERR_INVALID_OBJECT_HANDLE;
@@ -98,7 +97,6 @@ uint32_t export_objects(struct control *k)
 		status = NV_ERR_OUT_OF_RANGE;
 	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
 		put_export(target, p->index + i, p->objects[i] ? memory_of(k->client, p->objects[i]) : NULL);
-	state_unlock();
 	return status;
 }
 
@@ -130,11 +128,10 @@ uint32_t import_object(struct control *k)
 	struct memory *m;
 	uint32_t status;
 
-	state_lock();
+	LOCKED(&S.state);
 	m = exported(k->call->other, 0);
 	status = m ? import_one(k->client, find_object(k->client->handle, p->hParent), m, &p->hObject)
 	           : NV_ERR_OBJECT_NOT_FOUND;
-	state_unlock();
 	return status;
 }
 
@@ -158,7 +155,7 @@ uint32_t import_objects(struct control *k)
 		return NV_ERR_INVALID_ARGUMENT;
 	if ((uint32_t)p->index + p->numObjects > from->max_exports)
 		return NV_ERR_OUT_OF_RANGE;
-	state_lock();
+	LOCKED(&S.state);
 	for (i = 0; i < p->numObjects && status == NV_OK; i++) {
 		struct memory *m = exported(from, p->index + i);
 
@@ -171,7 +168,6 @@ uint32_t import_objects(struct control *k)
 	}
 	if (status)
 		undo_imports(k->client, p, i);
-	state_unlock();
 	return status;
 }
 
@@ -182,7 +178,7 @@ uint32_t export_info(struct control *k)
 	const struct memory *m;
 	bool carries;
 
-	state_lock();
+	LOCKED(&S.state);
 	carries = f && f->exports;
 	m = exported(f, 0);
 	if (carries) {
@@ -190,6 +186,5 @@ uint32_t export_info(struct control *k)
 		p->maxObjects = (uint16_t)f->max_exports;
 		memcpy(p->metadata, f->metadata, sizeof p->metadata);
 	}
-	state_unlock();
 	return carries ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
 }

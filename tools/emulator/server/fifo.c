@@ -137,7 +137,7 @@ uint32_t fifo_channel_ids(struct control *k)
 
 	if (p->numChannels == 0 || p->numChannels > 128)
 		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
+	LOCKED(&S.state);
 	for (uint32_t i = 0; i < p->numChannels && status == NV_OK; i++) {
 		struct object *o = find_object(p->hClients[i], p->hChannels[i]);
 
@@ -148,7 +148,6 @@ uint32_t fifo_channel_ids(struct control *k)
 		else
 			p->channelUniqueIDs[i] = o->channel->cid;
 	}
-	state_unlock();
 	return status;
 }
 
@@ -159,7 +158,7 @@ uint32_t fifo_group_info(struct control *k)
 	struct object *o;
 	struct tsg *t;
 
-	state_lock();
+	LOCKED(&S.state);
 	o = find_object(p->hClient, p->hChannelOrTsg);
 	t = o ? (o->channel ? o->channel->tsg : o->tsg) : NULL;
 	p->numChannels = 0;
@@ -169,7 +168,6 @@ uint32_t fifo_group_info(struct control *k)
 			if (p->numChannels < 128)
 				p->channelUniqueID[p->numChannels++] = ch->cid;
 	}
-	state_unlock();
 	return t ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
 }
 
@@ -202,11 +200,10 @@ static uint32_t channels_of(const struct tsg *t, struct channel **list)
 	struct channel *ch;
 	uint32_t n = 0;
 
-	state_lock();
+	LOCKED(&S.state);
 	TAILQ_FOREACH(ch, &t->channels, link)
 		if (n < TSG_CHANNELS_MAX)
 			list[n++] = ch;
-	state_unlock();
 	return n;
 }
 
@@ -230,11 +227,10 @@ uint32_t tsg_bind(struct control *k)
 	const struct nva06c_bind *p = k->params;
 	struct channel *ch;
 
-	state_lock();
+	LOCKED(&S.state);
 	k->object->tsg->engine = p->engineType;
 	TAILQ_FOREACH(ch, &k->object->tsg->channels, link)
 		store(&ch->slot->engine, p->engineType);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -245,11 +241,10 @@ uint32_t tsg_set_timeslice(struct control *k)
 	if (!p->timesliceUs)
 		return NV_ERR_INVALID_ARGUMENT;
 	take_time(k, 0);
-	state_lock();
+	LOCKED(&S.state);
 	k->object->tsg->slice_us = p->timesliceUs;
 	k->object->tsg->once_off = true; /* the group is forced off to apply it */
 	runlist_poke(k->object->gpu);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -257,10 +252,9 @@ uint32_t tsg_get_timeslice(struct control *k)
 {
 	struct nva06c_timeslice *p = k->params;
 
-	state_lock();
+	LOCKED(&S.state);
 	p->timesliceUs =
 	        k->object->tsg->slice_us ? k->object->tsg->slice_us : (uint64_t)knob(K_slice_us) / 1000u;
-	state_unlock();
 	return NV_OK;
 }
 

@@ -55,13 +55,12 @@ struct file *file_get(uint64_t id)
 {
 	struct file *f;
 
-	state_lock();
+	LOCKED(&S.state);
 	LIST_FOREACH(f, &S.file_buckets[id % FILE_BUCKETS], in_bucket)
 		if (f->id == id && f->refs)
 			break; /* at 0 it is being released and cannot come back */
 	if (f)
 		f->refs++;
-	state_unlock();
 	return f;
 }
 

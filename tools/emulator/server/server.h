@@ -18,6 +18,7 @@
 
 #include "../emu.h"
 #include "../layouts.h"
+#include "../locked.h"
 #include "../wire.h"
 #include "knobs.h"
 #include <pthread.h>

@@ -60,9 +60,8 @@ static uint32_t forget(const struct call *c, uint32_t *gpus)
 
 	if (!g)
 		return NV_ERR_INVALID_DEVICE;
-	state_lock();
+	LOCKED(&S.state);
 	*gpus &= ~(1u << g->index);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -78,7 +77,7 @@ static uint32_t register_vaspace(struct call *c)
 	struct object *o;
 	uint32_t status = NV_OK;
 
-	state_lock();
+	LOCKED(&S.state);
 	o = find_object(p->hClient, p->hVaSpace);
 	if (!g || !(c->file->uvm->gpus & (1u << g->index)))
 		status = NV_ERR_INVALID_DEVICE;
@@ -86,7 +85,6 @@ static uint32_t register_vaspace(struct call *c)
 		status = NV_ERR_OBJECT_NOT_FOUND;
 	else
 		c->file->uvm->gpu_vaspaces |= 1u << g->index;
-	state_unlock();
 	return status;
 }
 
@@ -159,12 +157,11 @@ static uint32_t count_channels(const struct file *f, bool (*counts)(const struct
 	struct object *o;
 	uint32_t n = 0;
 
-	state_lock();
+	LOCKED(&S.state);
 	TAILQ_FOREACH(c, &S.clients, link)
 		if (c->file == f)
 			TAILQ_FOREACH(o, &c->objects, in_client)
 				n += o->channel && counts(o->channel);
-	state_unlock();
 	return n;
 }
 

@@ -1,0 +1,19 @@
+/* locked.h - a mutex that is held to the end of a block. */
+#ifndef VALVE_EMU_LOCKED_H
+#define VALVE_EMU_LOCKED_H
+
+#include <pthread.h>
+
+#define LOCKED(mutex) \
+	__attribute__((cleanup(mutex_unlock), unused)) pthread_mutex_t *const locked = mutex_lock(mutex)
+static inline pthread_mutex_t *mutex_lock(pthread_mutex_t *mutex)
+{
+	pthread_mutex_lock(mutex);
+	return mutex;
+}
+static inline void mutex_unlock(pthread_mutex_t *const *mutex)
+{
+	pthread_mutex_unlock(*mutex);
+}
+
+#endif
