@@ -60,8 +60,7 @@ static CUresult take_area(struct context *ctx, uint64_t bytes, struct range **ou
 	uint64_t whole_pages = (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
 	struct range *area = area_take(RANGE_DEVICE, whole_pages, LARGE_PAGE, 0);
 
-	if (!area)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!area, CUDA_ERROR_OUT_OF_MEMORY);
 	CUresult result = back_area(ctx, area);
 	*out = area;
 	return result;
@@ -212,8 +211,7 @@ CUAPI(3020, cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 
 	TRY(context_current(&ctx));
 	TRY(capture_forbids_unsafe());
-	if (!out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	CUresult result = device_alloc(ctx, bytes, NULL, &range);
 	if (!result)
 		*out = range->base;
@@ -223,8 +221,7 @@ CUAPI(3020, cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 CUAPI(3020, cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
       unsigned element)
 {
-	if (!pitch || (element != 4 && element != 8 && element != 16))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pitch || (element != 4 && element != 8 && element != 16), CUDA_ERROR_INVALID_VALUE);
 	*pitch = (width + BLOCK - 1) / BLOCK * BLOCK;
 	return cuMemAlloc_v2(out, *pitch * height);
 }
@@ -247,8 +244,7 @@ CUAPI(3020, cuMemFree_v2, CUdeviceptr address)
 	if (result || !address)
 		return result;
 	struct range *range = range_at(address, true);
-	if (!range || range->kind != RANGE_DEVICE)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!range || range->kind != RANGE_DEVICE, CUDA_ERROR_INVALID_VALUE);
 	result = context_wait(range->ctx);
 	return result ? result : device_free(range);
 }

@@ -110,8 +110,7 @@ CUresult capture_work_locked(struct stream *stream, struct work **work)
 
 	if (!capture)
 		return capture_check_implicit_locked(stream);
-	if (capture->status == CAPTURE_INVALIDATED)
-		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	REFUSE_IF(capture->status == CAPTURE_INVALIDATED, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
 	if ((*work)->node_type < 0) {
 		invalidate(capture);
 		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -255,13 +254,10 @@ static CUresult begin(CUstream handle, int mode, struct graph *graph)
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (mode < MODE_GLOBAL || mode > MODE_RELAXED)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (stream == stream->ctx->legacy)
-		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	REFUSE_IF(mode < MODE_GLOBAL || mode > MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(stream == stream->ctx->legacy, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 	struct capture *capture = calloc(1, sizeof(*capture));
-	if (!capture)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!capture, CUDA_ERROR_OUT_OF_MEMORY);
 	pthread_mutex_lock(&emu.lock);
 	if (stream->capture) {
 		pthread_mutex_unlock(&emu.lock);
@@ -315,12 +311,10 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 	struct capture *capture = stream->capture;
 	CUresult result = CUDA_SUCCESS;
 
-	if (!capture)
-		return CUDA_ERROR_ILLEGAL_STATE;
-	if (capture->origin != stream)
-		return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
-	if (capture->mode != MODE_RELAXED && !pthread_equal(capture->thread, pthread_self()))
-		return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+	REFUSE_IF(!capture, CUDA_ERROR_ILLEGAL_STATE);
+	REFUSE_IF(capture->origin != stream, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+	REFUSE_IF(capture->mode != MODE_RELAXED && !pthread_equal(capture->thread, pthread_self()),
+	          CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 	if (capture->status == CAPTURE_INVALIDATED)
 		result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	else if (!is_joined(capture->graph, &stream->tips))
@@ -344,8 +338,7 @@ CUAPI(10000, cuStreamEndCapture, CUstream handle, CUgraph *out)
 	struct graph *graph = NULL;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	CUresult result = end_locked(stream, &graph);
 	pthread_mutex_unlock(&emu.lock);
@@ -355,8 +348,7 @@ CUAPI(10000, cuStreamEndCapture, CUstream handle, CUgraph *out)
 
 CUAPI(10010, cuThreadExchangeStreamCaptureMode, int *mode)
 {
-	if (!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
 	int before = thread_mode;
 	thread_mode = *mode;
 	*mode = before;

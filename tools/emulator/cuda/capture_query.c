@@ -8,8 +8,7 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 
 	if (result)
 		return result;
-	if (!status)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!status, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	struct capture *capture = stream->capture;
 	if (!capture)

@@ -26,10 +26,8 @@ CUresult context_current(struct context **out)
 {
 	TRY(driver_check());
 	*out = context_peek();
-	if (!*out)
-		return CUDA_ERROR_INVALID_CONTEXT;
-	if (!context_valid(*out))
-		return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+	REFUSE_IF(!*out, CUDA_ERROR_INVALID_CONTEXT);
+	REFUSE_IF(!context_valid(*out), CUDA_ERROR_CONTEXT_IS_DESTROYED);
 	return (*out)->sticky;
 }
 
@@ -38,8 +36,7 @@ static CUresult create(struct device *dev, unsigned flags, bool is_primary, stru
 	static const uint64_t limits[10] = {1024, 1048576, 8388608, 2, 2048, 64, 0, 0, 0, 0};
 	struct context *ctx = calloc(1, sizeof(*ctx));
 
-	if (!ctx)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!ctx, CUDA_ERROR_OUT_OF_MEMORY);
 	ctx->magic = MAGIC_CONTEXT;
 	ctx->dev = dev;
 	ctx->flags = flags;
@@ -87,8 +84,7 @@ CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 
 	if (result)
 		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&primary_lock);
 	if (!dev->primary) {
 		struct context *ctx = NULL;
@@ -175,10 +171,8 @@ CUAPI(7000, cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
 CUAPI(4000, cuCtxPushCurrent_v2, CUcontext handle)
 {
 	TRY(driver_check());
-	if (!context_valid(handle))
-		return CUDA_ERROR_INVALID_CONTEXT;
-	if (depth == CONTEXT_STACK)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!context_valid(handle), CUDA_ERROR_INVALID_CONTEXT);
+	REFUSE_IF(depth == CONTEXT_STACK, CUDA_ERROR_OUT_OF_MEMORY);
 	stack[depth++] = (struct context *)handle;
 	return CUDA_SUCCESS;
 }
@@ -186,8 +180,7 @@ CUAPI(4000, cuCtxPushCurrent_v2, CUcontext handle)
 CUAPI(4000, cuCtxPopCurrent_v2, CUcontext *out)
 {
 	TRY(driver_check());
-	if (!depth)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!depth, CUDA_ERROR_INVALID_CONTEXT);
 	depth--;
 	if (out)
 		*out = (CUcontext)stack[depth];
@@ -201,8 +194,7 @@ CUAPI(4000, cuCtxSetCurrent, CUcontext handle)
 		depth -= depth > 0;
 		return CUDA_SUCCESS;
 	}
-	if (!context_valid(handle))
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle), CUDA_ERROR_INVALID_CONTEXT);
 	depth += depth == 0;
 	stack[depth - 1] = (struct context *)handle;
 	return CUDA_SUCCESS;
@@ -211,8 +203,7 @@ CUAPI(4000, cuCtxSetCurrent, CUcontext handle)
 CUAPI(4000, cuCtxGetCurrent, CUcontext *out)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = (CUcontext)context_peek();
 	return CUDA_SUCCESS;
 }
@@ -223,8 +214,7 @@ static CUresult create_current(CUcontext *out, unsigned flags, CUdevice handle)
 	struct context *ctx = NULL;
 
 	TRY(device_of(handle, &dev));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	TRY(create(dev, flags, false, &ctx));
 	*out = (CUcontext)ctx;
 	return cuCtxPushCurrent_v2(*out);
@@ -249,8 +239,8 @@ CUAPI(12050, cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags,
 CUAPI(4000, cuCtxDestroy_v2, CUcontext handle)
 {
 	TRY(driver_check());
-	if (!context_valid(handle) || ((struct context *)handle)->is_primary)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle) || ((struct context *)handle)->is_primary,
+	          CUDA_ERROR_INVALID_CONTEXT);
 	if (context_peek() == (struct context *)handle)
 		depth--;
 	destroy((struct context *)handle);

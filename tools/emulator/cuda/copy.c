@@ -70,8 +70,7 @@ CUresult copy_box(const struct box *box, CUstream handle, bool wait)
 	TRY(stream_resolve(handle, &stream));
 	if (!box->width || !box->height || !box->depth)
 		return CUDA_SUCCESS;
-	if (!box->to || !box->from)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!box->to || !box->from, CUDA_ERROR_INVALID_VALUE);
 	bool inside = is_device(box->to) && is_device(box->from);
 	struct copy_work *copy = work_new(sizeof(*copy), run_copy);
 	copy->work.node_type = NODE_MEMCPY;

@@ -16,14 +16,14 @@ static CUresult copy2d(const CUDA_MEMCPY2D *copy, CUstream stream, bool wait)
 {
 	struct box box = {.depth = 1};
 
-	if (!copy)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!copy, CUDA_ERROR_INVALID_VALUE);
 	box.width = copy->width;
 	box.height = copy->height;
-	if (!side2d(&copy->src, &box.from, &box.from_pitch) || !side2d(&copy->dst, &box.to, &box.to_pitch))
-		return CUDA_ERROR_NOT_SUPPORTED;
-	if (box.height > 1 && (box.from_pitch < box.width || box.to_pitch < box.width))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!side2d(&copy->src, &box.from, &box.from_pitch) ||
+	                  !side2d(&copy->dst, &box.to, &box.to_pitch),
+	          CUDA_ERROR_NOT_SUPPORTED);
+	REFUSE_IF(box.height > 1 && (box.from_pitch < box.width || box.to_pitch < box.width),
+	          CUDA_ERROR_INVALID_VALUE);
 	return copy_box(&box, stream, wait);
 }
 
@@ -44,8 +44,7 @@ static CUresult copy3d(const CUDA_MEMCPY3D *copy, CUstream stream, bool wait)
 {
 	struct box box = {0};
 
-	if (!copy)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!copy, CUDA_ERROR_INVALID_VALUE);
 	box.width = copy->width;
 	box.height = copy->height;
 	box.depth = copy->depth;
@@ -84,8 +83,7 @@ BOX_ASYNC(4000, cuMemcpy3DPeerAsync, CUDA_MEMCPY3D, copy3d)
 static CUresult batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes, size_t count,
                       size_t *failed, CUstream stream)
 {
-	if (!to || !from || !bytes || !count || (uintptr_t)stream <= 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!to || !from || !bytes || !count || (uintptr_t)stream <= 1, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; i < count; i++) {
 		CUresult result = copy_flat(to[i], from[i], bytes[i], stream, false);
 		if (!result)

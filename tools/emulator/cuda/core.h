@@ -16,7 +16,7 @@
 #include <string.h>
 
 #include "emu.h"
-#include "locked.h"
+#include "guards.h"
 #include "nvrm.h"
 #include "types.h"
 

@@ -36,8 +36,7 @@ CUAPI(2000, cuCtxGetDevice, CUdevice *out)
 
 	if (!ctx)
 		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = ctx->dev->ordinal;
 	return CUDA_SUCCESS;
 }
@@ -62,8 +61,7 @@ CUAPI(12010, cuCtxSetFlags, unsigned flags)
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (flags & ~SCHEDULE_FLAGS)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(flags & ~SCHEDULE_FLAGS, CUDA_ERROR_INVALID_VALUE);
 	__atomic_store_n(&ctx->flags, flags, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
@@ -87,8 +85,7 @@ CUAPI(3010, cuCtxGetLimit, size_t *out, int limit)
 
 	if (!ctx)
 		return result;
-	if (limit < 0 || limit >= LIMITS)
-		return CUDA_ERROR_UNSUPPORTED_LIMIT;
+	REFUSE_IF(limit < 0 || limit >= LIMITS, CUDA_ERROR_UNSUPPORTED_LIMIT);
 	*out = ctx->limits[limit];
 	return CUDA_SUCCESS;
 }
@@ -98,8 +95,7 @@ CUAPI(3010, cuCtxSetLimit, int limit, size_t value)
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (limit < 0 || limit >= LIMITS)
-		return CUDA_ERROR_UNSUPPORTED_LIMIT;
+	REFUSE_IF(limit < 0 || limit >= LIMITS, CUDA_ERROR_UNSUPPORTED_LIMIT);
 	ctx->limits[limit] = value;
 	return CUDA_SUCCESS;
 }
@@ -127,8 +123,7 @@ static CUresult peer_access(CUcontext handle, bool enable)
 	struct context *ctx, *peer = (struct context *)handle;
 
 	TRY(context_current(&ctx));
-	if (!context_valid(handle) || peer == ctx)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle) || peer == ctx, CUDA_ERROR_INVALID_CONTEXT);
 	uint32_t bit = 1u << peer->dev->ordinal;
 	uint32_t before = enable ? __atomic_fetch_or(&ctx->peers, bit, __ATOMIC_RELAXED)
 	                         : __atomic_fetch_and(&ctx->peers, ~bit, __ATOMIC_RELAXED);

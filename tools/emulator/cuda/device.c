@@ -101,8 +101,7 @@ CUresult devices_open(void)
 	struct device all[MAX_DEVICES] = {0};
 	unsigned count = 0;
 
-	if (rm_escape(emu.ctl, NV_ESC_CARD_INFO, cards, sizeof(cards)))
-		return CUDA_ERROR_NO_DEVICE;
+	REFUSE_IF(rm_escape(emu.ctl, NV_ESC_CARD_INFO, cards, sizeof(cards)), CUDA_ERROR_NO_DEVICE);
 	for (unsigned i = 0; i < 32 && count < MAX_DEVICES; i++)
 		if (cards[i].valid && open_device(&all[count], &cards[i]))
 			count++;
@@ -127,8 +126,7 @@ CUAPI(2000, cuDeviceGet, CUdevice *out, int ordinal)
 CUAPI(2000, cuDeviceGetCount, int *out)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = emu.devices;
 	return CUDA_SUCCESS;
 }
@@ -136,8 +134,7 @@ CUAPI(2000, cuDeviceGetCount, int *out)
 CUAPI(2000, cuDeviceGetName, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (length <= 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(length <= 0, CUDA_ERROR_INVALID_VALUE);
 	snprintf(out, (size_t)length, "%s", dev->board->name);
 	return CUDA_SUCCESS;
 }
@@ -164,8 +161,7 @@ CUAPI(3020, cuDeviceTotalMem_v2, size_t *out, CUdevice handle)
 CUAPI(4010, cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (length < 13)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(length < 13, CUDA_ERROR_INVALID_VALUE);
 	snprintf(out, (size_t)length, "%04X:%02X:%02X.0", dev->domain, dev->bus, dev->slot);
 	return CUDA_SUCCESS;
 }
@@ -175,10 +171,8 @@ CUAPI(4010, cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 	unsigned domain = 0, bus = 0, slot = 0;
 
 	TRY(driver_check());
-	if (!out || !text)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (sscanf(text, "%x:%x:%x", &domain, &bus, &slot) != 3)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !text, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(sscanf(text, "%x:%x:%x", &domain, &bus, &slot) != 3, CUDA_ERROR_INVALID_VALUE);
 	for (int i = 0; i < emu.devices; i++) {
 		const struct device *dev = &emu.device[i];
 		if (dev->domain == domain && dev->bus == bus && dev->slot == slot) {
@@ -192,8 +186,7 @@ CUAPI(4010, cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 CUAPI(4000, cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (!device_at(peer))
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!device_at(peer), CUDA_ERROR_INVALID_DEVICE);
 	*out = dev->ordinal != peer;
 	return CUDA_SUCCESS;
 }
@@ -201,8 +194,7 @@ CUAPI(4000, cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
 CUAPI(8000, cuDeviceGetP2PAttribute, int *out, int attribute, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (!device_at(peer) || dev->ordinal == peer)
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!device_at(peer) || dev->ordinal == peer, CUDA_ERROR_INVALID_DEVICE);
 	*out = attribute == 2; /* access supported; no rank, no native atomics, no array access */
 	return CUDA_SUCCESS;
 }
@@ -226,8 +218,7 @@ static const struct {
 CUAPI(2000, cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (attribute <= 0 || attribute > 200)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(attribute <= 0 || attribute > 200, CUDA_ERROR_INVALID_VALUE);
 	*out = 0;
 	if (attribute == 33)
 		*out = (int)dev->bus;

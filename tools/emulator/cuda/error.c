@@ -114,8 +114,7 @@ enum { ERRORS = sizeof(errors) / sizeof(errors[0]) };
 
 CUAPI(6000, cuGetErrorName, CUresult code, const char **out)
 {
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < ERRORS; i++) {
 		if (errors[i].code == code) {
 			*out = errors[i].name;
@@ -142,8 +141,7 @@ CUAPI(6000, cuGetErrorString, CUresult code, const char **out)
 {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	pthread_once(&once, write_texts);
 	*out = NULL;
 	for (unsigned i = 0; i < ERRORS; i++)

@@ -66,11 +66,9 @@ CUAPI(2000, cuEventCreate, CUevent *out, unsigned flags)
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (!out || flags > 7)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags > 7, CUDA_ERROR_INVALID_VALUE);
 	struct event *event = calloc(1, sizeof(*event));
-	if (!event)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!event, CUDA_ERROR_OUT_OF_MEMORY);
 	event->magic = MAGIC_EVENT;
 	event->ctx = ctx;
 	event->flags = flags;
@@ -82,8 +80,7 @@ CUAPI(4000, cuEventDestroy_v2, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	mark_unref(event->mark);
 	forget_capture_locked(event);
@@ -102,8 +99,7 @@ CUAPI(2000, cuEventRecord, CUevent handle, CUstream stream_handle)
 
 	if (result)
 		return result;
-	if (!event || event->ctx != stream->ctx)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event || event->ctx != stream->ctx, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	bool captured = capture_event_locked(stream, event, &result);
 	pthread_mutex_unlock(&emu.lock);
@@ -133,8 +129,7 @@ static CUresult look(CUevent handle, bool wait)
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	struct context *ctx = event->ctx;
 	CUresult result = state_locked(event);
@@ -164,10 +159,9 @@ CUAPI(12080, cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 {
 	struct event *first = event_from(start), *last = event_from(end);
 
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (!first || !last || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(!first || !last || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING),
+	          CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock); /* another thread may record them anew meanwhile */
 	CUresult result = first->mark && last->mark ? state_locked(first) : CUDA_ERROR_INVALID_HANDLE;
 	if (!result)
@@ -200,8 +194,7 @@ CUAPI(3020, cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned 
 	struct event *event = event_from(handle);
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : wait_for_event(stream, event);
 }
 
@@ -214,8 +207,7 @@ CUAPI(12050, cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!context_valid(ctx_handle) || !event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!context_valid(ctx_handle) || !event, CUDA_ERROR_INVALID_HANDLE);
 	struct context *ctx = (struct context *)ctx_handle;
 	struct mark *mark = zeroed(sizeof(struct mark));
 	LOCKED(&emu.lock);
@@ -235,8 +227,7 @@ CUAPI(12050, cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!context_valid(ctx_handle) || !event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!context_valid(ctx_handle) || !event, CUDA_ERROR_INVALID_HANDLE);
 	struct context *ctx = (struct context *)ctx_handle;
 	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);

@@ -11,20 +11,17 @@
 
 static CUresult get_attribute(int *out, int attribute, const struct function *function)
 {
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || attribute < 0 || attribute >= FUNCTION_ATTRIBUTES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || attribute < 0 || attribute >= FUNCTION_ATTRIBUTES, CUDA_ERROR_INVALID_VALUE);
 	*out = __atomic_load_n(&function->attributes[attribute], __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
 static CUresult set_attribute(struct function *function, int attribute, int value)
 {
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (attribute < MAX_DYNAMIC_SHARED || attribute >= FUNCTION_ATTRIBUTES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(attribute < MAX_DYNAMIC_SHARED || attribute >= FUNCTION_ATTRIBUTES,
+	          CUDA_ERROR_INVALID_VALUE);
 	__atomic_store_n(&function->attributes[attribute], value, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
@@ -67,8 +64,7 @@ CUAPI(12030, cuFuncGetName, const char **out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
-	if (!out || !function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function, CUDA_ERROR_INVALID_HANDLE);
 	*out = function->name;
 	return CUDA_SUCCESS;
 }
@@ -82,8 +78,7 @@ CUAPI(11000, cuFuncGetModule, CUmodule *out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
-	if (!out || !function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function, CUDA_ERROR_INVALID_HANDLE);
 	*out = (CUmodule)function->module;
 	return CUDA_SUCCESS;
 }
@@ -98,10 +93,8 @@ CUAPI(12040, cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, siz
 {
 	const struct function *function = function_from(f);
 
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!function->builtin || index >= function->builtin->args)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!function->builtin || index >= function->builtin->args, CUDA_ERROR_INVALID_VALUE);
 	if (offset)
 		*offset = 8 * index;
 	if (bytes)
@@ -116,8 +109,7 @@ CUAPI(12040, cuKernelGetParamInfo, CUkernel kernel, size_t index, size_t *offset
 
 CUAPI(12040, cuFuncIsLoaded, int *out, CUfunction f)
 {
-	if (!out || !function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function_from(f), CUDA_ERROR_INVALID_HANDLE);
 	*out = 1;
 	return CUDA_SUCCESS;
 }
@@ -129,8 +121,7 @@ CUAPI(12040, cuFuncLoad, CUfunction f)
 
 CUAPI(11070, cuModuleGetLoadingMode, int *out)
 {
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = 2; /* lazy */
 	return CUDA_SUCCESS;
 }
@@ -139,8 +130,7 @@ CUAPI(12040, cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 {
 	const struct module *module = module_from(handle);
 
-	if (!out || !module)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !module, CUDA_ERROR_INVALID_HANDLE);
 	*out = 0;
 	LOCKED(&emu.lock);
 	for (const struct function *f = module->functions; f; f = f->next)
@@ -167,10 +157,8 @@ CUAPI(12000, cuLibraryGetGlobal, CUdeviceptr *out, size_t *bytes, CUlibrary hand
 
 CUAPI(6050, cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int block, size_t shared)
 {
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || block <= 0 || block > 1024)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || block <= 0 || block > 1024, CUDA_ERROR_INVALID_VALUE);
 	int by_threads = MAX_THREADS_PER_SM / block;
 	int by_shared = shared ? (int)(SHARED_PER_SM / shared) : 32;
 	*out = by_threads < by_shared ? by_threads : by_shared;
@@ -189,10 +177,8 @@ CUAPI(6050, cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction 
       size_t shared, int limit)
 {
 	(void)shared_of, (void)shared;
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!grid || !block)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!grid || !block, CUDA_ERROR_INVALID_VALUE);
 	*block = limit > 0 && limit < 1024 ? limit : 1024;
 	*grid = SMS * (MAX_THREADS_PER_SM / *block);
 	return CUDA_SUCCESS;
@@ -208,10 +194,8 @@ CUAPI(7000, cuOccupancyMaxPotentialBlockSizeWithFlags, int *grid, int *block, CU
 CUAPI(10020, cuOccupancyAvailableDynamicSMemPerBlock, size_t *out, CUfunction f, int blocks, int block)
 {
 	(void)block;
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || blocks <= 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || blocks <= 0, CUDA_ERROR_INVALID_VALUE);
 	*out = SHARED_PER_SM / (unsigned)blocks - 1024u;
 	return CUDA_SUCCESS;
 }
@@ -226,8 +210,7 @@ static CUresult link_add(struct link *link, const void *data, size_t bytes)
 {
 	char *text = realloc(link->text, link->bytes + bytes + 1);
 
-	if (!text)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!text, CUDA_ERROR_OUT_OF_MEMORY);
 	memcpy(text + link->bytes, data, bytes);
 	link->text = text;
 	link->bytes += bytes;
@@ -240,8 +223,8 @@ CUAPI(6050, cuLinkCreate_v2, unsigned count, void *options, void **values, CUlin
 	(void)count, (void)options, (void)values;
 	struct link *link = calloc(1, sizeof(*link));
 
-	if (!link || !out || link_add(link, BINARY_IMAGE, sizeof(BINARY_IMAGE) - 1))
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!link || !out || link_add(link, BINARY_IMAGE, sizeof(BINARY_IMAGE) - 1),
+	          CUDA_ERROR_OUT_OF_MEMORY);
 	*out = (CUlinkState)link;
 	return CUDA_SUCCESS;
 }
@@ -250,8 +233,7 @@ CUAPI(6050, cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t by
       unsigned count, void *options, void **values)
 {
 	(void)name, (void)count, (void)options, (void)values;
-	if (!state || !data)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!state || !data, CUDA_ERROR_INVALID_VALUE);
 	if (type != 1) /* PTX; device code in binary form cannot be joined here */
 		return CUDA_ERROR_NOT_SUPPORTED;
 	return link_add((struct link *)state, data, strnlen(data, bytes));
@@ -261,8 +243,7 @@ CUAPI(5050, cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
 {
 	const struct link *link = (const struct link *)state;
 
-	if (!state || !out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!state || !out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	*out = link->text;
 	*bytes = link->bytes + 1;
 	return CUDA_SUCCESS;
@@ -272,8 +253,7 @@ CUAPI(5050, cuLinkDestroy, CUlinkState state)
 {
 	struct link *link = (struct link *)state;
 
-	if (!link)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!link, CUDA_ERROR_INVALID_VALUE);
 	free(link->text);
 	free(link);
 	return CUDA_SUCCESS;

@@ -73,11 +73,9 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 {
 	const struct graph *graph = graph_from(handle);
 
-	if (!out || !graph)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !graph, CUDA_ERROR_INVALID_VALUE);
 	struct exec *exec = calloc(1, sizeof(*exec));
-	if (!exec)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!exec, CUDA_ERROR_OUT_OF_MEMORY);
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = MAGIC_EXEC;
 	exec->flags = flags;
@@ -89,8 +87,7 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 
 CUAPI(10000, cuGraphCreate, CUgraph *out, unsigned flags)
 {
-	if (!out || flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags, CUDA_ERROR_INVALID_VALUE);
 	*out = (CUgraph)graph_new();
 	return CUDA_SUCCESS;
 }
@@ -99,8 +96,7 @@ CUAPI(10000, cuGraphDestroy, CUgraph handle)
 {
 	struct graph *graph = graph_from(handle);
 
-	if (!graph)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	graph_free(graph);
 	return CUDA_SUCCESS;
@@ -110,8 +106,7 @@ CUAPI(10000, cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 {
 	const struct graph *graph = graph_from(handle);
 
-	if (!graph || !count)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph || !count, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; out && i < *count; i++)
 		out[i] = i < graph->count ? (CUgraphNode)graph->nodes[i] : NULL;
 	if (!out || *count > graph->count)
@@ -121,8 +116,7 @@ CUAPI(10000, cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 
 CUAPI(10000, cuGraphNodeGetType, CUgraphNode handle, int *out)
 {
-	if (!handle || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!handle || !out, CUDA_ERROR_INVALID_VALUE);
 	*out = ((const struct node *)handle)->type;
 	return CUDA_SUCCESS;
 }
@@ -131,8 +125,7 @@ CUAPI(10000, cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgrap
 {
 	struct graph *graph = graph_from(handle);
 
-	if (!graph || !out || (count && !after))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph || !out || (count && !after), CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	*out = (CUgraphNode)graph->nodes[graph_append(graph, NULL, NODE_EMPTY, NULL)];
 	return CUDA_SUCCESS;
@@ -161,8 +154,7 @@ CUAPI(11040, cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsig
 CUAPI(12000, cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph,
       CUDA_GRAPH_INSTANTIATE_PARAMS *params)
 {
-	if (!params)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!params, CUDA_ERROR_INVALID_VALUE);
 	params->error_node = NULL;
 	params->result = 0;
 	return instantiate(graph, params->flags, out);
@@ -172,8 +164,7 @@ CUAPI(12000, cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
 {
 	const struct exec *exec = exec_from(handle);
 
-	if (!exec || !flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec || !flags, CUDA_ERROR_INVALID_VALUE);
 	*flags = exec->flags;
 	return CUDA_SUCCESS;
 }
@@ -182,8 +173,7 @@ CUAPI(10000, cuGraphExecDestroy, CUgraphExec handle)
 {
 	struct exec *exec = exec_from(handle);
 
-	if (!exec)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = 0;
 	works_unref(exec->works);
@@ -198,8 +188,7 @@ CUAPI(12000, cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int
 	struct exec *exec = exec_from(handle);
 	const struct graph *graph = graph_from(graph_handle);
 
-	if (!exec || !graph)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec || !graph, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	struct works *fresh = works_of(graph), *old = exec->works;
 	bool same = fresh->count == old->count;
@@ -220,8 +209,7 @@ CUAPI(10000, cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 	struct exec *exec = exec_from(handle);
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!exec)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec, CUDA_ERROR_INVALID_VALUE);
 	struct graph_work *launch = work_new(sizeof(*launch), run_graph);
 	launch->work.node_type = NODE_GRAPH;
 	launch->work.drop = drop_works;
@@ -238,7 +226,6 @@ CUAPI(11010, cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
 	struct stream *stream;
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!exec_from(handle))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec_from(handle), CUDA_ERROR_INVALID_VALUE);
 	return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
 }

@@ -86,14 +86,12 @@ static CUresult launch_on(CUstream handle, CUfunction f, const unsigned *grid, c
 	struct function *function = function_from(f);
 
 	TRY(stream_resolve(handle, &stream));
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
 	uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
-	if (!threads || threads > MAX_THREADS || !grid[0] || !grid[1] || !grid[2] || (params && extra))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!threads || threads > MAX_THREADS || !grid[0] || !grid[1] || !grid[2] || (params && extra),
+	          CUDA_ERROR_INVALID_VALUE);
 	size_t bytes = args_bytes(function);
-	if (bytes && !params && !extra)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(bytes && !params && !extra, CUDA_ERROR_INVALID_VALUE);
 	struct launch *launch = work_new(sizeof(*launch) + bytes, run_launch);
 	launch->work.is_launch = true;
 	launch->work.node_type = NODE_KERNEL;
@@ -115,8 +113,7 @@ CUAPI(4000, cuLaunchKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz,
 
 CUAPI(11060, cuLaunchKernelEx, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
-	if (!config)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!config, CUDA_ERROR_INVALID_VALUE);
 	return launch_on(config->stream, f, config->grid, config->block, params, extra);
 }
 
@@ -153,8 +150,7 @@ CUAPI(10000, cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!function)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_VALUE);
 	struct host_work *host = work_new(sizeof(*host), run_host);
 	host->work.node_type = NODE_HOST;
 	host->function = function;
@@ -167,8 +163,7 @@ CUAPI(5000, cuStreamAddCallback, CUstream handle, CUstreamCallback callback, voi
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!callback || flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!callback || flags, CUDA_ERROR_INVALID_VALUE);
 	struct host_work *host = work_new(sizeof(*host), run_host);
 	host->work.node_type = -1; /* not permitted in a capture */
 	host->callback = callback;

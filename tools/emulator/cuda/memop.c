@@ -81,8 +81,7 @@ static CUresult submit(CUstream handle, unsigned count, const CUstreamBatchMemOp
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!count || count > MOST_OPS || !ops)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!count || count > MOST_OPS || !ops, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < count; i++)
 		if (!is_valid(&ops[i]))
 			return CUDA_ERROR_INVALID_VALUE;

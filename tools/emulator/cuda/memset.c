@@ -79,8 +79,7 @@ static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 	TRY(stream_resolve(handle, &stream));
 	if (!shape.width || !shape.height)
 		return CUDA_SUCCESS;
-	if (!shape.to || shape.to % shape.element)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!shape.to || shape.to % shape.element, CUDA_ERROR_INVALID_VALUE);
 	struct fill_work *work = work_new(sizeof(*work), run_fill);
 	shape.work = work->work;
 	*work = shape;

@@ -67,11 +67,9 @@ static CUresult open_native(struct module *module)
 static CUresult load(const void *image, struct module **out)
 {
 	TRY(driver_check());
-	if (!image || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!image || !out, CUDA_ERROR_INVALID_VALUE);
 	size_t bytes = image_bytes(&image);
-	if (!bytes)
-		return CUDA_ERROR_INVALID_IMAGE;
+	REFUSE_IF(!bytes, CUDA_ERROR_INVALID_IMAGE);
 	struct module *module = calloc(1, sizeof(*module));
 	if (module)
 		module->image = malloc(bytes + 1);
@@ -99,8 +97,7 @@ static CUresult load_file(const char *path, struct module **out)
 	struct stat info;
 	int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
 
-	if (fd < 0)
-		return CUDA_ERROR_FILE_NOT_FOUND;
+	REFUSE_IF(fd < 0, CUDA_ERROR_FILE_NOT_FOUND);
 	char *bytes = fstat(fd, &info) ? NULL : calloc(1, (size_t)info.st_size + sizeof(Elf64_Ehdr));
 	ssize_t got = bytes ? read(fd, bytes, (size_t)info.st_size) : -1;
 	close(fd);
@@ -156,14 +153,12 @@ static CUresult get_function(struct module *module, const char *name, struct fun
 {
 	static const int defaults[FUNCTION_ATTRIBUTES] = {1024, 0, 0, 0, 32, 90, 90, 0, 49152, -1};
 
-	if (!module)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!name || !*name || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!module, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!name || !*name || !out, CUDA_ERROR_INVALID_VALUE);
 	const struct builtin *builtin = module->has_builtins ? builtin_find(name) : NULL;
 	const struct emu_native *native = builtin ? NULL : find_native(module, name);
-	if (!builtin && !native && (module->has_builtins || !has_name(module, name)))
-		return CUDA_ERROR_NOT_FOUND;
+	REFUSE_IF(!builtin && !native && (module->has_builtins || !has_name(module, name)),
+	          CUDA_ERROR_NOT_FOUND);
 	pthread_mutex_lock(&emu.lock);
 	struct function *function = module->functions;
 	while (function && strcmp(function->name, name))
@@ -216,8 +211,7 @@ CUAPI(2000, cuModuleUnload, CUmodule handle)
 {
 	struct module *module = module_from(handle);
 
-	if (!module)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!module, CUDA_ERROR_INVALID_HANDLE);
 	unload(module);
 	return CUDA_SUCCESS;
 }

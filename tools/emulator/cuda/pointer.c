@@ -93,8 +93,8 @@ CUAPI(4000, cuPointerGetAttribute, void *data, int attribute, CUdeviceptr addres
 	struct range range;
 
 	TRY(driver_check());
-	if (!data || attribute <= 0 || attribute > ATTRIBUTE_LAST || !look_up(address, &range))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!data || attribute <= 0 || attribute > ATTRIBUTE_LAST || !look_up(address, &range),
+	          CUDA_ERROR_INVALID_VALUE);
 	return answer(data, attribute, address, &range);
 }
 
@@ -107,13 +107,11 @@ CUAPI(7000, cuPointerGetAttributes, unsigned count, const int *attributes, void 
 	struct range range;
 
 	TRY(driver_check());
-	if (!count || !attributes || !data)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!count || !attributes || !data, CUDA_ERROR_INVALID_VALUE);
 	bool is_known = look_up(address, &range);
 	for (unsigned i = 0; i < count; i++) {
 		int attribute = attributes[i];
-		if (attribute <= 0 || attribute > ATTRIBUTE_LAST)
-			return CUDA_ERROR_INVALID_VALUE;
+		REFUSE_IF(attribute <= 0 || attribute > ATTRIBUTE_LAST, CUDA_ERROR_INVALID_VALUE);
 		if (!is_known || answer(data[i], attribute, address, &range))
 			put(data[i], wide[attribute] ? wide[attribute] : 4,
 			    attribute == ATTRIBUTE_DEVICE_ORDINAL ? (uint64_t)-2 : 0);
@@ -136,8 +134,7 @@ CUAPI(3020, cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdevicep
 	struct range range;
 
 	TRY(driver_check());
-	if (!look_up(address, &range))
-		return CUDA_ERROR_NOT_FOUND;
+	REFUSE_IF(!look_up(address, &range), CUDA_ERROR_NOT_FOUND);
 	if (base)
 		*base = range.base;
 	if (bytes)

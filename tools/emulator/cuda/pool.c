@@ -56,8 +56,7 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 	struct range *range;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	bool is_captured = stream->capture != NULL;
 	pthread_mutex_unlock(&emu.lock);
@@ -98,8 +97,7 @@ CUAPI(11020, cuMemFreeAsync, CUdeviceptr address, CUstream handle)
 	struct range *range = range_at(address, true);
 
 	TRY(stream_resolve(handle, &stream));
-	if (!range || range->kind != RANGE_DEVICE)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!range || range->kind != RANGE_DEVICE, CUDA_ERROR_INVALID_VALUE);
 	struct free_work *work = work_new(sizeof(*work), run_free);
 	work->work.node_type = -1;
 	work->range = range;
@@ -111,8 +109,7 @@ static CUresult device_pool(CUmemoryPool *out, CUdevice handle, bool is_default)
 	struct device *dev;
 
 	TRY(device_of(handle, &dev));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	struct pool *pool = pool_of(dev);
 	*out = (CUmemoryPool)(is_default ? dev->default_pool : pool);
 	return CUDA_SUCCESS;
@@ -143,28 +140,26 @@ CUAPI(11020, cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 
 CUAPI(13000, cuMemGetDefaultMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
-	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	return device_pool(out, location->id, true);
 }
 
 CUAPI(13000, cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
-	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	return device_pool(out, location->id, false);
 }
 
 CUAPI(11020, cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
 {
 	TRY(driver_check());
-	if (!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (props->location.type != CU_MEM_LOCATION_DEVICE || props->handle_types)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(props->location.type != CU_MEM_LOCATION_DEVICE || props->handle_types,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	struct device *dev = device_at(props->location.id);
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!dev, CUDA_ERROR_INVALID_DEVICE);
 	*out = (CUmemoryPool)pool_new(dev);
 	return CUDA_SUCCESS;
 }
@@ -174,8 +169,7 @@ CUAPI(11020, cuMemPoolDestroy, CUmemoryPool handle)
 {
 	struct pool *pool = pool_from(handle);
 
-	if (!pool || pool == pool->dev->default_pool)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pool || pool == pool->dev->default_pool, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	if (pool->dev->pool == pool)
 		pool->dev->pool = pool->dev->default_pool;
@@ -199,8 +193,8 @@ CUAPI(11020, cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *va
 {
 	struct pool *pool = pool_from(handle);
 
-	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH,
+	          CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&memory.lock);
 	memcpy(&pool->attributes[attribute], value, attribute_bytes(attribute));
 	if (attribute > RESERVED_NOW)
@@ -212,8 +206,8 @@ CUAPI(11020, cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *va
 {
 	const struct pool *pool = pool_from(handle);
 
-	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH,
+	          CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&memory.lock);
 	uint64_t now = pool->attributes[attribute];
 	if (attribute >= RESERVED_NOW) /* reserved now, reserved at most, used now, used at most */
@@ -230,8 +224,7 @@ CUAPI(11020, cuMemPoolSetAccess, CUmemoryPool handle, const CUmemAccessDesc *des
 
 CUAPI(11020, cuMemPoolGetAccess, int *out, CUmemoryPool handle, const CUmemLocation *location)
 {
-	if (!out || !pool_from(handle) || !location)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !pool_from(handle) || !location, CUDA_ERROR_INVALID_VALUE);
 	*out = CU_ACCESS_READWRITE;
 	return CUDA_SUCCESS;
 }

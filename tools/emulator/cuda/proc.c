@@ -64,8 +64,7 @@ CUAPI(12000, cuGetProcAddress_v2, const char *name, void **out, int version, uin
 {
 	int found;
 
-	if (!name || !out || flags > 3 || version > HIGHEST_VERSION)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!name || !out || flags > 3 || version > HIGHEST_VERSION, CUDA_ERROR_INVALID_VALUE);
 	const struct entry *entry =
 	        find(name, version, (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0, &found);
 	*out = NULL;
@@ -87,8 +86,7 @@ CUAPI(11030, cuGetProcAddress, const char *name, void **out, int version, uint64
 /* Private tables of the CUDA runtime: not imitated, so a real libcudart stops here with a clear error. */
 CUAPI(3000, cuGetExportTable, const void **table, const CUuuid *id)
 {
-	if (!table || !id)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!table || !id, CUDA_ERROR_INVALID_VALUE);
 	*table = NULL;
 	return CUDA_ERROR_NOT_FOUND;
 }

@@ -46,12 +46,12 @@ CUAPI(11070, cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size
       unsigned long long flags)
 {
 	TRY(driver_check());
-	if (!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE || flags > 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE ||
+	                  flags > 1,
+	          CUDA_ERROR_INVALID_VALUE);
 	uint32_t h_memory = object_of(address, bytes);
 	int fd = h_memory ? rm_object_file(h_memory) : -1;
-	if (fd < 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(fd < 0, CUDA_ERROR_INVALID_VALUE);
 	*(int *)out = fd;
 	return CUDA_SUCCESS;
 }

@@ -405,8 +405,7 @@ CUresult valve_emu_step_end(void)
 {
 	struct step *step = step_of(my_tid());
 
-	if (!step)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!step, CUDA_ERROR_INVALID_VALUE);
 	if (--step->depth)
 		return CUDA_SUCCESS;
 	finish(step);

@@ -71,8 +71,7 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 		return CUDA_SUCCESS;
 	}
 	*out = (struct stream *)handle;
-	if ((*out)->magic != MAGIC_STREAM)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF((*out)->magic != MAGIC_STREAM, CUDA_ERROR_INVALID_HANDLE);
 	return (*out)->ctx->sticky;
 }
 
@@ -125,8 +124,7 @@ CUAPI(5050, cuStreamCreateWithPriority, CUstream *out, unsigned flags, int prior
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (!out || flags > NON_BLOCKING)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags > NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	*out = (CUstream)stream_make(ctx, flags, priority_clamp(priority));
 	return CUDA_SUCCESS;
@@ -142,8 +140,7 @@ CUAPI(4000, cuStreamDestroy_v2, CUstream handle)
 {
 	struct stream *stream;
 
-	if ((uintptr_t)handle <= 2)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF((uintptr_t)handle <= 2, CUDA_ERROR_INVALID_HANDLE);
 	TRY(stream_resolve(handle, &stream));
 	LOCKED(&emu.lock);
 	stream_free_locked(stream);

@@ -62,8 +62,7 @@ TWIN(12000, cuGraphInstantiateWithParams, _ptsz,
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **params, void **extra);
 CUAPI(11060, cuLaunchKernelEx_ptsz, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
-	if (!config)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!config, CUDA_ERROR_INVALID_VALUE);
 	CUlaunchConfig own = *config;
 	own.stream = PER_THREAD(config->stream);
 	return cuLaunchKernelEx(&own, f, params, extra);

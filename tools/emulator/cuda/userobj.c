@@ -38,8 +38,7 @@ CUAPI(11030, cuUserObjectCreate, void **out, void *value, CUhostFn destroy, unsi
 	if (!out || !destroy || !refs || flags != 1) /* 1: no destructor sync, the only kind there is */
 		return CUDA_ERROR_INVALID_VALUE;
 	struct user_object *object = calloc(1, sizeof(*object));
-	if (!object)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!object, CUDA_ERROR_OUT_OF_MEMORY);
 	*object = (struct user_object){MAGIC_USER, refs, value, destroy};
 	*out = object;
 	return CUDA_SUCCESS;
@@ -49,8 +48,7 @@ static CUresult change(void *handle, unsigned count, bool hold)
 {
 	struct user_object *object = object_from(handle);
 
-	if (!object || !count)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!object || !count, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	if (hold)
 		user_object_hold_locked(object, count);
@@ -74,8 +72,7 @@ CUAPI(11030, cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsign
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);
 
-	if (!graph || !object || !count || flags > 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph || !object || !count || flags > 1, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	if (!(flags & 1)) /* 1: the caller's references move to the graph */
 		user_object_hold_locked(object, count);
@@ -88,8 +85,7 @@ CUAPI(11030, cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsig
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);
 
-	if (!graph || !object)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph || !object, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&emu.lock);
 	bool held = held_remove(&graph->held, object, count);
 	if (held)

@@ -50,15 +50,16 @@ bool handle_drop(struct vmm_handle *handle, bool is_mapping)
 /* Where the memory is asked for; host memory hangs off the first device, as everything in RM hangs off one. */
 static CUresult check_prop(const CUmemAllocationProp *prop, struct device **dev, uint32_t *cls)
 {
-	if (!prop || prop->type != CU_MEM_TYPE_PINNED || (prop->requested_handles & ~HANDLE_TYPES_KNOWN))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!prop || prop->type != CU_MEM_TYPE_PINNED ||
+	                  (prop->requested_handles & ~HANDLE_TYPES_KNOWN),
+	          CUDA_ERROR_INVALID_VALUE);
 	if (prop->location.type == CU_MEM_LOCATION_DEVICE) {
 		*cls = NV01_MEMORY_LOCAL_USER;
 		*dev = device_at(prop->location.id);
 		return *dev ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 	}
-	if (prop->location.type < CU_MEM_LOCATION_HOST || prop->location.type > 4)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(prop->location.type < CU_MEM_LOCATION_HOST || prop->location.type > 4,
+	          CUDA_ERROR_INVALID_VALUE);
 	*cls = NV01_MEMORY_SYSTEM;
 	*dev = device_at(0);
 	return CUDA_SUCCESS;
@@ -71,8 +72,7 @@ CUAPI(10020, cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationPr
 
 	TRY(driver_check());
 	TRY(check_prop(prop, &dev, &cls));
-	if (!out || option < 0 || option > 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || option < 0 || option > 1, CUDA_ERROR_INVALID_VALUE);
 	*out = LARGE_PAGE;
 	return CUDA_SUCCESS;
 }
@@ -86,10 +86,8 @@ CUAPI(10020, cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const
 
 	TRY(driver_check());
 	TRY(check_prop(prop, &dev, &cls));
-	if (!out || flags || !bytes || bytes % LARGE_PAGE)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (memory_object_new(dev, cls, bytes, &h_memory))
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!out || flags || !bytes || bytes % LARGE_PAGE, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(memory_object_new(dev, cls, bytes, &h_memory), CUDA_ERROR_OUT_OF_MEMORY);
 	*out = (uintptr_t)handle_new(dev, prop, bytes, h_memory);
 	return CUDA_SUCCESS;
 }
@@ -106,8 +104,7 @@ CUAPI(10020, cuMemRelease, CUmemGenericAllocationHandle value)
 CUAPI(11000, cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, (uintptr_t)address);
 	if (mapping) {
@@ -122,8 +119,7 @@ CUAPI(10020, cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out,
 {
 	const struct vmm_handle *handle = handle_from(value);
 
-	if (!out || !handle)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !handle, CUDA_ERROR_INVALID_VALUE);
 	*out = handle->prop;
 	return CUDA_SUCCESS;
 }
@@ -140,8 +136,7 @@ CUAPI(10020, cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHand
 	    !(handle->prop.requested_handles & CU_MEM_HANDLE_POSIX_FD))
 		return CUDA_ERROR_INVALID_VALUE;
 	int fd = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-	if (fd < 0)
-		return CUDA_ERROR_OPERATING_SYSTEM;
+	REFUSE_IF(fd < 0, CUDA_ERROR_OPERATING_SYSTEM);
 	struct nv0000_export_object_to_fd p = {
 	        .type = IMPORT_TYPE_RM_OBJECT,
 	        .hDevice = handle->dev->h_device,
@@ -179,10 +174,10 @@ CUAPI(10020, cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, 
 	struct device *dev = device_at(0);
 
 	TRY(driver_check());
-	if (!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(
+	        rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)),
+	        CUDA_ERROR_INVALID_VALUE);
 	for (int i = 0; i < emu.devices; i++)
 		if (emu.device[i].instance == info.deviceInstance)
 			dev = &emu.device[i];
@@ -193,8 +188,8 @@ CUAPI(10020, cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, 
 	        .hParent = dev->h_device,
 	        .hObject = rm_new_handle(),
 	};
-	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, &p, sizeof(p)))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, &p, sizeof(p)),
+	          CUDA_ERROR_INVALID_VALUE);
 	CUmemAllocationProp prop = {
 	        .type = CU_MEM_TYPE_PINNED,
 	        .requested_handles = CU_MEM_HANDLE_POSIX_FD,

@@ -20,11 +20,10 @@ CUAPI(10020, cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignme
 	TRY(driver_check());
 	if (alignment < LARGE_PAGE)
 		alignment = LARGE_PAGE;
-	if (!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1),
+	          CUDA_ERROR_INVALID_VALUE);
 	struct range *area = area_take(RANGE_RESERVED, bytes, alignment, wanted);
-	if (!area)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!area, CUDA_ERROR_OUT_OF_MEMORY);
 	sleep_model_ns(emu.board->reserve_ns);
 	if (uvm_create_range(area->base, area->bytes)) {
 		area_give(area);
@@ -54,8 +53,7 @@ CUAPI(10020, cuMemAddressFree, CUdeviceptr address, size_t bytes)
 	             book_overlaps(&memory.mappings, address, bytes)))
 		area = NULL;
 	pthread_mutex_unlock(&memory.lock);
-	if (!area)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!area, CUDA_ERROR_INVALID_VALUE);
 	uvm_free_range(address);
 	area_give(area);
 	return CUDA_SUCCESS;
@@ -69,8 +67,8 @@ CUAPI(10020, cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
 
 	TRY(driver_check());
 	API_LOCKED;
-	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes,
+	          CUDA_ERROR_INVALID_VALUE);
 	CUresult result = CUDA_SUCCESS;
 	struct range *mapping = cell_new();
 	*mapping = (struct range){
@@ -145,8 +143,7 @@ CUAPI(10020, cuMemUnmap, CUdeviceptr address, size_t bytes)
 	TRY(driver_check());
 	TRY(capture_forbids_unsafe());
 	API_LOCKED;
-	if (!is_granular(address, bytes) || !is_covered(address, bytes))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!is_granular(address, bytes) || !is_covered(address, bytes), CUDA_ERROR_INVALID_VALUE);
 	if (setting(SETTING_unmap_waits))
 		wait_for_contexts();
 	for (struct range *mapping; (mapping = take_first(address, bytes));) {
@@ -160,14 +157,14 @@ CUAPI(10020, cuMemUnmap, CUdeviceptr address, size_t bytes)
 
 static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
 {
-	if (!descs || !count)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!descs || !count, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; i < count; i++) {
 		int flags = descs[i].flags;
-		if (flags != CU_ACCESS_NONE && flags != CU_ACCESS_READ && flags != CU_ACCESS_READWRITE)
-			return CUDA_ERROR_INVALID_VALUE;
-		if (descs[i].location.type == CU_MEM_LOCATION_DEVICE && !device_at(descs[i].location.id))
-			return CUDA_ERROR_INVALID_DEVICE;
+		REFUSE_IF(flags != CU_ACCESS_NONE && flags != CU_ACCESS_READ && flags != CU_ACCESS_READWRITE,
+		          CUDA_ERROR_INVALID_VALUE);
+		REFUSE_IF(descs[i].location.type == CU_MEM_LOCATION_DEVICE &&
+		                  !device_at(descs[i].location.id),
+		          CUDA_ERROR_INVALID_DEVICE);
 	}
 	return CUDA_SUCCESS;
 }
@@ -206,8 +203,7 @@ CUAPI(10020, cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAcces
 	TRY(driver_check());
 	TRY(check_descs(descs, count));
 	API_LOCKED;
-	if (!is_granular(address, bytes) || !is_covered(address, bytes))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!is_granular(address, bytes) || !is_covered(address, bytes), CUDA_ERROR_INVALID_VALUE);
 	for (uint64_t at = address; at < address + bytes;) {
 		pthread_mutex_lock(&memory.lock);
 		struct range *mapping = book_find(&memory.mappings, at);
@@ -224,8 +220,8 @@ CUAPI(10020, cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAcces
 CUAPI(10020, cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
 {
 	TRY(driver_check());
-	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id),
+	          CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, address);
 	*out = mapping ? (unsigned long long)mapping->access[location->id] : 0;

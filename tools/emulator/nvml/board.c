@@ -1,5 +1,5 @@
 /* board.c - see nvml.h. The board is the server's memory, so most questions are answered without asking it. */
-#include "../locked.h"
+#include "../guards.h"
 #include "nvml.h"
 #include <fcntl.h>
 #include <stdio.h>

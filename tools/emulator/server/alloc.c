@@ -33,16 +33,13 @@ static uint32_t make_device(struct making *m)
 	struct nv0080_alloc p = {0};
 	uint32_t status;
 
-	if (m->parent->cls != NV01_ROOT_CLIENT)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != NV01_ROOT_CLIENT, NV_ERR_INVALID_OBJECT_PARENT);
 	if (m->params)
 		memcpy(&p, m->params, sizeof p);
-	if (p.deviceId >= S.gpus)
-		return NV_ERR_INVALID_CLASS;
-	if (!(m->call->head.nodes & (1ull << S.gpu[p.deviceId].board->minor)))
-		return NV_ERR_INSUFFICIENT_PERMISSIONS;
-	if (load(&S.gpu[p.deviceId].board->lost))
-		return NV_ERR_GPU_IS_LOST;
+	REFUSE_IF(p.deviceId >= S.gpus, NV_ERR_INVALID_CLASS);
+	REFUSE_IF(!(m->call->head.nodes & (1ull << S.gpu[p.deviceId].board->minor)),
+	          NV_ERR_INSUFFICIENT_PERMISSIONS);
+	REFUSE_IF(load(&S.gpu[p.deviceId].board->lost), NV_ERR_GPU_IS_LOST);
 	status = new_below(m);
 	if (status == NV_OK)
 		m->out->gpu = &S.gpu[p.deviceId];
@@ -53,8 +50,7 @@ static uint32_t make_subdevice(struct making *m)
 {
 	struct object *o;
 
-	if (m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0, NV_ERR_INVALID_OBJECT_PARENT);
 	TAILQ_FOREACH(o, &m->client->objects, in_client)
 		if (o->cls == NV20_SUBDEVICE_0 && o->parent == m->parent)
 			return NV_ERR_INVALID_STATE; /* one per instance and device */
@@ -66,10 +62,8 @@ static uint32_t make_tsg(struct making *m)
 	struct nv_channel_group_alloc p;
 	uint32_t status;
 
-	if (m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0, NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, sizeof p);
 	status = new_below(m);
 	if (status)
@@ -84,8 +78,7 @@ static uint32_t make_context_share(struct making *m)
 	struct nv_ctxshare_alloc p = {0};
 	uint32_t status;
 
-	if (m->parent->cls != KEPLER_CHANNEL_GROUP_A)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != KEPLER_CHANNEL_GROUP_A, NV_ERR_INVALID_OBJECT_PARENT);
 	if (m->params)
 		memcpy(&p, m->params, sizeof p);
 	status = new_below(m);
@@ -103,10 +96,9 @@ static uint32_t make_channel(struct making *m)
 	struct tsg *hidden = NULL, *t;
 	uint32_t status, size = nv_class_params(m->cls, load(&S.board->driver[0]));
 
-	if (m->parent->cls != KEPLER_CHANNEL_GROUP_A && m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != KEPLER_CHANNEL_GROUP_A && m->parent->cls != NV01_DEVICE_0,
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, size);
 	status = new_below(m);
 	if (status)
@@ -119,8 +111,7 @@ static uint32_t make_channel(struct making *m)
 	ch = t ? channel_new(t, m->out, p.engineType ? p.engineType : t->engine, m->client->pid) : NULL;
 	if (hidden)
 		tsg_put(hidden); /* the channel holds it now */
-	if (!ch)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!ch, NV_ERR_NO_MEMORY);
 	m->out->channel = ch;
 	p.cid = ch->cid;
 	memcpy(m->params, &p, size);
@@ -133,19 +124,16 @@ static uint32_t make_memory(struct making *m)
 	uint32_t status, size = nv_class_params(m->cls, load(&S.board->driver[0]));
 	bool on_card = m->cls == NV01_MEMORY_LOCAL_USER;
 
-	if (m->parent->cls != NV01_DEVICE_0 && m->parent->cls != NV20_SUBDEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0 && m->parent->cls != NV20_SUBDEVICE_0,
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, size);
-	if (!p.size)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!p.size, NV_ERR_INVALID_ARGUMENT);
 	status = new_below(m);
 	if (status)
 		return status;
 	m->out->memory = memory_new(on_card ? m->parent->gpu : NULL, p.size);
-	if (!m->out->memory)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!m->out->memory, NV_ERR_NO_MEMORY);
 	p.limit = p.size - 1;
 	memcpy(m->params, &p, size);
 	return NV_OK;
@@ -157,8 +145,7 @@ static uint32_t make_plain(struct making *m)
 {
 	bool on_engine = NV_CLASS_IS_COMPUTE(m->cls) || NV_CLASS_IS_COPY(m->cls);
 
-	if (on_engine && !m->parent->channel)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(on_engine && !m->parent->channel, NV_ERR_INVALID_OBJECT_PARENT);
 	return new_below(m);
 }
 
@@ -255,8 +242,7 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 		tally_unknown(TALLY_CLASS, a->hClass);
 		return NV_ERR_NOT_SUPPORTED;
 	}
-	if (!is_root && !kind)
-		return NV_ERR_INVALID_CLASS;
+	REFUSE_IF(!is_root && !kind, NV_ERR_INVALID_CLASS);
 	fault = fault_at("alloc", c, NULL);
 	if (fault.has_status)
 		return fault.status;

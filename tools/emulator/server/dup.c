@@ -41,10 +41,9 @@ static uint32_t dup_to(struct client *to, const struct object *source, struct nv
 	struct object *parent = find_object(a->hClient, a->hParent), *o;
 	uint32_t status;
 
-	if (!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0))
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (source->gpu != parent->gpu)
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0),
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(source->gpu != parent->gpu, NV_ERR_INVALID_DEVICE);
 	status = object_new(to, &a->hObject, source->cls, parent, &o);
 	if (status)
 		return status;
@@ -86,8 +85,7 @@ uint32_t rm_dup(struct call *c, struct nvos55_dup *a)
 
 static uint32_t add_share(struct object *o, const struct rs_share_policy *p)
 {
-	if (p->type > RS_SHARE_PID || !(p->accessMask & RS_ACCESS_DUP_OBJECT))
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(p->type > RS_SHARE_PID || !(p->accessMask & RS_ACCESS_DUP_OBJECT), NV_ERR_INVALID_ARGUMENT);
 	for (size_t i = 0; i < sizeof o->shares / sizeof o->shares[0]; i++) {
 		struct share *s = &o->shares[i];
 

@@ -34,11 +34,9 @@ static bool is_fresh(const struct file *f)
 
 static uint32_t make_room(struct file *f, uint32_t objects, const uint8_t *metadata)
 {
-	if (!is_fresh(f) || !objects)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!is_fresh(f) || !objects, NV_ERR_INVALID_ARGUMENT);
 	f->exports = calloc(objects, sizeof *f->exports);
-	if (!f->exports)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!f->exports, NV_ERR_NO_MEMORY);
 	f->max_exports = objects;
 	if (metadata)
 		memcpy(f->metadata, metadata, sizeof f->metadata);
@@ -68,8 +66,7 @@ uint32_t export_object(struct control *k)
 	struct memory *m;
 	uint32_t status;
 
-	if (p->type != TYPE_RM || !target)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(p->type != TYPE_RM || !target, NV_ERR_INVALID_ARGUMENT);
 	LOCKED(&S.state);
 	m = memory_of(k->client, p->hObject);
 	status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
@@ -85,8 +82,7 @@ uint32_t export_objects(struct control *k)
 	struct file *target = k->call->other;
 	uint32_t status = NV_OK;
 
-	if (!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX, NV_ERR_INVALID_ARGUMENT);
 	LOCKED(&S.state);
 	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
 		if (p->objects[i] && !memory_of(k->client, p->objects[i]))
@@ -105,10 +101,9 @@ static uint32_t import_one(struct client *c, struct object *parent, struct memor
 	uint32_t cls = m->gpu ? NV01_MEMORY_LOCAL_USER : NV01_MEMORY_SYSTEM, status;
 	struct object *o;
 
-	if (!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0))
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (m->gpu && m->gpu != parent->gpu)
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0),
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(m->gpu && m->gpu != parent->gpu, NV_ERR_INVALID_DEVICE);
 	status = object_new(c, handle, cls, parent, &o);
 	if (status == NV_OK) {
 		o->memory = m;
@@ -149,12 +144,9 @@ uint32_t import_objects(struct control *k)
 	const struct file *from = k->call->other;
 	uint32_t status = NV_OK, i;
 
-	if (!from || !from->exports)
-		return NV_ERR_OBJECT_NOT_FOUND;
-	if (p->numObjects > NV0000_IMPORT_OBJECTS_MAX)
-		return NV_ERR_INVALID_ARGUMENT;
-	if ((uint32_t)p->index + p->numObjects > from->max_exports)
-		return NV_ERR_OUT_OF_RANGE;
+	REFUSE_IF(!from || !from->exports, NV_ERR_OBJECT_NOT_FOUND);
+	REFUSE_IF(p->numObjects > NV0000_IMPORT_OBJECTS_MAX, NV_ERR_INVALID_ARGUMENT);
+	REFUSE_IF((uint32_t)p->index + p->numObjects > from->max_exports, NV_ERR_OUT_OF_RANGE);
 	LOCKED(&S.state);
 	for (i = 0; i < p->numObjects && status == NV_OK; i++) {
 		struct memory *m = exported(from, p->index + i);

@@ -17,8 +17,8 @@
 #define VALVE_EMU_SERVER_H
 
 #include "../emu.h"
+#include "../guards.h"
 #include "../layouts.h"
-#include "../locked.h"
 #include "../wire.h"
 #include "knobs.h"
 #include <pthread.h>

@@ -58,8 +58,7 @@ static uint32_t forget(const struct call *c, uint32_t *gpus)
 	const struct uvm_unregister_gpu *p = (const struct uvm_unregister_gpu *)c->arg;
 	struct gpu *g = gpu_of(p->gpuUuid);
 
-	if (!g)
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!g, NV_ERR_INVALID_DEVICE);
 	LOCKED(&S.state);
 	*gpus &= ~(1u << g->index);
 	return NV_OK;

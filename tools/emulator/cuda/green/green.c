@@ -48,8 +48,7 @@ CUAPI(12040, cuDeviceGetDevResource, CUdevice device, struct resource *out, int 
 	int sms = 0;
 
 	TRY(out ? cuDeviceGetAttribute(&sms, ATTRIBUTE_SMS, device) : CUDA_ERROR_INVALID_VALUE);
-	if (type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	*out = sm_resource((unsigned)sms);
 	return CUDA_SUCCESS;
 }
@@ -61,14 +60,11 @@ CUAPI(12040, cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups
 	unsigned granule = flags & FINE_FLAG ? FINE_GRANULE : GRANULE;
 
 	TRY(driver_check());
-	if (!groups || !input || flags & ~FINE_FLAG)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (input->type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(!groups || !input || flags & ~FINE_FLAG, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(input->type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	least = least ? (least + granule - 1) / granule * granule : granule;
 	unsigned most = input->sms / least;
-	if (!most)
-		return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
+	REFUSE_IF(!most, CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
 	if (!out || *groups > most)
 		*groups = most;
 	for (unsigned i = 0; out && i < *groups; i++)
@@ -83,15 +79,12 @@ CUAPI(12040, cuDevResourceGenerateDesc, struct desc **out, const struct resource
 	unsigned sms = 0;
 
 	TRY(driver_check());
-	if (!out || !resources || !count || count > MOST_RESOURCES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !resources || !count || count > MOST_RESOURCES, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < count; i++) {
-		if (resources[i].type != TYPE_SM)
-			return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+		REFUSE_IF(resources[i].type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 		sms += resources[i].sms;
 	}
-	if (!sms)
-		return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
+	REFUSE_IF(!sms, CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
 	*out = calloc(1, sizeof(**out)); /* lives as long as the process, as there is no call that ends one */
 	if (!*out)
 		abort();
@@ -105,8 +98,8 @@ CUAPI(12040, cuGreenCtxCreate, struct green **out, const struct desc *desc, CUde
 	CUcontext primary = NULL;
 
 	TRY(driver_check());
-	if (!out || !desc || desc->magic != MAGIC_DESC || flags != DEFAULT_FLAG)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !desc || desc->magic != MAGIC_DESC || flags != DEFAULT_FLAG,
+	          CUDA_ERROR_INVALID_VALUE);
 	TRY(cuDevicePrimaryCtxRetain(&primary, device));
 	*out = calloc(1, sizeof(**out));
 	if (!*out)
@@ -151,8 +144,7 @@ CUAPI(12040, cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 CUAPI(12040, cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
 {
 	TRY(out ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
-	if (type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	*out = sm_resource(green->sms);
 	return CUDA_SUCCESS;
 }
@@ -174,8 +166,7 @@ CUAPI(12040, cuStreamGetGreenCtx, CUstream handle, void **out)
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = stream->green;
 	return CUDA_SUCCESS;
 }
@@ -186,8 +177,7 @@ CUAPI(12050, cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out || !green)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !green, CUDA_ERROR_INVALID_VALUE);
 	*green = stream->green;
 	*out = stream->green ? NULL : (CUcontext)stream->ctx;
 	return CUDA_SUCCESS;
