@@ -235,8 +235,6 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 	        a->hClass == NV01_ROOT || a->hClass == NV01_ROOT_NON_PRIV || a->hClass == NV01_ROOT_CLIENT;
 	const struct kind *kind = is_root ? NULL : kind_of(a->hClass);
 	struct fault_hit fault;
-	struct scope scope;
-	uint32_t status;
 
 	if (a->flags & NVOS64_FLAGS_FINN_SERIALIZED) {
 		tally_unknown(TALLY_CLASS, a->hClass);
@@ -246,46 +244,39 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 	fault = fault_at("alloc", c, NULL);
 	if (fault.has_status)
 		return fault.status;
-	api_enter(&scope, API_WRITE);
+	SCOPED struct scope scope = api_enter(API_WRITE);
 	if (is_root)
-		status = alloc_client(c, a);
-	else {
-		if (kind->firmware) {
-			gpus_enter(&scope, all_gpus());
-			scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
-		}
-		if (kind->make == make_memory)
-			scope_sleep(&scope, memory_cost_ns(c));
-		status = make(c, a, kind);
+		return alloc_client(c, a);
+	if (kind->firmware) {
+		gpus_enter(&scope, all_gpus());
+		scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
 	}
-	scope_leave(&scope);
-	return status;
+	if (kind->make == make_memory)
+		scope_sleep(&scope, memory_cost_ns(c));
+	return make(c, a, kind);
+}
+
+static uint32_t free_object(struct call *c, const struct nvos00_free *a, bool *was_memory)
+{
+	LOCKED(&S.state);
+	struct client *client = find_client(a->hRoot);
+	REFUSE_IF(!client || !file_may_use(c->file, client), NV_ERR_INVALID_CLIENT);
+	struct object *o = find_object(a->hRoot, a->hObjectOld);
+	REFUSE_IF(!o, NV_ERR_OBJECT_NOT_FOUND);
+	*was_memory = o->memory != NULL;
+	object_free(o);
+	return NV_OK;
 }
 
 uint32_t rm_free(struct call *c, struct nvos00_free *a)
 {
 	struct fault_hit fault = fault_at("free", c, NULL);
-	uint32_t status = NV_ERR_INVALID_CLIENT;
 	bool was_memory = false;
-	struct scope scope;
-	struct client *client;
-	struct object *o;
 
-	if (fault.has_status)
-		return fault.status;
-	api_enter(&scope, API_WRITE);
-	state_lock();
-	client = find_client(a->hRoot);
-	if (client && file_may_use(c->file, client)) {
-		o = find_object(a->hRoot, a->hObjectOld);
-		status = o ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
-		was_memory = o && o->memory;
-		if (o)
-			object_free(o);
-	}
-	state_unlock();
+	REFUSE_IF(fault.has_status, fault.status);
+	SCOPED struct scope scope = api_enter(API_WRITE);
+	uint32_t status = free_object(c, a, &was_memory);
 	if (was_memory)
 		scope_sleep(&scope, (uint64_t)knob(K_free_us));
-	scope_leave(&scope);
 	return status;
 }

@@ -184,8 +184,6 @@ uint32_t rm_control(struct call *c, struct nvos54_control *a)
 	const struct row *row;
 	struct control k = {.call = c, .params = c->params, .size = c->head.params_size};
 	struct fault_hit fault;
-	struct scope scope;
-	uint32_t status;
 
 	if (a->flags & NVOS54_FLAGS_FINN_SERIALIZED) {
 		tally_unknown(TALLY_CONTROL, a->cmd);
@@ -195,9 +193,7 @@ uint32_t rm_control(struct call *c, struct nvos54_control *a)
 	if (fault.has_status)
 		return fault.status;
 	row = find_row(a->cmd);
-	api_enter(&scope, row ? row->api : API_WRITE);
-	status = run(c, &k, a, row, &scope);
-	scope_leave(&scope);
 	c->params_out = c->head.params_size;
-	return status;
+	SCOPED struct scope scope = api_enter(row ? row->api : API_WRITE);
+	return run(c, &k, a, row, &scope);
 }

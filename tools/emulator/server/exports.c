@@ -63,13 +63,11 @@ uint32_t export_object(struct control *k)
 {
 	struct nv0000_export_object_to_fd *p = k->params;
 	struct file *target = k->call->other;
-	struct memory *m;
-	uint32_t status;
 
 	REFUSE_IF(p->type != TYPE_RM || !target, NV_ERR_INVALID_ARGUMENT);
 	LOCKED(&S.state);
-	m = memory_of(k->client, p->hObject);
-	status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
+	struct memory *m = memory_of(k->client, p->hObject);
+	uint32_t status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
 	if (status == NV_OK)
 		put_export(target, 0, m);
 	return status;
@@ -80,20 +78,18 @@ uint32_t export_objects(struct control *k)
 {
 	struct nv0000_export_objects_to_fd *p = k->params;
 	struct file *target = k->call->other;
-	uint32_t status = NV_OK;
 
 	REFUSE_IF(!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX, NV_ERR_INVALID_ARGUMENT);
 	LOCKED(&S.state);
-	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
-		if (p->objects[i] && !memory_of(k->client, p->objects[i]))
-			status = NV_ERR_INVALID_OBJECT_HANDLE;
-	if (status == NV_OK && !target->exports)
-		status = make_room(target, p->maxObjects, p->metadata);
-	if (status == NV_OK && (uint32_t)p->index + p->numObjects > target->max_exports)
-		status = NV_ERR_OUT_OF_RANGE;
-	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
+	for (uint32_t i = 0; i < p->numObjects; i++)
+		REFUSE_IF(p->objects[i] && !memory_of(k->client, p->objects[i]),
+		          NV_ERR_INVALID_OBJECT_HANDLE);
+	uint32_t status = target->exports ? NV_OK : make_room(target, p->maxObjects, p->metadata);
+	REFUSE_IF(status, status);
+	REFUSE_IF((uint32_t)p->index + p->numObjects > target->max_exports, NV_ERR_OUT_OF_RANGE);
+	for (uint32_t i = 0; i < p->numObjects; i++)
 		put_export(target, p->index + i, p->objects[i] ? memory_of(k->client, p->objects[i]) : NULL);
-	return status;
+	return NV_OK;
 }
 
 static uint32_t import_one(struct client *c, struct object *parent, struct memory *m, uint32_t *handle)
@@ -120,14 +116,11 @@ static struct memory *exported(const struct file *f, uint32_t at)
 uint32_t import_object(struct control *k)
 {
 	struct nv0000_import_object_from_fd *p = k->params;
-	struct memory *m;
-	uint32_t status;
 
 	LOCKED(&S.state);
-	m = exported(k->call->other, 0);
-	status = m ? import_one(k->client, find_object(k->client->handle, p->hParent), m, &p->hObject)
-	           : NV_ERR_OBJECT_NOT_FOUND;
-	return status;
+	struct memory *m = exported(k->call->other, 0);
+	REFUSE_IF(!m, NV_ERR_OBJECT_NOT_FOUND);
+	return import_one(k->client, find_object(k->client->handle, p->hParent), m, &p->hObject);
 }
 
 /* A refusal takes back what this call had imported. */
@@ -167,16 +160,12 @@ uint32_t export_info(struct control *k)
 {
 	struct nv0000_export_object_info *p = k->params;
 	const struct file *f = k->call->other;
-	const struct memory *m;
-	bool carries;
 
 	LOCKED(&S.state);
-	carries = f && f->exports;
-	m = exported(f, 0);
-	if (carries) {
-		p->deviceInstance = m && m->gpu ? m->gpu->board->device_instance : 0;
-		p->maxObjects = (uint16_t)f->max_exports;
-		memcpy(p->metadata, f->metadata, sizeof p->metadata);
-	}
-	return carries ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
+	REFUSE_IF(!f || !f->exports, NV_ERR_OBJECT_NOT_FOUND);
+	const struct memory *m = exported(f, 0);
+	p->deviceInstance = m && m->gpu ? m->gpu->board->device_instance : 0;
+	p->maxObjects = (uint16_t)f->max_exports;
+	memcpy(p->metadata, f->metadata, sizeof p->metadata);
+	return NV_OK;
 }

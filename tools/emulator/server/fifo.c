@@ -129,21 +129,17 @@ uint32_t fifo_disable_channels(struct control *k)
 uint32_t fifo_channel_ids(struct control *k)
 {
 	struct nv2080_fifo_channel_unique_id *p = k->params;
-	uint32_t status = NV_OK;
 
 	REFUSE_IF(p->numChannels == 0 || p->numChannels > 128, NV_ERR_INVALID_ARGUMENT);
 	LOCKED(&S.state);
-	for (uint32_t i = 0; i < p->numChannels && status == NV_OK; i++) {
+	for (uint32_t i = 0; i < p->numChannels; i++) {
 		struct object *o = find_object(p->hClients[i], p->hChannels[i]);
 
-		if (!find_client(p->hClients[i]))
-			status = NV_ERR_INVALID_CLIENT;
-		else if (!o || !o->channel)
-			status = NV_ERR_OBJECT_NOT_FOUND;
-		else
-			p->channelUniqueIDs[i] = o->channel->cid;
+		REFUSE_IF(!find_client(p->hClients[i]), NV_ERR_INVALID_CLIENT);
+		REFUSE_IF(!o || !o->channel, NV_ERR_OBJECT_NOT_FOUND);
+		p->channelUniqueIDs[i] = o->channel->cid;
 	}
-	return status;
+	return NV_OK;
 }
 
 uint32_t fifo_group_info(struct control *k)

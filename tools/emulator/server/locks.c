@@ -72,10 +72,10 @@ uint32_t all_gpus(void)
 	return (1u << S.gpus) - 1u;
 }
 
-void api_enter(struct scope *s, enum api_mode mode)
+struct scope api_enter(enum api_mode mode)
 {
-	*s = (struct scope){0};
 	api_lock(mode);
+	return (struct scope){0};
 }
 
 void client_enter(struct scope *s, struct client *c)
@@ -117,5 +117,4 @@ void scope_leave(struct scope *s)
 	if (s->client)
 		pthread_mutex_unlock(&s->client->lock);
 	api_unlock();
-	*s = (struct scope){0};
 }

@@ -214,11 +214,10 @@ static uint64_t locked_ns(void)
  * come after that. */
 static struct memory *hold_memory(struct call *c, const struct uvm_map_external_tail *t, uint32_t *status)
 {
+	SCOPED struct scope scope = api_enter(API_WRITE);
 	struct memory *m = NULL;
-	struct scope scope;
 	struct object *o;
 
-	api_enter(&scope, API_WRITE);
 	gpus_enter(&scope, all_gpus());
 	state_lock();
 	o = find_object(t->hClient, t->hMemory);
@@ -233,7 +232,6 @@ static struct memory *hold_memory(struct call *c, const struct uvm_map_external_
 	state_unlock();
 	if (m)
 		scope_sleep(&scope, locked_ns());
-	scope_leave(&scope);
 	return m;
 }
 
