@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,26 +46,6 @@ FEWEST_NODES = 2
 """Of a smoke run on the small fleet."""
 FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, TellProgress], Report]
-
-
-def _pairs(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(pairs.run, options, progress)
-
-
-def _tp8(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(tp8.run, options, progress)
-
-
-def _rivals(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(rivals.run, options, progress)
-
-
-def _sensitivity(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(sensitivity.run, options, progress)
-
-
-def _crowding(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(crowding.run, options, progress)
 
 
 def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
@@ -134,12 +115,8 @@ def _whatif(options: argparse.Namespace, progress: TellProgress) -> Report:
     return whatif.run(asked, seeds_of(options), progress, workers_of(options))
 
 
-def _early(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return early.run(folder_of(options), seeds_of(options), progress, workers_of(options))
-
-
-def _quick(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return quick.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+def _over_traces(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
+    return run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _validate(options: argparse.Namespace, progress: TellProgress) -> Report:
@@ -151,18 +128,24 @@ def _machine(options: argparse.Namespace, progress: TellProgress) -> Report:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "pairs": _pairs,
-    "rivals": _rivals,
-    "tp8": _tp8,
+    "pairs": partial(_replayed, pairs.run),
+    "rivals": partial(_replayed, rivals.run),
+    "tp8": partial(_replayed, tp8.run),
     "eviction": _eviction,
     "cluster": _cluster,
-    "sensitivity": _sensitivity,
+    "sensitivity": partial(_replayed, sensitivity.run),
     "fleet": _fleet,
     "forecast": _forecast,
-    "crowding": _crowding,
+    "crowding": partial(_replayed, crowding.run),
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS |= {"quick": _quick, "validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
+EXPERIMENTS |= {
+    "quick": partial(_over_traces, quick.run),
+    "validate": _validate,
+    "whatif": _whatif,
+    "machine": _machine,
+    "early": partial(_over_traces, early.run),
+}
 
 
 def folder_of(options: argparse.Namespace) -> Folder:
