@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table as Shown
@@ -48,10 +49,10 @@ FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, TellProgress], Report]
 
 
-def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
+def _replayed(experiment: ModuleType, options: argparse.Namespace, progress: TellProgress) -> Report:
     """An experiment that replays requests; its page says what of the folder was left out."""
     folder = folder_of(options)
-    report = run(folder, seeds_of(options), progress, workers_of(options))
+    report: Report = experiment.run(folder, seeds_of(options), progress, workers_of(options))
     files = f" ({', '.join(folder.ignored)})" if folder.ignored else ""
     of = "" if options.half is Half.ALL else f" (the half for {options.half.value})"
     told = (
@@ -115,8 +116,9 @@ def _whatif(options: argparse.Namespace, progress: TellProgress) -> Report:
     return whatif.run(asked, seeds_of(options), progress, workers_of(options))
 
 
-def _over_traces(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
-    return run(folder_of(options), seeds_of(options), progress, workers_of(options))
+def _over_traces(experiment: ModuleType, options: argparse.Namespace, progress: TellProgress) -> Report:
+    report: Report = experiment.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return report
 
 
 def _validate(options: argparse.Namespace, progress: TellProgress) -> Report:
@@ -128,23 +130,23 @@ def _machine(options: argparse.Namespace, progress: TellProgress) -> Report:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "pairs": partial(_replayed, pairs.run),
-    "rivals": partial(_replayed, rivals.run),
-    "tp8": partial(_replayed, tp8.run),
+    "pairs": partial(_replayed, pairs),
+    "rivals": partial(_replayed, rivals),
+    "tp8": partial(_replayed, tp8),
     "eviction": _eviction,
     "cluster": _cluster,
-    "sensitivity": partial(_replayed, sensitivity.run),
+    "sensitivity": partial(_replayed, sensitivity),
     "fleet": _fleet,
     "forecast": _forecast,
-    "crowding": partial(_replayed, crowding.run),
+    "crowding": partial(_replayed, crowding),
 }
 ALL = tuple(EXPERIMENTS)
 EXPERIMENTS |= {
-    "quick": partial(_over_traces, quick.run),
+    "quick": partial(_over_traces, quick),
     "validate": _validate,
     "whatif": _whatif,
     "machine": _machine,
-    "early": partial(_over_traces, early.run),
+    "early": partial(_over_traces, early),
 }
 
 
