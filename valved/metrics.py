@@ -68,7 +68,7 @@ _gauge, _counter = _family(GaugeMetricFamily), _family(CounterMetricFamily)
 
 
 def _of_each(
-    make: Callable[..., Metric], figures: Figures[Row], rows: Mapping[tuple[str, ...], Row], labels: Sequence[str]
+    make: Callable[..., Metric], figures: Figures[Row], rows: Mapping[tuple[str, str], Row], labels: Sequence[str]
 ) -> Iterator[Metric]:
     for name, (text, value) in figures.items():
         yield make(name, text, {key: value(row) for key, row in rows.items()}, labels)
