@@ -145,3 +145,49 @@ is allocated, so it counts for pods that say what they are; the shim does nothin
 {{- range .Values.admission.online.resources }}{{- if contains "/" . }}{{- $names = append $names (squote .) }}{{- end }}{{- end -}}
 (has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.saysOnline" . }}{{ end }})))
 {{- end }}
+
+{{/* An account to run under. Usage: (dict "root" . "name" NAME), and where it differs "namespace" and "annotations" */}}
+{{- define "valve.account" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ .name }}
+  namespace: {{ .namespace | default .root.Release.Namespace }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+  {{- with .annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* Gives an account a role. Usage: (dict "root" . "kind" "ClusterRole" "name" NAME); role and account are called so too, unless
+told as "role" and "account". "namespace" is where a Role counts, "accountNamespace" where the account is: default Valve's own. */}}
+{{- define "valve.binding" -}}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ .kind }}Binding
+metadata:
+  name: {{ .name }}
+  {{- if eq .kind "Role" }}
+  namespace: {{ .namespace | default .root.Release.Namespace }}
+  {{- end }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+  {{- with .annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: {{ .kind }}, name: {{ .role | default .name }}}
+subjects:
+- {kind: ServiceAccount, name: {{ .account | default .name }}, namespace: {{ .accountNamespace | default .root.Release.Namespace }}}
+{{- end }}
+
+{{/* What a ValidatingAdmissionPolicy finds wrong is refused. Usage: (dict "root" . "policy" NAME) */}}
+{{- define "valve.denied" -}}
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata:
+  name: {{ .policy }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+spec:
+  policyName: {{ .policy }}
+  validationActions: [Deny]
+{{- end }}
