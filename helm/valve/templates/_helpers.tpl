@@ -132,10 +132,10 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* CEL: the pod says that it is online work. */}}
-{{- define "valve.saysOnline" -}}
-{{- $role := printf "%s/role" .Values.domain | squote -}}
-((has(object.metadata.labels) && {{ $role }} in object.metadata.labels && object.metadata.labels[{{ $role }}] == 'online') || (has(object.metadata.annotations) && {{ $role }} in object.metadata.annotations && object.metadata.annotations[{{ $role }}] == 'online'))
+{{/* CEL: the pod says what work it is, by label or annotation. Usage: (dict "root" . "role" "online") */}}
+{{- define "valve.says" -}}
+{{- $key := printf "%s/role" .root.Values.domain | squote -}}
+((has(object.metadata.labels) && {{ $key }} in object.metadata.labels && object.metadata.labels[{{ $key }}] == {{ squote .role }}) || (has(object.metadata.annotations) && {{ $key }} in object.metadata.annotations && object.metadata.annotations[{{ $key }}] == {{ squote .role }}))
 {{- end }}
 
 {{/* CEL: container c asks for GPUs as online pods do, by a resource or by a claim. What a claim is for is not known before it
@@ -143,7 +143,7 @@ is allocated, so it counts for pods that say what they are; the shim does nothin
 {{- define "valve.asksForGpus" -}}
 {{- $names := list }}
 {{- range .Values.admission.online.resources }}{{- if contains "/" . }}{{- $names = append $names (squote .) }}{{- end }}{{- end -}}
-(has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.saysOnline" . }}{{ end }})))
+(has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.says" (dict "root" . "role" "online") }}{{ end }})))
 {{- end }}
 
 {{/* An account to run under. Usage: (dict "root" . "name" NAME), and where it differs "namespace" and "annotations" */}}
