@@ -100,6 +100,35 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* A Deployment up to where its containers begin. Usage: (dict "root" . "component" "scheduler" "of" .Values.scheduler
+"priority" DEFAULT), and "annotations" of its pods where they have any */}}
+{{- define "valve.deployment" -}}
+{{- $selector := include "valve.selector" . }}
+{{- $placement := dict "root" .root "component" .component "placement" .of.placement "priority" .priority -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: valve-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "valve.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+spec:
+  replicas: {{ .of.replicas }}
+  selector:
+    matchLabels: {{- $selector | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- $selector | nindent 8 }}
+      {{- with .annotations }}
+      annotations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      serviceAccountName: valve-{{ .component }}
+      {{- include "valve.pod" .root | nindent 6 }}
+      {{- include "valve.placement" $placement | nindent 6 }}
+{{- end }}
+
 {{/* One of several replicas stays. Usage: (dict "root" . "component" "scheduler" "replicas" NUMBER) */}}
 {{- define "valve.budget" -}}
 {{- if gt (int .replicas) 1 }}
