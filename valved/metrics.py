@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -47,18 +48,30 @@ class NodeCollector(Collector):
             yield from self._more()
 
 
-def _gauge(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, value in rows.items():
-        family.add_metric(values, value)
-    return family
+Rows = Mapping[tuple[str, ...], float]
+Row = TypeVar("Row")
+Figures = dict[str, tuple[str, Callable[[Row], float]]]
+"""Name of a family -> (its description, its value of one row)."""
 
 
-def _counter(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, value in rows.items():
-        family.add_metric(values, value)
-    return family
+def _family(kind: type[GaugeMetricFamily | CounterMetricFamily]) -> Callable[..., Metric]:
+    def make(name: str, text: str, rows: Rows, labels: Sequence[str] = ()) -> Metric:
+        family = kind(name, text, labels=labels)
+        for values, value in rows.items():
+            family.add_metric(values, value)
+        return family
+
+    return make
+
+
+_gauge, _counter = _family(GaugeMetricFamily), _family(CounterMetricFamily)
+
+
+def _of_each(
+    make: Callable[..., Metric], figures: Figures[Row], rows: Mapping[tuple[str, str], Row], labels: Sequence[str]
+) -> Iterator[Metric]:
+    for name, (text, value) in figures.items():
+        yield make(name, text, {key: value(row) for key, row in rows.items()}, labels)
 
 
 def _node(status: NodeState) -> Iterator[Metric]:
@@ -72,36 +85,29 @@ def _node(status: NodeState) -> Iterator[Metric]:
     yield _gauge("valve_clients", "Connected processes by role", clients, ["role"])
 
 
+GPU_GAUGES: Figures[GpuState] = {
+    "valve_gate_closed": ("1 while offline channels of the GPU are off", lambda g: float(g.gated)),
+    "valve_gate_holders": ("Online services that hold the GPU", lambda g: g.holders),
+    "valve_offline_channels": ("Compute channels of offline work", lambda g: g.channels),
+}
+GPU_COUNTERS: Figures[GpuState] = {
+    "valve_harvest_seconds": (
+        "Time in which offline work was there and allowed to run",
+        lambda g: g.harvest_ns / 1e9,
+    ),
+    "valve_gated_seconds": ("Time in which offline work was there and stopped", lambda g: g.gated_ns / 1e9),
+    "valve_preemptions": (
+        "Times a launch of online work found offline work running and stopped it",
+        lambda g: g.preemptions,
+    ),
+}
+
+
 def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
     rows = {(str(gpu.index), gpu.uuid): gpu for gpu in gpus}
     labels = ["gpu", "uuid"]
-
-    def each(value: Callable[[GpuState], float]) -> dict[tuple[str, ...], float]:
-        return {key: value(gpu) for key, gpu in rows.items()}
-
-    yield _gauge(
-        "valve_gate_closed", "1 while offline channels of the GPU are off", each(lambda g: float(g.gated)), labels
-    )
-    yield _gauge("valve_gate_holders", "Online services that hold the GPU", each(lambda g: g.holders), labels)
-    yield _gauge("valve_offline_channels", "Compute channels of offline work", each(lambda g: g.channels), labels)
-    yield _counter(
-        "valve_harvest_seconds",
-        "Time in which offline work was there and allowed to run",
-        each(lambda g: g.harvest_ns / 1e9),
-        labels,
-    )
-    yield _counter(
-        "valve_gated_seconds",
-        "Time in which offline work was there and stopped",
-        each(lambda g: g.gated_ns / 1e9),
-        labels,
-    )
-    yield _counter(
-        "valve_preemptions",
-        "Times a launch of online work found offline work running and stopped it",
-        each(lambda g: g.preemptions),
-        labels,
-    )
+    yield from _of_each(_gauge, GPU_GAUGES, rows, labels)
+    yield from _of_each(_counter, GPU_COUNTERS, rows, labels)
     latency = HistogramMetricFamily(
         "valve_preemption_latency_seconds",
         "From the first online launch to offline channels off; 99 of 100 should take less than 1 ms",
@@ -121,62 +127,49 @@ def _buckets(histogram: HistogramState) -> list[tuple[str, float]]:
     return buckets
 
 
+ONLINE_GAUGES: Figures[ServiceState] = {
+    "valve_service_busy": ("1 while the service holds its GPUs", lambda s: float(s.busy)),
+    "valve_service_cooldown_seconds": ("The service's cooldown now", lambda s: s.cooldown_ns / 1e9),
+    "valve_service_open_requests": ("Open requests, as its engines report", lambda s: s.open_requests),
+    "valve_service_max_preemptions_per_request": (
+        "Most preemptions that one request had; an upper bound",
+        lambda s: s.max_preemptions_per_request,
+    ),
+}
+ONLINE_COUNTERS: Figures[ServiceState] = {
+    "valve_service_preemptions": (
+        "Preemptions that the service's launches caused; one counts once over all of its GPUs",
+        lambda s: s.preemptions,
+    ),
+    "valve_service_delay_seconds": (
+        "Delay that Valve caused the service: from launch to channels off, summed over its preemptions",
+        lambda s: s.delay_ns / 1e9,
+    ),
+    "valve_service_busy_seconds": (
+        "Time in which the service held its GPUs, cooldown included",
+        lambda s: s.busy_ns / 1e9,
+    ),
+    "valve_service_idle_seconds": (
+        "Time in which the service did not hold its GPUs: offline work could have run",
+        lambda s: s.idle_ns / 1e9,
+    ),
+    "valve_service_grants": (
+        "Pauses of the service that were given to offline work; on the rung timeslice one is a stretch of many",
+        lambda s: s.granted.grants,
+    ),
+    "valve_service_grants_broken": ("Pauses into which the service launched", lambda s: s.granted.broken),
+    "valve_service_granted_seconds": (
+        "Time of the pauses that were given to offline work; it counts as held, too",
+        lambda s: s.granted.granted_ns / 1e9,
+    ),
+}
+
+
 def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     rows = {(str(service.id), service.name): service for service in services}
     labels = ["service", "name"]
-
-    def each(value: Callable[[ServiceState], float]) -> dict[tuple[str, ...], float]:
-        return {key: value(service) for key, service in rows.items()}
-
-    yield _gauge("valve_service_busy", "1 while the service holds its GPUs", each(lambda s: float(s.busy)), labels)
-    yield _gauge(
-        "valve_service_cooldown_seconds", "The service's cooldown now", each(lambda s: s.cooldown_ns / 1e9), labels
-    )
-    yield _gauge(
-        "valve_service_open_requests", "Open requests, as its engines report", each(lambda s: s.open_requests), labels
-    )
-    yield _counter(
-        "valve_service_preemptions",
-        "Preemptions that the service's launches caused; one counts once over all of its GPUs",
-        each(lambda s: s.preemptions),
-        labels,
-    )
-    yield _counter(
-        "valve_service_delay_seconds",
-        "Delay that Valve caused the service: from launch to channels off, summed over its preemptions",
-        each(lambda s: s.delay_ns / 1e9),
-        labels,
-    )
-    yield _counter(
-        "valve_service_busy_seconds",
-        "Time in which the service held its GPUs, cooldown included",
-        each(lambda s: s.busy_ns / 1e9),
-        labels,
-    )
-    yield _counter(
-        "valve_service_idle_seconds",
-        "Time in which the service did not hold its GPUs: offline work could have run",
-        each(lambda s: s.idle_ns / 1e9),
-        labels,
-    )
-    yield _counter(
-        "valve_service_grants",
-        "Pauses of the service that were given to offline work; on the rung timeslice one is a stretch of many",
-        each(lambda s: s.granted.grants),
-        labels,
-    )
-    yield _counter(
-        "valve_service_grants_broken",
-        "Pauses into which the service launched",
-        each(lambda s: s.granted.broken),
-        labels,
-    )
-    yield _counter(
-        "valve_service_granted_seconds",
-        "Time of the pauses that were given to offline work; it counts as held, too",
-        each(lambda s: s.granted.granted_ns / 1e9),
-        labels,
-    )
+    yield from _of_each(_gauge, ONLINE_GAUGES, rows, labels)
+    yield from _of_each(_counter, ONLINE_COUNTERS, rows, labels)
     worths = {key: service.granted.worth_points for key, service in rows.items()}
     yield _gauge(
         "valve_service_grant_worth_points",
@@ -194,28 +187,23 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
         for index, count in enumerate(service.preemptions_per_request):
             per_request.add_metric([*key, f"{index}+" if index == last else str(index)], count)
     yield per_request
-    yield _gauge(
-        "valve_service_max_preemptions_per_request",
-        "Most preemptions that one request had; an upper bound",
-        each(lambda s: s.max_preemptions_per_request),
-        labels,
-    )
+
+
+OFFLINE_COUNTERS: Figures[ServiceState] = {
+    "valve_owner_harvest_seconds": (
+        "GPU time in which the channels of the owner were allowed to run",
+        lambda s: s.harvest_ns / 1e9,
+    ),
+    "valve_owner_useful_tokens": (
+        "Tokens that the owner's engines report, each counted once",
+        lambda s: s.useful_tokens,
+    ),
+}
 
 
 def _offline(services: Sequence[ServiceState]) -> Iterator[Metric]:
     rows = {(str(service.id), service.name): service for service in services}
-    yield _counter(
-        "valve_owner_harvest_seconds",
-        "GPU time in which the channels of the owner were allowed to run",
-        {key: service.harvest_ns / 1e9 for key, service in rows.items()},
-        ["service", "name"],
-    )
-    yield _counter(
-        "valve_owner_useful_tokens",
-        "Tokens that the owner's engines report, each counted once",
-        {key: service.useful_tokens for key, service in rows.items()},
-        ["service", "name"],
-    )
+    return _of_each(_counter, OFFLINE_COUNTERS, rows, ["service", "name"])
 
 
 def _memory(memory: MemoryState) -> Iterator[Metric]:
@@ -225,7 +213,8 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
         (str(gpu.index), part): getattr(gpu, part) * size for gpu in memory.gpus for part in parts
     }
     yield _gauge("valve_kv_pool_bytes", "KV memory of the GPU, by holder", pool, ["gpu", "holder"])
-    yield from _engines(memory)
+    engines = {(str(engine.service), engine.role.name.lower()): engine for engine in memory.engines}
+    yield from _of_each(_gauge, ENGINE_GAUGES, engines, ["service", "role"])
     yield _gauge("valve_kv_reclaim_target", "Reclaims an hour that the operator accepts", {(): memory.target_per_hour})
     totals = {
         "valve_kv_reclaims": ("Reclaims from offline work", memory.reclaims),
@@ -253,23 +242,14 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
     yield phases
 
 
-def _engines(memory: MemoryState) -> Iterator[Metric]:
-    rows = {(str(engine.service), engine.role.name.lower()): engine for engine in memory.engines}
-    labels = ["service", "role"]
-
-    def each(value: Callable[[EngineState], float]) -> dict[tuple[str, ...], float]:
-        return {key: value(engine) for key, engine in rows.items()}
-
-    gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
-        "valve_kv_blocks": ("KV blocks of the engine", lambda e: e.blocks),
-        "valve_kv_backed_blocks": ("Blocks of the engine that have memory now", lambda e: e.backed_blocks),
-        "valve_kv_used_blocks": ("Blocks in use, as the engine reports", lambda e: e.used_blocks),
-        "valve_kv_wanted_blocks": ("Blocks that the engine would use now if it had them", lambda e: e.wanted_blocks),
-        "valve_kv_headroom_bytes": ("Reserve beyond the engine's use", lambda e: e.headroom_columns * e.column_bytes),
-        "valve_kv_reclaims_per_hour": ("Reclaims for the engine in the last window", lambda e: e.reclaims_per_hour),
-    }
-    for name, (text, value) in gauges.items():
-        yield _gauge(name, text, each(value), labels)
+ENGINE_GAUGES: Figures[EngineState] = {
+    "valve_kv_blocks": ("KV blocks of the engine", lambda e: e.blocks),
+    "valve_kv_backed_blocks": ("Blocks of the engine that have memory now", lambda e: e.backed_blocks),
+    "valve_kv_used_blocks": ("Blocks in use, as the engine reports", lambda e: e.used_blocks),
+    "valve_kv_wanted_blocks": ("Blocks that the engine would use now if it had them", lambda e: e.wanted_blocks),
+    "valve_kv_headroom_bytes": ("Reserve beyond the engine's use", lambda e: e.headroom_columns * e.column_bytes),
+    "valve_kv_reclaims_per_hour": ("Reclaims for the engine in the last window", lambda e: e.reclaims_per_hour),
+}
 
 
 def _counts(status: NodeState) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from cluster_helm import CHART, Helm
 from cluster_pods import PODS, submit, wait_bound
+from goldens import dashboard
 from node_rig import Offline, Online
 from valve_kube import names
 from valve_tools.cluster.api import ApiRefused
@@ -32,7 +33,7 @@ pytestmark = [
 ]
 
 Json = dict[str, Any]
-DASHBOARD = json.loads((CHART / "dashboards/valve.json").read_text())
+DASHBOARD = dashboard()
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 RULES = CHART / "files/rules.yaml"
 # Averages over five minutes need two scrapes within them, so the shortest of intervals gives data at once.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from ctypes import byref, c_int, c_uint64, c_void_p
-from pathlib import Path
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 from cuda_driver import INVALID_VALUE, NOT_FOUND, NOT_INITIALIZED, Cuda
 from emulated import on_gpu
 
 FOUND, UNKNOWN, TOO_NEW = 0, 1, 2
-TABLE = Path(__file__).resolve().parents[2] / "tools" / "emulator" / "cuda" / "entries.h"
+PER_THREAD = 2
 
 
 def ask(cuda: Cuda, name: str, version: int, flags: int = 0) -> tuple[int | None, int]:
@@ -25,23 +24,29 @@ def export(cuda: Cuda, symbol: str) -> int | None:
     return ctypes.cast(getattr(cuda.library, symbol), c_void_p).value
 
 
-def rows() -> list[tuple[str, str, int, str, int]]:
-    """(base, symbol, version, suffix of the per-thread form, its version) of every line of the table."""
-    found = re.findall(r"^EMU_(?:CALL|TWIN)\((\w+), (\w+), (\d+)(?:, (\w+), (\d+))?\)", TABLE.read_text(), re.M)
-    return [(base, symbol, int(version), suffix, int(twin or 0)) for base, symbol, version, suffix, twin in found]
+class Entry(ctypes.Structure):
+    _fields_ = (("symbol", ctypes.c_char_p), ("function", c_void_p), ("since", c_int))
+
+
+def entries(cuda: Cuda) -> list[tuple[str, int]]:
+    """Each entry point that the library lists, and the first version that has it."""
+    count, list_of = c_size_t(), cuda.library.valve_emu_entries
+    list_of.restype = ctypes.POINTER(Entry)
+    first = list_of(byref(count))
+    return [(first[index].symbol.decode(), first[index].since) for index in range(count.value)]
 
 
 @on_gpu()
-def test_every_line_of_the_table_is_exported_and_found_at_its_version(cuda: Cuda) -> None:
+def test_every_entry_point_is_exported_and_found_at_its_version(cuda: Cuda) -> None:
     wrong = []
-    for base, symbol, version, suffix, twin in rows():
-        if ask(cuda, base, version) != (export(cuda, symbol), FOUND):
+    for symbol, since in entries(cuda):
+        base = re.fullmatch(r"(\w+?)(_v\d)?(_pt[ds][sz])?", symbol)
+        flags = PER_THREAD if base and base[3] else 0
+        if not base or ask(cuda, base[1], since, flags) != (export(cuda, symbol), FOUND):
             wrong.append(symbol)
-        if suffix and ask(cuda, base, twin, 2) != (export(cuda, symbol + suffix), FOUND):
-            wrong.append(symbol + suffix)
 
     assert wrong == []
-    assert len(rows()) >= 200
+    assert len(entries(cuda)) >= 300
 
 
 @on_gpu()

@@ -4,7 +4,6 @@ Valid for every supported Kubernetes, least rights, and nothing that can stop an
 """
 
 import functools
-import json
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from goldens import golden
+from goldens import dashboard, golden
 from prometheus_client import generate_latest
 from valve_scheduler import metrics
 from valve_scheduler.extender.pair import PAIR_PATH
@@ -456,13 +455,26 @@ def known_metrics() -> set[str]:
 
 
 def queries() -> Iterator[str]:
-    dashboard = json.loads((ROOT / "helm/valve/dashboards/valve.json").read_text())
-    for panel in dashboard["panels"]:
+    for panel in dashboard()["panels"]:
         for target in panel["targets"]:
             yield target["expr"]
     for group in yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["expr"]
+
+
+def test_panels_of_a_row_of_the_dashboard_stand_side_by_side() -> None:
+    panels = dashboard()["panels"]
+    rows: dict[int, list[Json]] = {}
+    for panel in panels:
+        rows.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"])
+
+    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    assert sorted(rows) == [8 * row for row in range(len(rows))]
+    for row in rows.values():
+        ends = [place["x"] + place["w"] for place in row]
+        assert [place["x"] for place in row] == [0, *ends[:-1]]
+        assert ends[-1] == 24
 
 
 def test_every_query_is_about_metrics_that_exist() -> None:

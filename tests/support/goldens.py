@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 FOLDER = Path(__file__).resolve().parents[1] / "helm/golden"
 BASE = "default"
@@ -17,6 +21,15 @@ def golden(name: str) -> str:
         return whole.read_text()
     base = (FOLDER / f"{BASE}.yaml").read_text().splitlines(keepends=True)
     return "".join(patched(base, (FOLDER / f"{name}.diff").read_text().splitlines(keepends=True)))
+
+
+def dashboard() -> dict[str, Any]:
+    """What Grafana reads, from the ConfigMap that carries it."""
+    for found in yaml.load_all(golden(BASE), Loader=yaml.CSafeLoader):
+        if found and found["metadata"]["name"] == "valve-dashboard":
+            read: dict[str, Any] = json.loads(found["data"]["valve.json"])
+            return read
+    raise LookupError("the chart has no dashboard")
 
 
 def patched(base: list[str], difference: list[str]) -> list[str]:

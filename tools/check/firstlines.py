@@ -60,9 +60,3 @@ def _of_c(text: str) -> str:
         if "*/" in line or (not line.strip(" */") and any(comment)):
             break
     return " ".join(filter(None, comment))
-
-
-if __name__ == "__main__":
-    problems = findings()
-    print("\n".join(problems))
-    raise SystemExit(bool(problems))

@@ -67,9 +67,3 @@ def _may_see_in_shim(name: str, wanted: str, headers: set[str]) -> bool:
     inner = found.removeprefix(SHIM)
     room = inner.rpartition("/")[0]
     return room in {"", own} or own in SHARED_IN_SHIM.get(inner, set())
-
-
-if __name__ == "__main__":
-    problems = findings()
-    print("\n".join(problems))
-    raise SystemExit(bool(problems))

@@ -54,9 +54,3 @@ def judge(found: Iterable[tuple[str, str]]) -> list[str]:
         for name, files in sorted(places.items())
         if len(files) > 1
     ]
-
-
-if __name__ == "__main__":
-    problems = findings()
-    print("\n".join(problems))
-    raise SystemExit(bool(problems))

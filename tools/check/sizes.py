@@ -119,9 +119,3 @@ def c_functions(path: Path) -> Iterator[tuple[int, int]]:
 
 def findings() -> list[str]:
     return [*long_files(), *crowded_rooms(), *long_functions(functions()), *long_classes()]
-
-
-if __name__ == "__main__":
-    problems = findings()
-    print("\n".join(problems))
-    raise SystemExit(bool(problems))

@@ -134,9 +134,3 @@ def _listeners(tree: ast.Module) -> Iterator[int]:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Attribute) and target.attr == LISTENER and _is_self(target.value):
                     yield node.lineno
-
-
-if __name__ == "__main__":
-    problems = findings()
-    print("\n".join(problems))
-    raise SystemExit(bool(problems))

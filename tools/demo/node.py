@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from valve_tools.emulator import node as emulated
@@ -66,9 +65,7 @@ class EmulatedNode:
         self._emulator = Emulator(self.folder / "emu")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for child in [*self._children, *([self.valved] if self.valved else [])]:
             if child.poll() is None:
                 child.send_signal(signal.SIGCONT)

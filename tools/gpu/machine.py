@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from valve_tools.gpu import leash
@@ -160,9 +159,7 @@ class EmulatedMachine(AbstractContextManager["EmulatedMachine"]):
         self.driver = str(self._emulator.knobs().get("driver", "580.159.04"))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def environment(self) -> dict[str, str]:

@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from valve_tools.gpu.errors import LabRefused, StopRule
@@ -88,9 +87,7 @@ class Probe:
     def __enter__(self) -> Probe:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from valve_tools.demo.node import PATIENCE_S, EmulatedNode
@@ -58,9 +57,7 @@ class LabNode(EmulatedNode):
         super().adopt(child)
         leash.note(self.folder, [child.pid])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.valved is not None and self.valved.poll() is None:
             subprocess.run([*VALVE, "drain", "--stop"], env=self.environment(), check=False, capture_output=True)
             try:
@@ -74,5 +71,5 @@ class LabNode(EmulatedNode):
                     child.wait(PATIENCE_S)
                 except subprocess.TimeoutExpired:
                     child.kill()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
         self._untie()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 PACKET = 1 << 16
@@ -53,7 +52,5 @@ class Talk:
     def __enter__(self) -> Talk:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

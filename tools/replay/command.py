@@ -9,7 +9,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table as Shown
@@ -47,30 +49,10 @@ FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, TellProgress], Report]
 
 
-def _pairs(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(pairs.run, options, progress)
-
-
-def _tp8(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(tp8.run, options, progress)
-
-
-def _rivals(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(rivals.run, options, progress)
-
-
-def _sensitivity(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(sensitivity.run, options, progress)
-
-
-def _crowding(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return _replayed(crowding.run, options, progress)
-
-
-def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: TellProgress) -> Report:
+def _replayed(experiment: ModuleType, options: argparse.Namespace, progress: TellProgress) -> Report:
     """An experiment that replays requests; its page says what of the folder was left out."""
     folder = folder_of(options)
-    report = run(folder, seeds_of(options), progress, workers_of(options))
+    report: Report = experiment.run(folder, seeds_of(options), progress, workers_of(options))
     files = f" ({', '.join(folder.ignored)})" if folder.ignored else ""
     of = "" if options.half is Half.ALL else f" (the half for {options.half.value})"
     told = (
@@ -134,12 +116,9 @@ def _whatif(options: argparse.Namespace, progress: TellProgress) -> Report:
     return whatif.run(asked, seeds_of(options), progress, workers_of(options))
 
 
-def _early(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return early.run(folder_of(options), seeds_of(options), progress, workers_of(options))
-
-
-def _quick(options: argparse.Namespace, progress: TellProgress) -> Report:
-    return quick.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+def _over_traces(experiment: ModuleType, options: argparse.Namespace, progress: TellProgress) -> Report:
+    report: Report = experiment.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return report
 
 
 def _validate(options: argparse.Namespace, progress: TellProgress) -> Report:
@@ -151,18 +130,24 @@ def _machine(options: argparse.Namespace, progress: TellProgress) -> Report:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "pairs": _pairs,
-    "rivals": _rivals,
-    "tp8": _tp8,
+    "pairs": partial(_replayed, pairs),
+    "rivals": partial(_replayed, rivals),
+    "tp8": partial(_replayed, tp8),
     "eviction": _eviction,
     "cluster": _cluster,
-    "sensitivity": _sensitivity,
+    "sensitivity": partial(_replayed, sensitivity),
     "fleet": _fleet,
     "forecast": _forecast,
-    "crowding": _crowding,
+    "crowding": partial(_replayed, crowding),
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS |= {"quick": _quick, "validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
+EXPERIMENTS |= {
+    "quick": partial(_over_traces, quick),
+    "validate": _validate,
+    "whatif": _whatif,
+    "machine": _machine,
+    "early": partial(_over_traces, early),
+}
 
 
 def folder_of(options: argparse.Namespace) -> Folder:

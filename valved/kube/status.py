@@ -102,6 +102,35 @@ class NodeFacts:
 def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
     left_out = [f"{gpu.uuid}: {gpu.verdict.reason}" for gpu in facts.gpus if not gpu.verdict.is_harvestable]
     guarded = [f"{gpu.uuid}: {gpu.verdict.reason}" for gpu in facts.gpus if gpu.verdict.is_guarded]
+    ungated = [one.name for one in facts.ungated]
+    drain = [facts.drain] if facts.drain else []
+    named = (
+        ("Guarded", guarded, "UnseenUse", "AllHeard", "every process that uses a GPU runs with the shim"),
+        (
+            "OnlineUninjected",
+            facts.bare,
+            "RunsWithoutShim",
+            "AllInjected",
+            "every online container with GPUs has the shim",
+        ),
+        ("OfflineUngated", ungated, "RunsWithoutShim", "AllGated", "every offline pod on a GPU can be stopped"),
+        (
+            "BreakerOpen",
+            facts.resting,
+            "DelayedTooMuch",
+            "WithinBudget",
+            "no online service is delayed beyond its budget",
+        ),
+        ("Profiling", facts.profiling, "MemoryInSteps", "NothingToMeasure", "no offline pod is measured"),
+        ("Draining", drain, "Asked", "NotAsked", "offline pods may stay"),
+        (
+            "PolicyRefused",
+            facts.refused,
+            "NotPossibleHere",
+            "Obeyed",
+            "the settings of the HarvestPolicies are in force",
+        ),
+    )
     return (
         Condition(
             kind="Ready",
@@ -115,50 +144,14 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             reason="AsExpected" if not left_out else "LeftOut",
             message=_some(left_out) or "every GPU can be harvested",
         ),
-        Condition(
-            kind="Guarded",
-            is_true=bool(guarded),
-            reason="UnseenUse" if guarded else "AllHeard",
-            message=_some(guarded) or "every process that uses a GPU runs with the shim",
-        ),
-        Condition(
-            kind="OnlineUninjected",
-            is_true=bool(facts.bare),
-            reason="RunsWithoutShim" if facts.bare else "AllInjected",
-            message=_some(facts.bare) or "every online container with GPUs has the shim",
-        ),
-        Condition(
-            kind="OfflineUngated",
-            is_true=bool(facts.ungated),
-            reason="RunsWithoutShim" if facts.ungated else "AllGated",
-            message=_some([one.name for one in facts.ungated]) or "every offline pod on a GPU can be stopped",
-        ),
-        Condition(
-            kind="BreakerOpen",
-            is_true=bool(facts.resting),
-            reason="DelayedTooMuch" if facts.resting else "WithinBudget",
-            message=_some(facts.resting) or "no online service is delayed beyond its budget",
-        ),
-        Condition(
-            kind="Profiling",
-            is_true=bool(facts.profiling),
-            reason="MemoryInSteps" if facts.profiling else "NothingToMeasure",
-            message=_some(facts.profiling) or "no offline pod is measured",
-        ),
-        Condition(
-            kind="Draining",
-            is_true=bool(facts.drain),
-            reason="Asked" if facts.drain else "NotAsked",
-            message=facts.drain or "offline pods may stay",
-        ),
-        Condition(
-            kind="PolicyRefused",
-            is_true=bool(facts.refused),
-            reason="NotPossibleHere" if facts.refused else "Obeyed",
-            message=_some(facts.refused) or "the settings of the HarvestPolicies are in force",
-        ),
+        *(_while_any(*one) for one in named),
         _clock(facts.clock_off),
     )
+
+
+def _while_any(kind: str, found: Sequence[str], reason: str, other: str, message: str) -> Condition:
+    """True while something is found; `other` and `message` are the reason and the words while nothing is."""
+    return Condition(kind=kind, is_true=bool(found), reason=reason if found else other, message=_some(found) or message)
 
 
 def _clock(off: str | None) -> Condition:

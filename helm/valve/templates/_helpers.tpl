@@ -100,6 +100,35 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* A Deployment up to where its containers begin. Usage: (dict "root" . "component" "scheduler" "of" .Values.scheduler
+"priority" DEFAULT), and "annotations" of its pods where they have any */}}
+{{- define "valve.deployment" -}}
+{{- $selector := include "valve.selector" . }}
+{{- $placement := dict "root" .root "component" .component "placement" .of.placement "priority" .priority -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: valve-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "valve.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+spec:
+  replicas: {{ .of.replicas }}
+  selector:
+    matchLabels: {{- $selector | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- $selector | nindent 8 }}
+      {{- with .annotations }}
+      annotations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      serviceAccountName: valve-{{ .component }}
+      {{- include "valve.pod" .root | nindent 6 }}
+      {{- include "valve.placement" $placement | nindent 6 }}
+{{- end }}
+
 {{/* One of several replicas stays. Usage: (dict "root" . "component" "scheduler" "replicas" NUMBER) */}}
 {{- define "valve.budget" -}}
 {{- if gt (int .replicas) 1 }}
@@ -132,10 +161,10 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* CEL: the pod says that it is online work. */}}
-{{- define "valve.saysOnline" -}}
-{{- $role := printf "%s/role" .Values.domain | squote -}}
-((has(object.metadata.labels) && {{ $role }} in object.metadata.labels && object.metadata.labels[{{ $role }}] == 'online') || (has(object.metadata.annotations) && {{ $role }} in object.metadata.annotations && object.metadata.annotations[{{ $role }}] == 'online'))
+{{/* CEL: the pod says what work it is, by label or annotation. Usage: (dict "root" . "role" "online") */}}
+{{- define "valve.says" -}}
+{{- $key := printf "%s/role" .root.Values.domain | squote -}}
+((has(object.metadata.labels) && {{ $key }} in object.metadata.labels && object.metadata.labels[{{ $key }}] == {{ squote .role }}) || (has(object.metadata.annotations) && {{ $key }} in object.metadata.annotations && object.metadata.annotations[{{ $key }}] == {{ squote .role }}))
 {{- end }}
 
 {{/* CEL: container c asks for GPUs as online pods do, by a resource or by a claim. What a claim is for is not known before it
@@ -143,5 +172,51 @@ is allocated, so it counts for pods that say what they are; the shim does nothin
 {{- define "valve.asksForGpus" -}}
 {{- $names := list }}
 {{- range .Values.admission.online.resources }}{{- if contains "/" . }}{{- $names = append $names (squote .) }}{{- end }}{{- end -}}
-(has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.saysOnline" . }}{{ end }})))
+(has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.says" (dict "root" . "role" "online") }}{{ end }})))
+{{- end }}
+
+{{/* An account to run under. Usage: (dict "root" . "name" NAME), and where it differs "namespace" and "annotations" */}}
+{{- define "valve.account" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ .name }}
+  namespace: {{ .namespace | default .root.Release.Namespace }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+  {{- with .annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* Gives an account a role. Usage: (dict "root" . "kind" "ClusterRole" "name" NAME); role and account are called so too, unless
+told as "role" and "account". "namespace" is where a Role counts, "accountNamespace" where the account is: default Valve's own. */}}
+{{- define "valve.binding" -}}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ .kind }}Binding
+metadata:
+  name: {{ .name }}
+  {{- if eq .kind "Role" }}
+  namespace: {{ .namespace | default .root.Release.Namespace }}
+  {{- end }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+  {{- with .annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: {{ .kind }}, name: {{ .role | default .name }}}
+subjects:
+- {kind: ServiceAccount, name: {{ .account | default .name }}, namespace: {{ .accountNamespace | default .root.Release.Namespace }}}
+{{- end }}
+
+{{/* What a ValidatingAdmissionPolicy finds wrong is refused. Usage: (dict "root" . "policy" NAME) */}}
+{{- define "valve.denied" -}}
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata:
+  name: {{ .policy }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+spec:
+  policyName: {{ .policy }}
+  validationActions: [Deny]
 {{- end }}

@@ -60,8 +60,7 @@ static CUresult take_area(struct context *ctx, uint64_t bytes, struct range **ou
 	uint64_t whole_pages = (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
 	struct range *area = area_take(RANGE_DEVICE, whole_pages, LARGE_PAGE, 0);
 
-	if (!area)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!area, CUDA_ERROR_OUT_OF_MEMORY);
 	CUresult result = back_area(ctx, area);
 	*out = area;
 	return result;
@@ -183,9 +182,8 @@ CUresult device_free(struct range *range)
 
 struct range *range_at(uint64_t address, bool only_base)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	struct range *range = book_find(&memory.ranges, address);
-	pthread_mutex_unlock(&memory.lock);
 	return range && (!only_base || range->base == address) ? range : NULL;
 }
 
@@ -205,7 +203,7 @@ void memory_forget_context(struct context *ctx)
 	}
 }
 
-CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
+CUAPI(3020, cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 {
 	METERED(ALLOC);
 	struct context *ctx;
@@ -213,30 +211,29 @@ CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 
 	TRY(context_current(&ctx));
 	TRY(capture_forbids_unsafe());
-	if (!out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	CUresult result = device_alloc(ctx, bytes, NULL, &range);
 	if (!result)
 		*out = range->base;
 	return result;
 }
 
-CUAPI(cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+CUAPI(3020, cuMemAllocPitch_v2, CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
+      unsigned element)
 {
-	if (!pitch || (element != 4 && element != 8 && element != 16))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pitch || (element != 4 && element != 8 && element != 16), CUDA_ERROR_INVALID_VALUE);
 	*pitch = (width + BLOCK - 1) / BLOCK * BLOCK;
 	return cuMemAlloc_v2(out, *pitch * height);
 }
 
 /* Managed memory is device memory that the host may touch: here that is all device memory. */
-CUAPI(cuMemAllocManaged, CUdeviceptr *out, size_t bytes, unsigned flags)
+CUAPI(6000, cuMemAllocManaged, CUdeviceptr *out, size_t bytes, unsigned flags)
 {
 	return flags != 1 && flags != 2 ? CUDA_ERROR_INVALID_VALUE : cuMemAlloc_v2(out, bytes);
 }
 
 /* Waits for the context's work, as the real one: a process whose channels are off hangs in it. */
-CUAPI(cuMemFree_v2, CUdeviceptr address)
+CUAPI(3020, cuMemFree_v2, CUdeviceptr address)
 {
 	METERED(FREE);
 	struct context *ctx;
@@ -247,13 +244,12 @@ CUAPI(cuMemFree_v2, CUdeviceptr address)
 	if (result || !address)
 		return result;
 	struct range *range = range_at(address, true);
-	if (!range || range->kind != RANGE_DEVICE)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!range || range->kind != RANGE_DEVICE, CUDA_ERROR_INVALID_VALUE);
 	result = context_wait(range->ctx);
 	return result ? result : device_free(range);
 }
 
-CUAPI(cuMemGetInfo_v2, size_t *available, size_t *total)
+CUAPI(3020, cuMemGetInfo_v2, size_t *available, size_t *total)
 {
 	struct context *ctx;
 

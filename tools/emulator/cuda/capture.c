@@ -28,10 +28,8 @@ static void tips_copy(struct node_set *into, const struct node_set *from)
 
 struct graph *graph_new(void)
 {
-	struct graph *graph = calloc(1, sizeof(*graph));
+	struct graph *graph = zeroed(sizeof(*graph));
 
-	if (!graph)
-		abort();
 	graph->magic = MAGIC_GRAPH;
 	return graph;
 }
@@ -52,13 +50,13 @@ void graph_free(struct graph *graph)
 
 unsigned graph_append(struct graph *graph, struct work *work, int type, const struct node_set *after)
 {
-	struct node *node = calloc(1, sizeof(*node));
+	struct node *node = zeroed(sizeof(*node));
 
 	if (graph->count == graph->room) {
 		graph->room = graph->room ? 2 * graph->room : 16;
 		graph->nodes = realloc(graph->nodes, graph->room * sizeof(struct node *));
 	}
-	if (!node || !graph->nodes)
+	if (!graph->nodes)
 		abort();
 	node->work = work;
 	node->type = type;
@@ -112,8 +110,7 @@ CUresult capture_work_locked(struct stream *stream, struct work **work)
 
 	if (!capture)
 		return capture_check_implicit_locked(stream);
-	if (capture->status == CAPTURE_INVALIDATED)
-		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	REFUSE_IF(capture->status == CAPTURE_INVALIDATED, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
 	if ((*work)->node_type < 0) {
 		invalidate(capture);
 		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -152,7 +149,7 @@ CUresult capture_forbids_unsafe(void)
 
 	if (thread_mode == MODE_RELAXED || !__atomic_load_n(&emu.captures, __ATOMIC_RELAXED))
 		return result;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	for (struct capture *c = emu.captures; c; c = c->next) {
 		bool mine = pthread_equal(c->thread, pthread_self()) && c->mode != MODE_RELAXED;
 		if (!mine && (thread_mode == MODE_THREAD_LOCAL || c->mode != MODE_GLOBAL))
@@ -160,7 +157,6 @@ CUresult capture_forbids_unsafe(void)
 		invalidate(c);
 		result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 	}
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
@@ -258,13 +254,10 @@ static CUresult begin(CUstream handle, int mode, struct graph *graph)
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (mode < MODE_GLOBAL || mode > MODE_RELAXED)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (stream == stream->ctx->legacy)
-		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	REFUSE_IF(mode < MODE_GLOBAL || mode > MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(stream == stream->ctx->legacy, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 	struct capture *capture = calloc(1, sizeof(*capture));
-	if (!capture)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!capture, CUDA_ERROR_OUT_OF_MEMORY);
 	pthread_mutex_lock(&emu.lock);
 	if (stream->capture) {
 		pthread_mutex_unlock(&emu.lock);
@@ -286,12 +279,12 @@ static CUresult begin(CUstream handle, int mode, struct graph *graph)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamBeginCapture_v2, CUstream handle, int mode)
+CUAPI(10010, cuStreamBeginCapture_v2, CUstream handle, int mode)
 {
 	return begin(handle, mode, NULL);
 }
 
-CUAPI(cuStreamBeginCapture, CUstream handle)
+CUAPI(10000, cuStreamBeginCapture, CUstream handle)
 {
 	return begin(handle, MODE_GLOBAL, NULL);
 }
@@ -318,12 +311,10 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 	struct capture *capture = stream->capture;
 	CUresult result = CUDA_SUCCESS;
 
-	if (!capture)
-		return CUDA_ERROR_ILLEGAL_STATE;
-	if (capture->origin != stream)
-		return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
-	if (capture->mode != MODE_RELAXED && !pthread_equal(capture->thread, pthread_self()))
-		return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+	REFUSE_IF(!capture, CUDA_ERROR_ILLEGAL_STATE);
+	REFUSE_IF(capture->origin != stream, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+	REFUSE_IF(capture->mode != MODE_RELAXED && !pthread_equal(capture->thread, pthread_self()),
+	          CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 	if (capture->status == CAPTURE_INVALIDATED)
 		result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	else if (!is_joined(capture->graph, &stream->tips))
@@ -341,14 +332,13 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 	return result;
 }
 
-CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
+CUAPI(10000, cuStreamEndCapture, CUstream handle, CUgraph *out)
 {
 	struct stream *stream;
 	struct graph *graph = NULL;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	CUresult result = end_locked(stream, &graph);
 	pthread_mutex_unlock(&emu.lock);
@@ -356,10 +346,9 @@ CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
 	return result;
 }
 
-CUAPI(cuThreadExchangeStreamCaptureMode, int *mode)
+CUAPI(10010, cuThreadExchangeStreamCaptureMode, int *mode)
 {
-	if (!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED, CUDA_ERROR_INVALID_VALUE);
 	int before = thread_mode;
 	thread_mode = *mode;
 	*mode = before;

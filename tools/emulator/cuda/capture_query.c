@@ -8,9 +8,8 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 
 	if (result)
 		return result;
-	if (!status)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!status, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	struct capture *capture = stream->capture;
 	if (!capture)
 		result = capture_check_implicit_locked(stream);
@@ -19,22 +18,21 @@ static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph
 		*id = capture->id;
 	if (capture && graph)
 		*graph = (CUgraph)capture->graph;
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
-CUAPI(cuStreamIsCapturing, CUstream handle, int *status)
+CUAPI(10000, cuStreamIsCapturing, CUstream handle, int *status)
 {
 	return capture_info(handle, status, NULL, NULL);
 }
 
-CUAPI(cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
+CUAPI(10010, cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
 {
 	return capture_info(handle, status, id, NULL);
 }
 
-CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      size_t *count)
+CUAPI(11030, cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph,
+      void *deps, size_t *count)
 {
 	(void)deps; /* the nodes' order is the order of capture; their handles are not handed out */
 	if (count)
@@ -42,8 +40,8 @@ CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUg
 	return capture_info(handle, status, id, graph);
 }
 
-CUAPI(cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      void *edges, size_t *count)
+CUAPI(12030, cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph,
+      void *deps, void *edges, size_t *count)
 {
 	if (edges)
 		*(void **)edges = NULL;

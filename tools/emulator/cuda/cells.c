@@ -61,8 +61,7 @@ void cell_free(void *at)
 
 	if (!cell)
 		return;
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	cell->next = unused;
 	unused = cell;
-	pthread_mutex_unlock(&lock);
 }

@@ -50,10 +50,9 @@ static void link_channel(struct channel *channel, struct context *ctx, uint32_t 
 	channel->tail = &channel->head;
 	pthread_cond_init(&channel->has_work, NULL);
 	pthread_cond_init(&channel->has_space, NULL);
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	channel->next = emu.channels;
 	emu.channels = channel;
-	pthread_mutex_unlock(&emu.lock);
 }
 
 /* Compute channels come by NVOS64 and name a context share; copy channels by NVOS21 with the VA space alone. */
@@ -145,12 +144,7 @@ static void stop_channel(struct channel *channel)
 	__atomic_store_n(&channel->stop, true, __ATOMIC_RELEASE);
 	pthread_cond_broadcast(&channel->has_work);
 	pthread_cond_broadcast(&channel->has_space);
-	for (struct channel **at = &emu.channels; *at; at = &(*at)->next) {
-		if (*at == channel) {
-			*at = channel->next;
-			break;
-		}
-	}
+	UNLINK(emu.channels, channel);
 	pthread_mutex_unlock(&emu.lock);
 	syscall(SYS_futex, &channel->slot->grant, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 	if (channel->started)

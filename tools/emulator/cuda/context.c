@@ -10,11 +10,10 @@ static _Thread_local unsigned depth;
 
 bool context_valid(const void *handle)
 {
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	const struct context *ctx = emu.contexts;
 	while (ctx && ctx != handle)
 		ctx = ctx->next;
-	pthread_mutex_unlock(&emu.lock);
 	return ctx != NULL;
 }
 
@@ -27,10 +26,8 @@ CUresult context_current(struct context **out)
 {
 	TRY(driver_check());
 	*out = context_peek();
-	if (!*out)
-		return CUDA_ERROR_INVALID_CONTEXT;
-	if (!context_valid(*out))
-		return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+	REFUSE_IF(!*out, CUDA_ERROR_INVALID_CONTEXT);
+	REFUSE_IF(!context_valid(*out), CUDA_ERROR_CONTEXT_IS_DESTROYED);
 	return (*out)->sticky;
 }
 
@@ -39,8 +36,7 @@ static CUresult create(struct device *dev, unsigned flags, bool is_primary, stru
 	static const uint64_t limits[10] = {1024, 1048576, 8388608, 2, 2048, 64, 0, 0, 0, 0};
 	struct context *ctx = calloc(1, sizeof(*ctx));
 
-	if (!ctx)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!ctx, CUDA_ERROR_OUT_OF_MEMORY);
 	ctx->magic = MAGIC_CONTEXT;
 	ctx->dev = dev;
 	ctx->flags = flags;
@@ -66,12 +62,7 @@ static void destroy(struct context *ctx)
 {
 	context_wait(ctx);
 	pthread_mutex_lock(&emu.lock);
-	for (struct context **at = &emu.contexts; *at; at = &(*at)->next) {
-		if (*at == ctx) {
-			*at = ctx->next;
-			break;
-		}
-	}
+	UNLINK(emu.contexts, ctx);
 	pthread_mutex_unlock(&emu.lock);
 	channels_destroy(ctx);
 	memory_forget_context(ctx);
@@ -86,16 +77,15 @@ static void destroy(struct context *ctx)
 
 static pthread_mutex_t primary_lock = PTHREAD_MUTEX_INITIALIZER;
 
-CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 {
 	struct device *dev;
 	CUresult result = device_of(handle, &dev);
 
 	if (result)
 		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&primary_lock);
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&primary_lock);
 	if (!dev->primary) {
 		struct context *ctx = NULL;
 
@@ -106,7 +96,6 @@ CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 		dev->primary_refs++;
 		*out = (CUcontext)dev->primary;
 	}
-	pthread_mutex_unlock(&primary_lock);
 	return result;
 }
 
@@ -117,7 +106,7 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 
 	if (result)
 		return result;
-	pthread_mutex_lock(&primary_lock);
+	LOCKED(&primary_lock);
 	if (!dev->primary && !reset)
 		result = CUDA_ERROR_INVALID_CONTEXT;
 	if (dev->primary && (reset || --dev->primary_refs == 0)) {
@@ -125,32 +114,31 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 		__atomic_store_n(&dev->primary, NULL, __ATOMIC_RELEASE);
 		dev->primary_refs = 0;
 	}
-	pthread_mutex_unlock(&primary_lock);
 	return result;
 }
 
-CUAPI(cuDevicePrimaryCtxRelease_v2, CUdevice handle)
+CUAPI(11000, cuDevicePrimaryCtxRelease_v2, CUdevice handle)
 {
 	return primary_drop(handle, false);
 }
 
-CUAPI(cuDevicePrimaryCtxReset_v2, CUdevice handle)
+CUAPI(11000, cuDevicePrimaryCtxReset_v2, CUdevice handle)
 {
 	return primary_drop(handle, true);
 }
 
 /* The first forms, still exported for programs that were linked against CUDA 7 to 10. */
-CUAPI(cuDevicePrimaryCtxRelease, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxRelease, CUdevice handle)
 {
 	return primary_drop(handle, false);
 }
 
-CUAPI(cuDevicePrimaryCtxReset, CUdevice handle)
+CUAPI(7000, cuDevicePrimaryCtxReset, CUdevice handle)
 {
 	return primary_drop(handle, true);
 }
 
-CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
+CUAPI(7000, cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 {
 	struct device *dev;
 
@@ -163,65 +151,59 @@ CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
+CUAPI(11000, cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 {
 	struct device *dev;
 
 	TRY(device_of(handle, &dev));
 	__atomic_store_n(&dev->primary_flags, flags, __ATOMIC_RELAXED);
-	pthread_mutex_lock(&primary_lock);
+	LOCKED(&primary_lock);
 	if (dev->primary)
 		__atomic_store_n(&dev->primary->flags, flags, __ATOMIC_RELAXED);
-	pthread_mutex_unlock(&primary_lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
+CUAPI(7000, cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
 {
 	return cuDevicePrimaryCtxSetFlags_v2(handle, flags);
 }
 
-CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
+CUAPI(4000, cuCtxPushCurrent_v2, CUcontext handle)
 {
 	TRY(driver_check());
-	if (!context_valid(handle))
-		return CUDA_ERROR_INVALID_CONTEXT;
-	if (depth == CONTEXT_STACK)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!context_valid(handle), CUDA_ERROR_INVALID_CONTEXT);
+	REFUSE_IF(depth == CONTEXT_STACK, CUDA_ERROR_OUT_OF_MEMORY);
 	stack[depth++] = (struct context *)handle;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
+CUAPI(4000, cuCtxPopCurrent_v2, CUcontext *out)
 {
 	TRY(driver_check());
-	if (!depth)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!depth, CUDA_ERROR_INVALID_CONTEXT);
 	depth--;
 	if (out)
 		*out = (CUcontext)stack[depth];
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxSetCurrent, CUcontext handle)
+CUAPI(4000, cuCtxSetCurrent, CUcontext handle)
 {
 	TRY(driver_check());
 	if (!handle) {
 		depth -= depth > 0;
 		return CUDA_SUCCESS;
 	}
-	if (!context_valid(handle))
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle), CUDA_ERROR_INVALID_CONTEXT);
 	depth += depth == 0;
 	stack[depth - 1] = (struct context *)handle;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxGetCurrent, CUcontext *out)
+CUAPI(4000, cuCtxGetCurrent, CUcontext *out)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = (CUcontext)context_peek();
 	return CUDA_SUCCESS;
 }
@@ -232,34 +214,33 @@ static CUresult create_current(CUcontext *out, unsigned flags, CUdevice handle)
 	struct context *ctx = NULL;
 
 	TRY(device_of(handle, &dev));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	TRY(create(dev, flags, false, &ctx));
 	*out = (CUcontext)ctx;
 	return cuCtxPushCurrent_v2(*out);
 }
 
-CUAPI(cuCtxCreate_v2, CUcontext *out, unsigned flags, CUdevice handle)
+CUAPI(3020, cuCtxCreate_v2, CUcontext *out, unsigned flags, CUdevice handle)
 {
 	return create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxCreate_v3, CUcontext *out, const void *affinity, int count, unsigned flags, CUdevice handle)
+CUAPI(11040, cuCtxCreate_v3, CUcontext *out, const void *affinity, int count, unsigned flags, CUdevice handle)
 {
 	return affinity && count ? CUDA_ERROR_NOT_SUPPORTED : create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevice handle)
+CUAPI(12050, cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevice handle)
 {
 	(void)params; /* execution affinity and graphics interoperation ask for less, never for more */
 	return create_current(out, flags, handle);
 }
 
-CUAPI(cuCtxDestroy_v2, CUcontext handle)
+CUAPI(4000, cuCtxDestroy_v2, CUcontext handle)
 {
 	TRY(driver_check());
-	if (!context_valid(handle) || ((struct context *)handle)->is_primary)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle) || ((struct context *)handle)->is_primary,
+	          CUDA_ERROR_INVALID_CONTEXT);
 	if (context_peek() == (struct context *)handle)
 		depth--;
 	destroy((struct context *)handle);

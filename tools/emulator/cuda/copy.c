@@ -70,8 +70,7 @@ CUresult copy_box(const struct box *box, CUstream handle, bool wait)
 	TRY(stream_resolve(handle, &stream));
 	if (!box->width || !box->height || !box->depth)
 		return CUDA_SUCCESS;
-	if (!box->to || !box->from)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!box->to || !box->from, CUDA_ERROR_INVALID_VALUE);
 	bool inside = is_device(box->to) && is_device(box->from);
 	struct copy_work *copy = work_new(sizeof(*copy), run_copy);
 	copy->work.node_type = NODE_MEMCPY;
@@ -101,44 +100,45 @@ CUresult copy_flat(uint64_t to, uint64_t from, size_t bytes, CUstream stream, bo
 }
 
 /* Each form twice: with the legacy stream, and with the thread's own. */
-#define COPY(name, to_type, from_type)                                                                   \
-	CUAPI(name, to_type to, from_type from, size_t bytes)                                            \
+#define COPY(since, name, to_type, from_type)                                                            \
+	CUAPI(since, name, to_type to, from_type from, size_t bytes)                                     \
 	{                                                                                                \
 		return copy_flat((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, bytes, NULL, true); \
 	}                                                                                                \
-	CUAPI(name##_ptds, to_type to, from_type from, size_t bytes)                                     \
+	CUAPI(PER_THREAD_SINCE, name##_ptds, to_type to, from_type from, size_t bytes)                   \
 	{                                                                                                \
 		return copy_flat((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, bytes,              \
 		                 CU_STREAM_PER_THREAD, true);                                            \
 	}
-#define COPY_ASYNC(name, to_type, from_type)                                                                \
-	CUAPI(name, to_type to, from_type from, size_t bytes, CUstream stream)                              \
+#define COPY_ASYNC(since, name, to_type, from_type)                                                         \
+	CUAPI(since, name, to_type to, from_type from, size_t bytes, CUstream stream)                       \
 	{                                                                                                   \
 		return copy_flat((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, bytes, stream, false); \
 	}                                                                                                   \
-	CUAPI(name##_ptsz, to_type to, from_type from, size_t bytes, CUstream stream)                       \
+	CUAPI(PER_THREAD_SINCE, name##_ptsz, to_type to, from_type from, size_t bytes, CUstream stream)     \
 	{                                                                                                   \
 		return copy_flat((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, bytes,                 \
 		                 PER_THREAD(stream), false);                                                \
 	}
-COPY(cuMemcpy, CUdeviceptr, CUdeviceptr)
-COPY(cuMemcpyHtoD_v2, CUdeviceptr, const void *)
-COPY(cuMemcpyDtoH_v2, void *, CUdeviceptr)
-COPY(cuMemcpyDtoD_v2, CUdeviceptr, CUdeviceptr)
-COPY_ASYNC(cuMemcpyAsync, CUdeviceptr, CUdeviceptr)
-COPY_ASYNC(cuMemcpyHtoDAsync_v2, CUdeviceptr, const void *)
-COPY_ASYNC(cuMemcpyDtoHAsync_v2, void *, CUdeviceptr)
-COPY_ASYNC(cuMemcpyDtoDAsync_v2, CUdeviceptr, CUdeviceptr)
+COPY(4000, cuMemcpy, CUdeviceptr, CUdeviceptr)
+COPY(3020, cuMemcpyHtoD_v2, CUdeviceptr, const void *)
+COPY(3020, cuMemcpyDtoH_v2, void *, CUdeviceptr)
+COPY(3020, cuMemcpyDtoD_v2, CUdeviceptr, CUdeviceptr)
+COPY_ASYNC(4000, cuMemcpyAsync, CUdeviceptr, CUdeviceptr)
+COPY_ASYNC(3020, cuMemcpyHtoDAsync_v2, CUdeviceptr, const void *)
+COPY_ASYNC(3020, cuMemcpyDtoHAsync_v2, void *, CUdeviceptr)
+COPY_ASYNC(3020, cuMemcpyDtoDAsync_v2, CUdeviceptr, CUdeviceptr)
 
 /* Addresses are unique across devices, so a peer copy is a copy. */
-CUAPI(cuMemcpyPeer, CUdeviceptr to, CUcontext to_ctx, CUdeviceptr from, CUcontext from_ctx, size_t bytes)
+CUAPI(4000, cuMemcpyPeer, CUdeviceptr to, CUcontext to_ctx, CUdeviceptr from, CUcontext from_ctx,
+      size_t bytes)
 {
 	(void)to_ctx, (void)from_ctx;
 	return copy_flat(to, from, bytes, NULL, true);
 }
 
-CUAPI(cuMemcpyPeerAsync, CUdeviceptr to, CUcontext to_ctx, CUdeviceptr from, CUcontext from_ctx, size_t bytes,
-      CUstream stream)
+CUAPI(4000, cuMemcpyPeerAsync, CUdeviceptr to, CUcontext to_ctx, CUdeviceptr from, CUcontext from_ctx,
+      size_t bytes, CUstream stream)
 {
 	(void)to_ctx, (void)from_ctx;
 	return copy_flat(to, from, bytes, stream, false);

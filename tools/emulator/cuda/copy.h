@@ -15,5 +15,6 @@ CUresult copy_flat(uint64_t to, uint64_t from, size_t bytes, CUstream stream, bo
 
 /* What the entry points with the suffixes _ptds and _ptsz make of stream 0. */
 #define PER_THREAD(stream) ((stream) ? (stream) : CU_STREAM_PER_THREAD)
+#define PER_THREAD_SINCE   7000 /* of calls that are older */
 
 #endif

@@ -16,14 +16,14 @@ static CUresult copy2d(const CUDA_MEMCPY2D *copy, CUstream stream, bool wait)
 {
 	struct box box = {.depth = 1};
 
-	if (!copy)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!copy, CUDA_ERROR_INVALID_VALUE);
 	box.width = copy->width;
 	box.height = copy->height;
-	if (!side2d(&copy->src, &box.from, &box.from_pitch) || !side2d(&copy->dst, &box.to, &box.to_pitch))
-		return CUDA_ERROR_NOT_SUPPORTED;
-	if (box.height > 1 && (box.from_pitch < box.width || box.to_pitch < box.width))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!side2d(&copy->src, &box.from, &box.from_pitch) ||
+	                  !side2d(&copy->dst, &box.to, &box.to_pitch),
+	          CUDA_ERROR_NOT_SUPPORTED);
+	REFUSE_IF(box.height > 1 && (box.from_pitch < box.width || box.to_pitch < box.width),
+	          CUDA_ERROR_INVALID_VALUE);
 	return copy_box(&box, stream, wait);
 }
 
@@ -44,8 +44,7 @@ static CUresult copy3d(const CUDA_MEMCPY3D *copy, CUstream stream, bool wait)
 {
 	struct box box = {0};
 
-	if (!copy)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!copy, CUDA_ERROR_INVALID_VALUE);
 	box.width = copy->width;
 	box.height = copy->height;
 	box.depth = copy->depth;
@@ -55,37 +54,36 @@ static CUresult copy3d(const CUDA_MEMCPY3D *copy, CUstream stream, bool wait)
 	return copy_box(&box, stream, wait);
 }
 
-#define BOX(name, type, copy)                                    \
-	CUAPI(name, const type *params)                          \
+#define BOX(since, name, type, copy)                             \
+	CUAPI(since, name, const type *params)                   \
 	{                                                        \
 		return copy(params, NULL, true);                 \
 	}                                                        \
-	CUAPI(name##_ptds, const type *params)                   \
+	CUAPI(PER_THREAD_SINCE, name##_ptds, const type *params) \
 	{                                                        \
 		return copy(params, CU_STREAM_PER_THREAD, true); \
 	}
-#define BOX_ASYNC(name, type, copy)                             \
-	CUAPI(name, const type *params, CUstream stream)        \
-	{                                                       \
-		return copy(params, stream, false);             \
-	}                                                       \
-	CUAPI(name##_ptsz, const type *params, CUstream stream) \
-	{                                                       \
-		return copy(params, PER_THREAD(stream), false); \
+#define BOX_ASYNC(since, name, type, copy)                                        \
+	CUAPI(since, name, const type *params, CUstream stream)                   \
+	{                                                                         \
+		return copy(params, stream, false);                               \
+	}                                                                         \
+	CUAPI(PER_THREAD_SINCE, name##_ptsz, const type *params, CUstream stream) \
+	{                                                                         \
+		return copy(params, PER_THREAD(stream), false);                   \
 	}
-BOX(cuMemcpy2D_v2, CUDA_MEMCPY2D, copy2d)
-BOX(cuMemcpy2DUnaligned_v2, CUDA_MEMCPY2D, copy2d)
-BOX(cuMemcpy3D_v2, CUDA_MEMCPY3D, copy3d)
-BOX(cuMemcpy3DPeer, CUDA_MEMCPY3D, copy3d)
-BOX_ASYNC(cuMemcpy2DAsync_v2, CUDA_MEMCPY2D, copy2d)
-BOX_ASYNC(cuMemcpy3DAsync_v2, CUDA_MEMCPY3D, copy3d)
-BOX_ASYNC(cuMemcpy3DPeerAsync, CUDA_MEMCPY3D, copy3d)
+BOX(3020, cuMemcpy2D_v2, CUDA_MEMCPY2D, copy2d)
+BOX(3020, cuMemcpy2DUnaligned_v2, CUDA_MEMCPY2D, copy2d)
+BOX(3020, cuMemcpy3D_v2, CUDA_MEMCPY3D, copy3d)
+BOX(4000, cuMemcpy3DPeer, CUDA_MEMCPY3D, copy3d)
+BOX_ASYNC(3020, cuMemcpy2DAsync_v2, CUDA_MEMCPY2D, copy2d)
+BOX_ASYNC(3020, cuMemcpy3DAsync_v2, CUDA_MEMCPY3D, copy3d)
+BOX_ASYNC(4000, cuMemcpy3DPeerAsync, CUDA_MEMCPY3D, copy3d)
 
 static CUresult batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes, size_t count,
                       size_t *failed, CUstream stream)
 {
-	if (!to || !from || !bytes || !count || (uintptr_t)stream <= 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!to || !from || !bytes || !count || (uintptr_t)stream <= 1, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; i < count; i++) {
 		CUresult result = copy_flat(to[i], from[i], bytes[i], stream, false);
 		if (!result)
@@ -97,21 +95,22 @@ static CUresult batch(const CUdeviceptr *to, const CUdeviceptr *from, const size
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemcpyBatchAsync, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes, size_t count,
-      const void *attributes, const size_t *indexes, size_t attribute_count, size_t *failed, CUstream stream)
+CUAPI(12080, cuMemcpyBatchAsync, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+      size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, size_t *failed,
+      CUstream stream)
 {
 	(void)attributes, (void)indexes, (void)attribute_count;
 	return batch(to, from, bytes, count, failed, stream);
 }
 
-CUAPI(cuMemcpyBatchAsync_v2, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+CUAPI(13000, cuMemcpyBatchAsync_v2, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
       size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, CUstream stream)
 {
 	(void)attributes, (void)indexes, (void)attribute_count;
 	return batch(to, from, bytes, count, NULL, stream);
 }
 
-CUAPI(cuMemcpyBatchAsync_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+CUAPI(12080, cuMemcpyBatchAsync_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
       size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, size_t *failed,
       CUstream stream)
 {
@@ -119,7 +118,7 @@ CUAPI(cuMemcpyBatchAsync_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, c
 	return batch(to, from, bytes, count, failed, PER_THREAD(stream));
 }
 
-CUAPI(cuMemcpyBatchAsync_v2_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+CUAPI(13000, cuMemcpyBatchAsync_v2_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
       size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, CUstream stream)
 {
 	(void)attributes, (void)indexes, (void)attribute_count;

@@ -16,12 +16,24 @@
 #include <string.h>
 
 #include "emu.h"
+#include "guards.h"
 #include "nvrm.h"
 #include "types.h"
 
-/* Declares and opens the definition of an exported entry point. */
-#define CUAPI(name, ...)                                                   \
+/* What cuGetProcAddress knows of an entry point (proc.c). */
+struct entry {
+	const char *symbol;
+	void (*function)(void);
+	int since; /* the first version of CUDA that has it, as in NVIDIA's cudaTypedefs.h */
+};
+/* The linker puts them side by side, as the section "entries". */
+#define ENTRY(first_version, name)                                                                       \
+	static const struct entry entry_##name __attribute__((used, section("entries"), aligned(8))) = { \
+	        .symbol = #name, .function = (void (*)(void))name, .since = first_version};
+/* Declares, lists and opens the definition of an exported entry point. */
+#define CUAPI(since, name, ...)                                            \
 	__attribute__((visibility("default"))) CUresult name(__VA_ARGS__); \
+	ENTRY(since, name)                                                 \
 	CUresult name(__VA_ARGS__)
 /* Ends the function with the error of a call that fails. */
 #define TRY(call)                      \
@@ -30,6 +42,22 @@
 		if (error)             \
 			return error;  \
 	} while (0)
+
+/* Defines a function that says what a handle stands for: NULL when it is none, or of another kind. */
+#define HANDLE(name, handle_type, type, magic_word)                             \
+	type *name(handle_type handle)                                          \
+	{                                                                       \
+		type *object = (type *)(uintptr_t)handle;                       \
+		return object && object->magic == (magic_word) ? object : NULL; \
+	}
+/* Takes an item out of a list; one that is not in it is left alone. */
+#define UNLINK(list, item)                                             \
+	for (__typeof__(list) *at = &(list); *at; at = &(*at)->next) { \
+		if (*at == (item)) {                                   \
+			*at = (item)->next;                            \
+			break;                                         \
+		}                                                      \
+	}
 
 enum { MAX_DEVICES = (int)EMU_GPUS, MAX_COMPUTE = 32, COPY_ENGINES = 2, CONTEXT_STACK = 32 };
 enum lane { LANE_COMPUTE, LANE_COPY };
@@ -240,11 +268,12 @@ void timeline_wait(struct timeline *line, uint64_t seq); /* without emu.lock */
 void timeline_advance(struct timeline *line, uint64_t seq);
 void deps_add(struct dependencies *deps, struct timeline *line, uint64_t seq);
 void deps_copy(struct dependencies *into, const struct dependencies *from);
-void deps_wait(struct dependencies *deps); /* without emu.lock; does not empty */
+void deps_wait(struct dependencies *deps); /* without emu.lock; empties them */
 bool deps_met(struct dependencies *deps);  /* forgets those that are met */
 void deps_clear(struct dependencies *deps);
 
 /* work.c */
+void *zeroed(size_t bytes); /* memory for books of ours; ends the process when there is none */
 void *work_new(size_t size, work_fn *run);
 struct work *work_ref(struct work *work);
 void work_free(struct work *work); /* gives one reference up; under emu.lock or before anyone else knows it */

@@ -29,46 +29,44 @@ static struct context *ask(CUcontext handle, const void *out, CUresult *result)
 	}
 
 /* Answers on a context that died, too. */
-CUAPI(cuCtxGetDevice, CUdevice *out)
+CUAPI(2000, cuCtxGetDevice, CUdevice *out)
 {
 	struct context *ctx = NULL;
 	CUresult result = context_current(&ctx);
 
 	if (!ctx)
 		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = ctx->dev->ordinal;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxGetDevice_v2, CUdevice *out, CUcontext handle)
+CUAPI(13000, cuCtxGetDevice_v2, CUdevice *out, CUcontext handle)
 ANSWER(handle, ctx->dev->ordinal)
 
-CUAPI(cuCtxGetFlags, unsigned *out)
+CUAPI(7000, cuCtxGetFlags, unsigned *out)
 ANSWER(NULL, __atomic_load_n(&ctx->flags, __ATOMIC_RELAXED))
 
-CUAPI(cuCtxGetApiVersion, CUcontext handle, unsigned *out)
+CUAPI(3020, cuCtxGetApiVersion, CUcontext handle, unsigned *out)
 ANSWER(handle, API_VERSION)
 
-CUAPI(cuCtxGetId, CUcontext handle, unsigned long long *out)
+CUAPI(12000, cuCtxGetId, CUcontext handle, unsigned long long *out)
 ANSWER(handle, ctx->id)
 
-CUAPI(cuCtxGetCacheConfig, int *out)
+CUAPI(3020, cuCtxGetCacheConfig, int *out)
 ANSWER(NULL, ctx->cache_config)
 
-CUAPI(cuCtxSetFlags, unsigned flags)
+CUAPI(12010, cuCtxSetFlags, unsigned flags)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (flags & ~SCHEDULE_FLAGS)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(flags & ~SCHEDULE_FLAGS, CUDA_ERROR_INVALID_VALUE);
 	__atomic_store_n(&ctx->flags, flags, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxGetStreamPriorityRange, int *least, int *greatest)
+CUAPI(5050, cuCtxGetStreamPriorityRange, int *least, int *greatest)
 {
 	struct context *ctx;
 
@@ -80,31 +78,29 @@ CUAPI(cuCtxGetStreamPriorityRange, int *least, int *greatest)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxGetLimit, size_t *out, int limit)
+CUAPI(3010, cuCtxGetLimit, size_t *out, int limit)
 {
 	CUresult result;
 	struct context *ctx = ask(NULL, out, &result);
 
 	if (!ctx)
 		return result;
-	if (limit < 0 || limit >= LIMITS)
-		return CUDA_ERROR_UNSUPPORTED_LIMIT;
+	REFUSE_IF(limit < 0 || limit >= LIMITS, CUDA_ERROR_UNSUPPORTED_LIMIT);
 	*out = ctx->limits[limit];
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxSetLimit, int limit, size_t value)
+CUAPI(3010, cuCtxSetLimit, int limit, size_t value)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (limit < 0 || limit >= LIMITS)
-		return CUDA_ERROR_UNSUPPORTED_LIMIT;
+	REFUSE_IF(limit < 0 || limit >= LIMITS, CUDA_ERROR_UNSUPPORTED_LIMIT);
 	ctx->limits[limit] = value;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxSetCacheConfig, int config)
+CUAPI(3020, cuCtxSetCacheConfig, int config)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -114,7 +110,7 @@ CUAPI(cuCtxSetCacheConfig, int config)
 	return result;
 }
 
-CUAPI(cuCtxResetPersistingL2Cache, void)
+CUAPI(11000, cuCtxResetPersistingL2Cache, void)
 {
 	struct context *ctx;
 
@@ -127,8 +123,7 @@ static CUresult peer_access(CUcontext handle, bool enable)
 	struct context *ctx, *peer = (struct context *)handle;
 
 	TRY(context_current(&ctx));
-	if (!context_valid(handle) || peer == ctx)
-		return CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!context_valid(handle) || peer == ctx, CUDA_ERROR_INVALID_CONTEXT);
 	uint32_t bit = 1u << peer->dev->ordinal;
 	uint32_t before = enable ? __atomic_fetch_or(&ctx->peers, bit, __ATOMIC_RELAXED)
 	                         : __atomic_fetch_and(&ctx->peers, ~bit, __ATOMIC_RELAXED);
@@ -137,12 +132,12 @@ static CUresult peer_access(CUcontext handle, bool enable)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuCtxEnablePeerAccess, CUcontext peer, unsigned flags)
+CUAPI(4000, cuCtxEnablePeerAccess, CUcontext peer, unsigned flags)
 {
 	return flags ? CUDA_ERROR_INVALID_VALUE : peer_access(peer, true);
 }
 
-CUAPI(cuCtxDisablePeerAccess, CUcontext peer)
+CUAPI(4000, cuCtxDisablePeerAccess, CUcontext peer)
 {
 	return peer_access(peer, false);
 }

@@ -101,8 +101,7 @@ CUresult devices_open(void)
 	struct device all[MAX_DEVICES] = {0};
 	unsigned count = 0;
 
-	if (rm_escape(emu.ctl, NV_ESC_CARD_INFO, cards, sizeof(cards)))
-		return CUDA_ERROR_NO_DEVICE;
+	REFUSE_IF(rm_escape(emu.ctl, NV_ESC_CARD_INFO, cards, sizeof(cards)), CUDA_ERROR_NO_DEVICE);
 	for (unsigned i = 0; i < 32 && count < MAX_DEVICES; i++)
 		if (cards[i].valid && open_device(&all[count], &cards[i]))
 			count++;
@@ -117,68 +116,63 @@ CUresult devices_open(void)
 		return CUDA_ERROR_INVALID_VALUE; \
 	TRY(device_of(handle, &dev))
 
-CUAPI(cuDeviceGet, CUdevice *out, int ordinal)
+CUAPI(2000, cuDeviceGet, CUdevice *out, int ordinal)
 {
 	DEVICE_OR_RETURN(dev, ordinal, out);
 	*out = dev->ordinal;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetCount, int *out)
+CUAPI(2000, cuDeviceGetCount, int *out)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = emu.devices;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetName, char *out, int length, CUdevice handle)
+CUAPI(2000, cuDeviceGetName, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (length <= 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(length <= 0, CUDA_ERROR_INVALID_VALUE);
 	snprintf(out, (size_t)length, "%s", dev->board->name);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetUuid_v2, CUuuid *out, CUdevice handle)
+CUAPI(11040, cuDeviceGetUuid_v2, CUuuid *out, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	memcpy(out->bytes, dev->uuid, sizeof(out->bytes));
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetUuid, CUuuid *out, CUdevice handle)
+CUAPI(9020, cuDeviceGetUuid, CUuuid *out, CUdevice handle)
 {
 	return cuDeviceGetUuid_v2(out, handle);
 }
 
-CUAPI(cuDeviceTotalMem_v2, size_t *out, CUdevice handle)
+CUAPI(3020, cuDeviceTotalMem_v2, size_t *out, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
 	*out = dev->board->total_bytes;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
+CUAPI(4010, cuDeviceGetPCIBusId, char *out, int length, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (length < 13)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(length < 13, CUDA_ERROR_INVALID_VALUE);
 	snprintf(out, (size_t)length, "%04X:%02X:%02X.0", dev->domain, dev->bus, dev->slot);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
+CUAPI(4010, cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 {
 	unsigned domain = 0, bus = 0, slot = 0;
 
 	TRY(driver_check());
-	if (!out || !text)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (sscanf(text, "%x:%x:%x", &domain, &bus, &slot) != 3)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !text, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(sscanf(text, "%x:%x:%x", &domain, &bus, &slot) != 3, CUDA_ERROR_INVALID_VALUE);
 	for (int i = 0; i < emu.devices; i++) {
 		const struct device *dev = &emu.device[i];
 		if (dev->domain == domain && dev->bus == bus && dev->slot == slot) {
@@ -189,20 +183,18 @@ CUAPI(cuDeviceGetByPCIBusId, CUdevice *out, const char *text)
 	return CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
+CUAPI(4000, cuDeviceCanAccessPeer, int *out, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (!device_at(peer))
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!device_at(peer), CUDA_ERROR_INVALID_DEVICE);
 	*out = dev->ordinal != peer;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetP2PAttribute, int *out, int attribute, CUdevice handle, CUdevice peer)
+CUAPI(8000, cuDeviceGetP2PAttribute, int *out, int attribute, CUdevice handle, CUdevice peer)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (!device_at(peer) || dev->ordinal == peer)
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!device_at(peer) || dev->ordinal == peer, CUDA_ERROR_INVALID_DEVICE);
 	*out = attribute == 2; /* access supported; no rank, no native atomics, no array access */
 	return CUDA_SUCCESS;
 }
@@ -223,11 +215,10 @@ static const struct {
         {123, 1},         {124, 1},     {126, 4},      {131, -1},  {134, 0},
 };
 
-CUAPI(cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
+CUAPI(2000, cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
 {
 	DEVICE_OR_RETURN(dev, handle, out);
-	if (attribute <= 0 || attribute > 200)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(attribute <= 0 || attribute > 200, CUDA_ERROR_INVALID_VALUE);
 	*out = 0;
 	if (attribute == 33)
 		*out = (int)dev->bus;
@@ -241,7 +232,7 @@ CUAPI(cuDeviceGetAttribute, int *out, int attribute, CUdevice handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceComputeCapability, int *major, int *minor, CUdevice handle)
+CUAPI(2000, cuDeviceComputeCapability, int *major, int *minor, CUdevice handle)
 {
 	CUresult result = cuDeviceGetAttribute(major, 75, handle);
 

@@ -43,8 +43,7 @@ void sleep_model_ns(uint64_t model_ns)
 
 CUresult driver_check(void)
 {
-	if (emu.forked || !__atomic_load_n(&emu.ready, __ATOMIC_ACQUIRE))
-		return CUDA_ERROR_NOT_INITIALIZED;
+	REFUSE_IF(emu.forked || !__atomic_load_n(&emu.ready, __ATOMIC_ACQUIRE), CUDA_ERROR_NOT_INITIALIZED);
 	return __atomic_load_n(&exiting, __ATOMIC_RELAXED) ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
 }
 
@@ -68,12 +67,10 @@ static CUresult open_board(void)
 {
 	int fd = open("/dev/nvidia-emu-board", O_RDWR | O_CLOEXEC);
 
-	if (fd < 0)
-		return CUDA_ERROR_NO_DEVICE;
+	REFUSE_IF(fd < 0, CUDA_ERROR_NO_DEVICE);
 	void *at = mmap(NULL, sizeof(struct emu_board), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	close(fd);
-	if (at == MAP_FAILED)
-		return CUDA_ERROR_OPERATING_SYSTEM;
+	REFUSE_IF(at == MAP_FAILED, CUDA_ERROR_OPERATING_SYSTEM);
 	emu.board = at;
 	return emu.board->magic == EMU_BOARD_MAGIC ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
@@ -84,13 +81,11 @@ static CUresult start(void)
 	        .cmd = '2'}; /* "query": relaxed comparison, answers the string */
 
 	emu.ctl = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-	if (emu.ctl < 0)
-		return CUDA_ERROR_NO_DEVICE;
+	REFUSE_IF(emu.ctl < 0, CUDA_ERROR_NO_DEVICE);
 	settings_read();
 	TRY(open_board());
 	rm_escape(emu.ctl, NV_ESC_CHECK_VERSION_STR, &version, sizeof(version));
-	if (rm_alloc_root(&emu.h_client) != NV_OK || uvm_open() != NV_OK)
-		return CUDA_ERROR_OPERATING_SYSTEM;
+	REFUSE_IF(rm_alloc_root(&emu.h_client) != NV_OK || uvm_open() != NV_OK, CUDA_ERROR_OPERATING_SYSTEM);
 	TRY(devices_open());
 	fault_install();
 	pthread_atfork(NULL, NULL, child_after_fork);
@@ -98,29 +93,25 @@ static CUresult start(void)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuInit, unsigned flags)
+CUAPI(2000, cuInit, unsigned flags)
 {
 	static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
 	CUresult result = CUDA_SUCCESS;
 
-	if (flags)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (emu.forked)
-		return CUDA_ERROR_NOT_INITIALIZED;
-	pthread_mutex_lock(&once);
+	REFUSE_IF(flags, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(emu.forked, CUDA_ERROR_NOT_INITIALIZED);
+	LOCKED(&once);
 	if (!emu.ready) {
 		result = start();
 		if (result == CUDA_SUCCESS)
 			__atomic_store_n(&emu.ready, true, __ATOMIC_RELEASE);
 	}
-	pthread_mutex_unlock(&once);
 	return result;
 }
 
-CUAPI(cuDriverGetVersion, int *version)
+CUAPI(2020, cuDriverGetVersion, int *version)
 {
-	if (!version)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!version, CUDA_ERROR_INVALID_VALUE);
 	*version = CUDA_VERSION;
 	return CUDA_SUCCESS;
 }

@@ -112,10 +112,9 @@ static const struct {
 };
 enum { ERRORS = sizeof(errors) / sizeof(errors[0]) };
 
-CUAPI(cuGetErrorName, CUresult code, const char **out)
+CUAPI(6000, cuGetErrorName, CUresult code, const char **out)
 {
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < ERRORS; i++) {
 		if (errors[i].code == code) {
 			*out = errors[i].name;
@@ -138,12 +137,11 @@ static void write_texts(void)
 	}
 }
 
-CUAPI(cuGetErrorString, CUresult code, const char **out)
+CUAPI(6000, cuGetErrorString, CUresult code, const char **out)
 {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	pthread_once(&once, write_texts);
 	*out = NULL;
 	for (unsigned i = 0; i < ERRORS; i++)

@@ -29,14 +29,9 @@ static void drop_mark(struct work *work)
 	mark_unref(((struct event_work *)work)->mark);
 }
 
-static struct event *event_from(CUevent handle)
-{
-	struct event *event = (struct event *)handle;
+static HANDLE(event_from, CUevent, struct event, MAGIC_EVENT)
 
-	return event && event->magic == MAGIC_EVENT ? event : NULL;
-}
-
-static void forget_capture_locked(struct event *event)
+        static void forget_capture_locked(struct event *event)
 {
 	if (event->capture)
 		capture_unref_locked(event->capture);
@@ -52,40 +47,28 @@ static void set_mark_locked(struct event *event, struct mark *mark)
 	forget_capture_locked(event);
 }
 
-static struct mark *mark_new(void)
-{
-	struct mark *mark = calloc(1, sizeof(*mark));
-
-	if (!mark)
-		abort();
-	return mark;
-}
-
 /* Queues the stamp at the end of the stream. The lock is kept until the event points at it. */
 static void record(struct stream *stream, struct event *event)
 {
 	struct event_work *stamping = work_new(sizeof(*stamping), stamp);
 
 	stamping->work.drop = drop_mark;
-	stamping->mark = mark_new();
+	stamping->mark = zeroed(sizeof(struct mark));
 	stamping->mark->refs = 1;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	uint64_t seq = work_enqueue_locked(stream, LANE_COMPUTE, &stamping->work);
 	deps_add(&stamping->mark->after, stream->line, seq);
 	set_mark_locked(event, stamping->mark);
-	pthread_mutex_unlock(&emu.lock);
 }
 
-CUAPI(cuEventCreate, CUevent *out, unsigned flags)
+CUAPI(2000, cuEventCreate, CUevent *out, unsigned flags)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (!out || flags > 7)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags > 7, CUDA_ERROR_INVALID_VALUE);
 	struct event *event = calloc(1, sizeof(*event));
-	if (!event)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!event, CUDA_ERROR_OUT_OF_MEMORY);
 	event->magic = MAGIC_EVENT;
 	event->ctx = ctx;
 	event->flags = flags;
@@ -93,12 +76,11 @@ CUAPI(cuEventCreate, CUevent *out, unsigned flags)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuEventDestroy_v2, CUevent handle)
+CUAPI(4000, cuEventDestroy_v2, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	mark_unref(event->mark);
 	forget_capture_locked(event);
@@ -109,7 +91,7 @@ CUAPI(cuEventDestroy_v2, CUevent handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
+CUAPI(2000, cuEventRecord, CUevent handle, CUstream stream_handle)
 {
 	struct stream *stream;
 	struct event *event = event_from(handle);
@@ -117,8 +99,7 @@ CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
 
 	if (result)
 		return result;
-	if (!event || event->ctx != stream->ctx)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event || event->ctx != stream->ctx, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	bool captured = capture_event_locked(stream, event, &result);
 	pthread_mutex_unlock(&emu.lock);
@@ -127,7 +108,7 @@ CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
 	return result;
 }
 
-CUAPI(cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
+CUAPI(11010, cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
 {
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : cuEventRecord(handle, stream);
 }
@@ -148,8 +129,7 @@ static CUresult look(CUevent handle, bool wait)
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock);
 	struct context *ctx = event->ctx;
 	CUresult result = state_locked(event);
@@ -161,32 +141,27 @@ static CUresult look(CUevent handle, bool wait)
 	deps_copy(&left, &event->mark->after);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&left);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&left);
-	result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return ctx->sticky;
 }
 
-CUAPI(cuEventQuery, CUevent handle)
+CUAPI(2000, cuEventQuery, CUevent handle)
 {
 	return look(handle, false);
 }
 
-CUAPI(cuEventSynchronize, CUevent handle)
+CUAPI(2000, cuEventSynchronize, CUevent handle)
 {
 	METERED(WAIT);
 	return look(handle, true);
 }
 
-CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
+CUAPI(12080, cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 {
 	struct event *first = event_from(start), *last = event_from(end);
 
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (!first || !last || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(!first || !last || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING),
+	          CUDA_ERROR_INVALID_HANDLE);
 	pthread_mutex_lock(&emu.lock); /* another thread may record them anew meanwhile */
 	CUresult result = first->mark && last->mark ? state_locked(first) : CUDA_ERROR_INVALID_HANDLE;
 	if (!result)
@@ -198,7 +173,7 @@ CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 	return result;
 }
 
-CUAPI(cuEventElapsedTime, float *out, CUevent start, CUevent end)
+CUAPI(2000, cuEventElapsedTime, float *out, CUevent start, CUevent end)
 {
 	return cuEventElapsedTime_v2(out, start, end);
 }
@@ -207,21 +182,19 @@ static CUresult wait_for_event(struct stream *stream, struct event *event)
 {
 	CUresult result = CUDA_SUCCESS;
 
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!capture_wait_locked(stream, event, &result) && !result && event->mark)
 		deps_copy(&stream->waits, &event->mark->after);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
-CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
+CUAPI(3020, cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
 {
 	struct stream *stream;
 	struct event *event = event_from(handle);
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!event, CUDA_ERROR_INVALID_HANDLE);
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : wait_for_event(stream, event);
 }
 
@@ -229,16 +202,15 @@ CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
  * One event over everything the context was given so far. It queues nothing, so it cannot stand in the way of a stream
  * that shares a channel. A capture in the context dies of it, as documented.
  */
-CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
+CUAPI(12050, cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!context_valid(ctx_handle) || !event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!context_valid(ctx_handle) || !event, CUDA_ERROR_INVALID_HANDLE);
 	struct context *ctx = (struct context *)ctx_handle;
-	struct mark *mark = mark_new();
-	pthread_mutex_lock(&emu.lock);
+	struct mark *mark = zeroed(sizeof(struct mark));
+	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	mark->time_ns = now_ns();
 	mark->refs = 1;
@@ -247,27 +219,24 @@ CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
 		set_mark_locked(event, mark);
 	}
 	mark_unref(mark);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
-CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
+CUAPI(12050, cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 {
 	struct event *event = event_from(handle);
 
 	TRY(driver_check());
-	if (!context_valid(ctx_handle) || !event)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!context_valid(ctx_handle) || !event, CUDA_ERROR_INVALID_HANDLE);
 	struct context *ctx = (struct context *)ctx_handle;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
 	for (struct stream *s = ctx->streams; s && !result && event->mark; s = s->next)
 		deps_copy(&s->waits, &event->mark->after);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
-CUAPI(cuCtxSynchronize, void)
+CUAPI(2000, cuCtxSynchronize, void)
 {
 	METERED(WAIT);
 	struct context *ctx;
@@ -279,7 +248,7 @@ CUAPI(cuCtxSynchronize, void)
 	return result ? result : context_wait(ctx);
 }
 
-CUAPI(cuCtxSynchronize_v2, CUcontext handle)
+CUAPI(13000, cuCtxSynchronize_v2, CUcontext handle)
 {
 	METERED(WAIT);
 

@@ -11,97 +11,90 @@
 
 static CUresult get_attribute(int *out, int attribute, const struct function *function)
 {
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || attribute < 0 || attribute >= FUNCTION_ATTRIBUTES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || attribute < 0 || attribute >= FUNCTION_ATTRIBUTES, CUDA_ERROR_INVALID_VALUE);
 	*out = __atomic_load_n(&function->attributes[attribute], __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
 static CUresult set_attribute(struct function *function, int attribute, int value)
 {
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (attribute < MAX_DYNAMIC_SHARED || attribute >= FUNCTION_ATTRIBUTES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(attribute < MAX_DYNAMIC_SHARED || attribute >= FUNCTION_ATTRIBUTES,
+	          CUDA_ERROR_INVALID_VALUE);
 	__atomic_store_n(&function->attributes[attribute], value, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuFuncGetAttribute, int *out, int attribute, CUfunction f)
+CUAPI(2020, cuFuncGetAttribute, int *out, int attribute, CUfunction f)
 {
 	return get_attribute(out, attribute, function_from(f));
 }
 
-CUAPI(cuFuncSetAttribute, CUfunction f, int attribute, int value)
+CUAPI(9000, cuFuncSetAttribute, CUfunction f, int attribute, int value)
 {
 	return set_attribute(function_from(f), attribute, value);
 }
 
-CUAPI(cuKernelGetAttribute, int *out, int attribute, CUkernel kernel, CUdevice dev)
+CUAPI(12000, cuKernelGetAttribute, int *out, int attribute, CUkernel kernel, CUdevice dev)
 {
 	return device_at(dev) ? get_attribute(out, attribute, function_from(kernel))
 	                      : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuKernelSetAttribute, int attribute, int value, CUkernel kernel, CUdevice dev)
+CUAPI(12000, cuKernelSetAttribute, int attribute, int value, CUkernel kernel, CUdevice dev)
 {
 	return device_at(dev) ? set_attribute(function_from(kernel), attribute, value)
 	                      : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUAPI(cuFuncSetCacheConfig, CUfunction f, int config)
+CUAPI(3000, cuFuncSetCacheConfig, CUfunction f, int config)
 {
 	(void)config;
 	return function_from(f) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuKernelSetCacheConfig, CUkernel kernel, int config, CUdevice dev)
+CUAPI(12000, cuKernelSetCacheConfig, CUkernel kernel, int config, CUdevice dev)
 {
 	(void)config, (void)dev;
 	return function_from(kernel) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuFuncGetName, const char **out, CUfunction f)
+CUAPI(12030, cuFuncGetName, const char **out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
-	if (!out || !function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function, CUDA_ERROR_INVALID_HANDLE);
 	*out = function->name;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetName, const char **out, CUkernel kernel)
+CUAPI(12030, cuKernelGetName, const char **out, CUkernel kernel)
 {
 	return cuFuncGetName(out, (CUfunction)(void *)kernel);
 }
 
-CUAPI(cuFuncGetModule, CUmodule *out, CUfunction f)
+CUAPI(11000, cuFuncGetModule, CUmodule *out, CUfunction f)
 {
 	const struct function *function = function_from(f);
 
-	if (!out || !function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function, CUDA_ERROR_INVALID_HANDLE);
 	*out = (CUmodule)function->module;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetLibrary, CUlibrary *out, CUkernel kernel)
+CUAPI(12050, cuKernelGetLibrary, CUlibrary *out, CUkernel kernel)
 {
 	return cuFuncGetModule((CUmodule *)out, (CUfunction)(void *)kernel);
 }
 
 /* Known kernels have 64-bit parameters one after the other; of others nothing is known. */
-CUAPI(cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *bytes)
+CUAPI(12040, cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *bytes)
 {
 	const struct function *function = function_from(f);
 
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!function->builtin || index >= function->builtin->args)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!function->builtin || index >= function->builtin->args, CUDA_ERROR_INVALID_VALUE);
 	if (offset)
 		*offset = 8 * index;
 	if (bytes)
@@ -109,69 +102,63 @@ CUAPI(cuFuncGetParamInfo, CUfunction f, size_t index, size_t *offset, size_t *by
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuKernelGetParamInfo, CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
+CUAPI(12040, cuKernelGetParamInfo, CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
 {
 	return cuFuncGetParamInfo((CUfunction)(void *)kernel, index, offset, bytes);
 }
 
-CUAPI(cuFuncIsLoaded, int *out, CUfunction f)
+CUAPI(12040, cuFuncIsLoaded, int *out, CUfunction f)
 {
-	if (!out || !function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !function_from(f), CUDA_ERROR_INVALID_HANDLE);
 	*out = 1;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuFuncLoad, CUfunction f)
+CUAPI(12040, cuFuncLoad, CUfunction f)
 {
 	return function_from(f) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuModuleGetLoadingMode, int *out)
+CUAPI(11070, cuModuleGetLoadingMode, int *out)
 {
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = 2; /* lazy */
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
+CUAPI(12040, cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 {
 	const struct module *module = module_from(handle);
 
-	if (!out || !module)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!out || !module, CUDA_ERROR_INVALID_HANDLE);
 	*out = 0;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	for (const struct function *f = module->functions; f; f = f->next)
 		++*out;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLibraryGetKernelCount, unsigned *out, CUlibrary handle)
+CUAPI(12040, cuLibraryGetKernelCount, unsigned *out, CUlibrary handle)
 {
 	return cuModuleGetFunctionCount(out, (CUmodule)(void *)handle);
 }
 
-CUAPI(cuModuleGetGlobal_v2, CUdeviceptr *out, size_t *bytes, CUmodule handle, const char *name)
+CUAPI(3020, cuModuleGetGlobal_v2, CUdeviceptr *out, size_t *bytes, CUmodule handle, const char *name)
 {
 	(void)out, (void)bytes, (void)name;
 	return module_from(handle) ? CUDA_ERROR_NOT_FOUND
 	                           : CUDA_ERROR_INVALID_HANDLE; /* no image has variables */
 }
 
-CUAPI(cuLibraryGetGlobal, CUdeviceptr *out, size_t *bytes, CUlibrary handle, const char *name)
+CUAPI(12000, cuLibraryGetGlobal, CUdeviceptr *out, size_t *bytes, CUlibrary handle, const char *name)
 {
 	return cuModuleGetGlobal_v2(out, bytes, (CUmodule)(void *)handle, name);
 }
 
-CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int block, size_t shared)
+CUAPI(6050, cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int block, size_t shared)
 {
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || block <= 0 || block > 1024)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || block <= 0 || block > 1024, CUDA_ERROR_INVALID_VALUE);
 	int by_threads = MAX_THREADS_PER_SM / block;
 	int by_shared = shared ? (int)(SHARED_PER_SM / shared) : 32;
 	*out = by_threads < by_shared ? by_threads : by_shared;
@@ -179,40 +166,36 @@ CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessor, int *out, CUfunction f, int b
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int *out, CUfunction f, int block, size_t shared,
-      unsigned flags)
+CUAPI(7000, cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int *out, CUfunction f, int block,
+      size_t shared, unsigned flags)
 {
 	(void)flags;
 	return cuOccupancyMaxActiveBlocksPerMultiprocessor(out, f, block, shared);
 }
 
-CUAPI(cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction f, void *shared_of, size_t shared,
-      int limit)
+CUAPI(6050, cuOccupancyMaxPotentialBlockSize, int *grid, int *block, CUfunction f, void *shared_of,
+      size_t shared, int limit)
 {
 	(void)shared_of, (void)shared;
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!grid || !block)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!grid || !block, CUDA_ERROR_INVALID_VALUE);
 	*block = limit > 0 && limit < 1024 ? limit : 1024;
 	*grid = SMS * (MAX_THREADS_PER_SM / *block);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuOccupancyMaxPotentialBlockSizeWithFlags, int *grid, int *block, CUfunction f, void *shared_of,
+CUAPI(7000, cuOccupancyMaxPotentialBlockSizeWithFlags, int *grid, int *block, CUfunction f, void *shared_of,
       size_t shared, int limit, unsigned flags)
 {
 	(void)flags;
 	return cuOccupancyMaxPotentialBlockSize(grid, block, f, shared_of, shared, limit);
 }
 
-CUAPI(cuOccupancyAvailableDynamicSMemPerBlock, size_t *out, CUfunction f, int blocks, int block)
+CUAPI(10020, cuOccupancyAvailableDynamicSMemPerBlock, size_t *out, CUfunction f, int blocks, int block)
 {
 	(void)block;
-	if (!function_from(f))
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!out || blocks <= 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function_from(f), CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!out || blocks <= 0, CUDA_ERROR_INVALID_VALUE);
 	*out = SHARED_PER_SM / (unsigned)blocks - 1024u;
 	return CUDA_SUCCESS;
 }
@@ -227,8 +210,7 @@ static CUresult link_add(struct link *link, const void *data, size_t bytes)
 {
 	char *text = realloc(link->text, link->bytes + bytes + 1);
 
-	if (!text)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!text, CUDA_ERROR_OUT_OF_MEMORY);
 	memcpy(text + link->bytes, data, bytes);
 	link->text = text;
 	link->bytes += bytes;
@@ -236,45 +218,42 @@ static CUresult link_add(struct link *link, const void *data, size_t bytes)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkCreate_v2, unsigned count, void *options, void **values, CUlinkState *out)
+CUAPI(6050, cuLinkCreate_v2, unsigned count, void *options, void **values, CUlinkState *out)
 {
 	(void)count, (void)options, (void)values;
 	struct link *link = calloc(1, sizeof(*link));
 
-	if (!link || !out || link_add(link, BINARY_IMAGE, sizeof(BINARY_IMAGE) - 1))
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!link || !out || link_add(link, BINARY_IMAGE, sizeof(BINARY_IMAGE) - 1),
+	          CUDA_ERROR_OUT_OF_MEMORY);
 	*out = (CUlinkState)link;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t bytes, const char *name,
+CUAPI(6050, cuLinkAddData_v2, CUlinkState state, int type, void *data, size_t bytes, const char *name,
       unsigned count, void *options, void **values)
 {
 	(void)name, (void)count, (void)options, (void)values;
-	if (!state || !data)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!state || !data, CUDA_ERROR_INVALID_VALUE);
 	if (type != 1) /* PTX; device code in binary form cannot be joined here */
 		return CUDA_ERROR_NOT_SUPPORTED;
 	return link_add((struct link *)state, data, strnlen(data, bytes));
 }
 
-CUAPI(cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
+CUAPI(5050, cuLinkComplete, CUlinkState state, void **out, size_t *bytes)
 {
 	const struct link *link = (const struct link *)state;
 
-	if (!state || !out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!state || !out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	*out = link->text;
 	*bytes = link->bytes + 1;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLinkDestroy, CUlinkState state)
+CUAPI(5050, cuLinkDestroy, CUlinkState state)
 {
 	struct link *link = (struct link *)state;
 
-	if (!link)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!link, CUDA_ERROR_INVALID_VALUE);
 	free(link->text);
 	free(link);
 	return CUDA_SUCCESS;

@@ -25,26 +25,13 @@ struct graph_work {
 	struct works *works;
 };
 
-struct graph *graph_from(CUgraph handle)
+HANDLE(graph_from, CUgraph, struct graph, MAGIC_GRAPH)
+static HANDLE(exec_from, CUgraphExec, struct exec, MAGIC_EXEC)
+
+        static struct works *works_of(const struct graph *graph)
 {
-	struct graph *graph = (struct graph *)handle;
+	struct works *works = zeroed(sizeof(*works) + graph->count * sizeof(struct work *));
 
-	return graph && graph->magic == MAGIC_GRAPH ? graph : NULL;
-}
-
-static struct exec *exec_from(CUgraphExec handle)
-{
-	struct exec *exec = (struct exec *)handle;
-
-	return exec && exec->magic == MAGIC_EXEC ? exec : NULL;
-}
-
-static struct works *works_of(const struct graph *graph)
-{
-	struct works *works = calloc(1, sizeof(*works) + graph->count * sizeof(struct work *));
-
-	if (!works)
-		abort();
 	works->refs = 1;
 	for (unsigned i = 0; i < graph->count; i++)
 		if (graph->nodes[i]->work)
@@ -86,11 +73,9 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 {
 	const struct graph *graph = graph_from(handle);
 
-	if (!out || !graph)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !graph, CUDA_ERROR_INVALID_VALUE);
 	struct exec *exec = calloc(1, sizeof(*exec));
-	if (!exec)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!exec, CUDA_ERROR_OUT_OF_MEMORY);
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = MAGIC_EXEC;
 	exec->flags = flags;
@@ -100,32 +85,28 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphCreate, CUgraph *out, unsigned flags)
+CUAPI(10000, cuGraphCreate, CUgraph *out, unsigned flags)
 {
-	if (!out || flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags, CUDA_ERROR_INVALID_VALUE);
 	*out = (CUgraph)graph_new();
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphDestroy, CUgraph handle)
+CUAPI(10000, cuGraphDestroy, CUgraph handle)
 {
 	struct graph *graph = graph_from(handle);
 
-	if (!graph)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!graph, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	graph_free(graph);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
+CUAPI(10000, cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 {
 	const struct graph *graph = graph_from(handle);
 
-	if (!graph || !count)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!graph || !count, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; out && i < *count; i++)
 		out[i] = i < graph->count ? (CUgraphNode)graph->nodes[i] : NULL;
 	if (!out || *count > graph->count)
@@ -133,27 +114,24 @@ CUAPI(cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphNodeGetType, CUgraphNode handle, int *out)
+CUAPI(10000, cuGraphNodeGetType, CUgraphNode handle, int *out)
 {
-	if (!handle || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!handle || !out, CUDA_ERROR_INVALID_VALUE);
 	*out = ((const struct node *)handle)->type;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
+CUAPI(10000, cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
 {
 	struct graph *graph = graph_from(handle);
 
-	if (!graph || !out || (count && !after))
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!graph || !out || (count && !after), CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	*out = (CUgraphNode)graph->nodes[graph_append(graph, NULL, NODE_EMPTY, NULL)];
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+CUAPI(10000, cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
       size_t log_bytes)
 {
 	(void)error_node;
@@ -162,42 +140,40 @@ CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_no
 	return instantiate(graph, 0, out);
 }
 
-CUAPI(cuGraphInstantiate_v2, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+CUAPI(11000, cuGraphInstantiate_v2, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
       size_t log_bytes)
 {
 	return cuGraphInstantiate(out, graph, error_node, log, log_bytes);
 }
 
-CUAPI(cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
+CUAPI(11040, cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
 {
 	return instantiate(graph, flags, out);
 }
 
-CUAPI(cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+CUAPI(12000, cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph,
+      CUDA_GRAPH_INSTANTIATE_PARAMS *params)
 {
-	if (!params)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!params, CUDA_ERROR_INVALID_VALUE);
 	params->error_node = NULL;
 	params->result = 0;
 	return instantiate(graph, params->flags, out);
 }
 
-CUAPI(cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
+CUAPI(12000, cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
 {
 	const struct exec *exec = exec_from(handle);
 
-	if (!exec || !flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec || !flags, CUDA_ERROR_INVALID_VALUE);
 	*flags = exec->flags;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphExecDestroy, CUgraphExec handle)
+CUAPI(10000, cuGraphExecDestroy, CUgraphExec handle)
 {
 	struct exec *exec = exec_from(handle);
 
-	if (!exec)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = 0;
 	works_unref(exec->works);
@@ -207,13 +183,12 @@ CUAPI(cuGraphExecDestroy, CUgraphExec handle)
 }
 
 /* Succeeds when the new graph has the same kinds of nodes in the same order. */
-CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
+CUAPI(12000, cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
 {
 	struct exec *exec = exec_from(handle);
 	const struct graph *graph = graph_from(graph_handle);
 
-	if (!exec || !graph)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec || !graph, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	struct works *fresh = works_of(graph), *old = exec->works;
 	bool same = fresh->count == old->count;
@@ -228,14 +203,13 @@ CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
 	return same ? CUDA_SUCCESS : CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
 }
 
-CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
+CUAPI(10000, cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
 	struct exec *exec = exec_from(handle);
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!exec)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec, CUDA_ERROR_INVALID_VALUE);
 	struct graph_work *launch = work_new(sizeof(*launch), run_graph);
 	launch->work.node_type = NODE_GRAPH;
 	launch->work.drop = drop_works;
@@ -247,12 +221,11 @@ CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 }
 
 /* The executable is where it is launched from already; what is left is that the stream has been there. */
-CUAPI(cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
+CUAPI(11010, cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
 {
 	struct stream *stream;
 
 	TRY(stream_resolve(stream_handle, &stream));
-	if (!exec_from(handle))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!exec_from(handle), CUDA_ERROR_INVALID_VALUE);
 	return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
 }

@@ -18,10 +18,9 @@ bool host_is_pinned(const void *address)
 
 static void enter(struct range *range)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	range->id = ++memory.next_id;
 	book_add(&memory.ranges, range);
-	pthread_mutex_unlock(&memory.lock);
 }
 
 static void leave(struct range *range)
@@ -37,8 +36,7 @@ static CUresult pin(struct context *ctx, void *at, size_t bytes, enum range_kind
 {
 	struct range *range = calloc(1, sizeof(*range));
 
-	if (!range)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!range, CUDA_ERROR_OUT_OF_MEMORY);
 	range->kind = kind;
 	range->ctx = ctx;
 	range->dev = ctx->dev;
@@ -54,17 +52,15 @@ static CUresult pin(struct context *ctx, void *at, size_t bytes, enum range_kind
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
+CUAPI(2020, cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
 	TRY(capture_forbids_unsafe());
-	if (!out || !bytes || flags > HOST_FLAGS)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes || flags > HOST_FLAGS, CUDA_ERROR_INVALID_VALUE);
 	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	if (at == MAP_FAILED)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(at == MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
 	CUresult result = pin(ctx, at, bytes, RANGE_HOST, flags | 2u);
 	if (result)
 		munmap(at, bytes);
@@ -73,12 +69,12 @@ CUAPI(cuMemHostAlloc, void **out, size_t bytes, unsigned flags)
 	return result;
 }
 
-CUAPI(cuMemAllocHost_v2, void **out, size_t bytes)
+CUAPI(3020, cuMemAllocHost_v2, void **out, size_t bytes)
 {
 	return cuMemHostAlloc(out, bytes, 0);
 }
 
-CUAPI(cuMemFreeHost, void *at)
+CUAPI(2000, cuMemFreeHost, void *at)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -88,8 +84,7 @@ CUAPI(cuMemFreeHost, void *at)
 	if (result || !at)
 		return result;
 	struct range *range = range_at((uintptr_t)at, true);
-	if (!range || range->kind != RANGE_HOST)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!range || range->kind != RANGE_HOST, CUDA_ERROR_INVALID_VALUE);
 	result = context_wait(range->ctx);
 	size_t bytes = range->bytes;
 	leave(range);
@@ -97,14 +92,13 @@ CUAPI(cuMemFreeHost, void *at)
 	return result;
 }
 
-CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
+CUAPI(6050, cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
 	TRY(capture_forbids_unsafe());
-	if (!at || !bytes || flags > 15)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!at || !bytes || flags > 15, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&memory.lock);
 	bool taken = book_overlaps(&memory.ranges, (uintptr_t)at, bytes);
 	pthread_mutex_unlock(&memory.lock);
@@ -112,35 +106,32 @@ CUAPI(cuMemHostRegister_v2, void *at, size_t bytes, unsigned flags)
 	             : pin(ctx, at, bytes, RANGE_REGISTERED, flags);
 }
 
-CUAPI(cuMemHostUnregister, void *at)
+CUAPI(4000, cuMemHostUnregister, void *at)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
 	TRY(capture_forbids_unsafe());
 	struct range *range = range_at((uintptr_t)at, true);
-	if (!range || range->kind != RANGE_REGISTERED)
-		return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+	REFUSE_IF(!range || range->kind != RANGE_REGISTERED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 	CUresult result = context_wait(range->ctx);
 	leave(range);
 	return result;
 }
 
-CUAPI(cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
+CUAPI(3020, cuMemHostGetDevicePointer_v2, CUdeviceptr *out, void *at, unsigned flags)
 {
 	TRY(driver_check());
-	if (!out || flags || !host_is_pinned(at))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags || !host_is_pinned(at), CUDA_ERROR_INVALID_VALUE);
 	*out = (uintptr_t)at;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemHostGetFlags, unsigned *out, void *at)
+CUAPI(2030, cuMemHostGetFlags, unsigned *out, void *at)
 {
 	const struct range *range = range_at((uintptr_t)at, false);
 
-	if (!out || !range || !host_is_pinned(at))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !range || !host_is_pinned(at), CUDA_ERROR_INVALID_VALUE);
 	*out = range->flags;
 	return CUDA_SUCCESS;
 }

@@ -86,14 +86,12 @@ static CUresult launch_on(CUstream handle, CUfunction f, const unsigned *grid, c
 	struct function *function = function_from(f);
 
 	TRY(stream_resolve(handle, &stream));
-	if (!function)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_HANDLE);
 	uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
-	if (!threads || threads > MAX_THREADS || !grid[0] || !grid[1] || !grid[2] || (params && extra))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!threads || threads > MAX_THREADS || !grid[0] || !grid[1] || !grid[2] || (params && extra),
+	          CUDA_ERROR_INVALID_VALUE);
 	size_t bytes = args_bytes(function);
-	if (bytes && !params && !extra)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(bytes && !params && !extra, CUDA_ERROR_INVALID_VALUE);
 	struct launch *launch = work_new(sizeof(*launch) + bytes, run_launch);
 	launch->work.is_launch = true;
 	launch->work.node_type = NODE_KERNEL;
@@ -106,21 +104,20 @@ static CUresult launch_on(CUstream handle, CUfunction f, const unsigned *grid, c
 	return work_submit(stream, LANE_COMPUTE, &launch->work);
 }
 
-CUAPI(cuLaunchKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+CUAPI(4000, cuLaunchKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
       unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
 {
 	(void)shared;
 	return launch_on(stream, f, (unsigned[]){gx, gy, gz}, (unsigned[]){bx, by, bz}, params, extra);
 }
 
-CUAPI(cuLaunchKernelEx, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
+CUAPI(11060, cuLaunchKernelEx, const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
-	if (!config)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!config, CUDA_ERROR_INVALID_VALUE);
 	return launch_on(config->stream, f, config->grid, config->block, params, extra);
 }
 
-CUAPI(cuLaunchCooperativeKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+CUAPI(9000, cuLaunchCooperativeKernel, CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
       unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params)
 {
 	(void)shared;
@@ -148,13 +145,12 @@ static CUresult run_host(struct work *work, struct channel *channel)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
+CUAPI(10000, cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 {
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!function)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!function, CUDA_ERROR_INVALID_VALUE);
 	struct host_work *host = work_new(sizeof(*host), run_host);
 	host->work.node_type = NODE_HOST;
 	host->function = function;
@@ -162,13 +158,12 @@ CUAPI(cuLaunchHostFunc, CUstream handle, CUhostFn function, void *user)
 	return work_submit(stream, LANE_COMPUTE, &host->work);
 }
 
-CUAPI(cuStreamAddCallback, CUstream handle, CUstreamCallback callback, void *user, unsigned flags)
+CUAPI(5000, cuStreamAddCallback, CUstream handle, CUstreamCallback callback, void *user, unsigned flags)
 {
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!callback || flags)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!callback || flags, CUDA_ERROR_INVALID_VALUE);
 	struct host_work *host = work_new(sizeof(*host), run_host);
 	host->work.node_type = -1; /* not permitted in a capture */
 	host->callback = callback;

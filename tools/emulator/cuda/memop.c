@@ -81,8 +81,7 @@ static CUresult submit(CUstream handle, unsigned count, const CUstreamBatchMemOp
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!count || count > MOST_OPS || !ops)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!count || count > MOST_OPS || !ops, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < count; i++)
 		if (!is_valid(&ops[i]))
 			return CUDA_ERROR_INVALID_VALUE;
@@ -93,29 +92,30 @@ static CUresult submit(CUstream handle, unsigned count, const CUstreamBatchMemOp
 	return work_submit(stream, LANE_COMPUTE, &memop->work);
 }
 
-CUAPI(cuStreamBatchMemOp_v2, CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops, unsigned flags)
+CUAPI(11070, cuStreamBatchMemOp_v2, CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops,
+      unsigned flags)
 {
 	return flags ? CUDA_ERROR_INVALID_VALUE : submit(stream, count, ops);
 }
 
-CUAPI(cuStreamBatchMemOp_v2_ptsz, CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops,
+CUAPI(11070, cuStreamBatchMemOp_v2_ptsz, CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops,
       unsigned flags)
 {
 	return cuStreamBatchMemOp_v2(PER_THREAD(stream), count, ops, flags);
 }
 
-#define MEM_OP(name, type, op)                                                                \
-	CUAPI(name, CUstream stream, CUdeviceptr address, type value, unsigned flags)         \
-	{                                                                                     \
-		CUstreamBatchMemOpParams one = {                                              \
-		        .operation = op, .address = address, .value = value, .flags = flags}; \
-		return submit(stream, 1, &one);                                               \
-	}                                                                                     \
-	CUAPI(name##_ptsz, CUstream stream, CUdeviceptr address, type value, unsigned flags)  \
-	{                                                                                     \
-		return name(PER_THREAD(stream), address, value, flags);                       \
+#define MEM_OP(since, name, type, op)                                                               \
+	CUAPI(since, name, CUstream stream, CUdeviceptr address, type value, unsigned flags)        \
+	{                                                                                           \
+		CUstreamBatchMemOpParams one = {                                                    \
+		        .operation = op, .address = address, .value = value, .flags = flags};       \
+		return submit(stream, 1, &one);                                                     \
+	}                                                                                           \
+	CUAPI(since, name##_ptsz, CUstream stream, CUdeviceptr address, type value, unsigned flags) \
+	{                                                                                           \
+		return name(PER_THREAD(stream), address, value, flags);                             \
 	}
-MEM_OP(cuStreamWaitValue32_v2, uint32_t, CU_MEM_OP_WAIT_32)
-MEM_OP(cuStreamWaitValue64_v2, uint64_t, CU_MEM_OP_WAIT_64)
-MEM_OP(cuStreamWriteValue32_v2, uint32_t, CU_MEM_OP_WRITE_32)
-MEM_OP(cuStreamWriteValue64_v2, uint64_t, CU_MEM_OP_WRITE_64)
+MEM_OP(11070, cuStreamWaitValue32_v2, uint32_t, CU_MEM_OP_WAIT_32)
+MEM_OP(11070, cuStreamWaitValue64_v2, uint64_t, CU_MEM_OP_WAIT_64)
+MEM_OP(11070, cuStreamWriteValue32_v2, uint32_t, CU_MEM_OP_WRITE_32)
+MEM_OP(11070, cuStreamWriteValue64_v2, uint64_t, CU_MEM_OP_WRITE_64)

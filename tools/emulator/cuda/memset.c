@@ -11,6 +11,7 @@
 #define STEP_BYTES 65536u
 #define DROP_BYTES (2u << 20)
 #define PAGE       4096u
+#define FILL_SINCE 3020
 
 struct fill_work {
 	struct work work;
@@ -78,8 +79,7 @@ static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 	TRY(stream_resolve(handle, &stream));
 	if (!shape.width || !shape.height)
 		return CUDA_SUCCESS;
-	if (!shape.to || shape.to % shape.element)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!shape.to || shape.to % shape.element, CUDA_ERROR_INVALID_VALUE);
 	struct fill_work *work = work_new(sizeof(*work), run_fill);
 	shape.work = work->work;
 	*work = shape;
@@ -101,38 +101,39 @@ static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 #define PLANE CUdeviceptr to, size_t pitch
 #define SIZE  size_t width, size_t height
 
-#define FILL(name, type)                                                                              \
-	CUAPI(cuMemsetD##name##_v2, CUdeviceptr to, type value, size_t count)                         \
-	{                                                                                             \
-		return fill(FLAT(type), NULL, true);                                                  \
-	}                                                                                             \
-	CUAPI(cuMemsetD##name##_v2_ptds, CUdeviceptr to, type value, size_t count)                    \
-	{                                                                                             \
-		return fill(FLAT(type), CU_STREAM_PER_THREAD, true);                                  \
-	}                                                                                             \
-	CUAPI(cuMemsetD##name##Async, CUdeviceptr to, type value, size_t count, CUstream stream)      \
-	{                                                                                             \
-		return fill(FLAT(type), stream, false);                                               \
-	}                                                                                             \
-	CUAPI(cuMemsetD##name##Async_ptsz, CUdeviceptr to, type value, size_t count, CUstream stream) \
-	{                                                                                             \
-		return fill(FLAT(type), PER_THREAD(stream), false);                                   \
-	}                                                                                             \
-	CUAPI(cuMemsetD2D##name##_v2, PLANE, type value, SIZE)                                        \
-	{                                                                                             \
-		return fill(PITCHED(type), NULL, true);                                               \
-	}                                                                                             \
-	CUAPI(cuMemsetD2D##name##_v2_ptds, PLANE, type value, SIZE)                                   \
-	{                                                                                             \
-		return fill(PITCHED(type), CU_STREAM_PER_THREAD, true);                               \
-	}                                                                                             \
-	CUAPI(cuMemsetD2D##name##Async, PLANE, type value, SIZE, CUstream stream)                     \
-	{                                                                                             \
-		return fill(PITCHED(type), stream, false);                                            \
-	}                                                                                             \
-	CUAPI(cuMemsetD2D##name##Async_ptsz, PLANE, type value, SIZE, CUstream stream)                \
-	{                                                                                             \
-		return fill(PITCHED(type), PER_THREAD(stream), false);                                \
+#define FILL(name, type)                                                                                     \
+	CUAPI(FILL_SINCE, cuMemsetD##name##_v2, CUdeviceptr to, type value, size_t count)                    \
+	{                                                                                                    \
+		return fill(FLAT(type), NULL, true);                                                         \
+	}                                                                                                    \
+	CUAPI(PER_THREAD_SINCE, cuMemsetD##name##_v2_ptds, CUdeviceptr to, type value, size_t count)         \
+	{                                                                                                    \
+		return fill(FLAT(type), CU_STREAM_PER_THREAD, true);                                         \
+	}                                                                                                    \
+	CUAPI(FILL_SINCE, cuMemsetD##name##Async, CUdeviceptr to, type value, size_t count, CUstream stream) \
+	{                                                                                                    \
+		return fill(FLAT(type), stream, false);                                                      \
+	}                                                                                                    \
+	CUAPI(PER_THREAD_SINCE, cuMemsetD##name##Async_ptsz, CUdeviceptr to, type value, size_t count,       \
+	      CUstream stream)                                                                               \
+	{                                                                                                    \
+		return fill(FLAT(type), PER_THREAD(stream), false);                                          \
+	}                                                                                                    \
+	CUAPI(FILL_SINCE, cuMemsetD2D##name##_v2, PLANE, type value, SIZE)                                   \
+	{                                                                                                    \
+		return fill(PITCHED(type), NULL, true);                                                      \
+	}                                                                                                    \
+	CUAPI(PER_THREAD_SINCE, cuMemsetD2D##name##_v2_ptds, PLANE, type value, SIZE)                        \
+	{                                                                                                    \
+		return fill(PITCHED(type), CU_STREAM_PER_THREAD, true);                                      \
+	}                                                                                                    \
+	CUAPI(FILL_SINCE, cuMemsetD2D##name##Async, PLANE, type value, SIZE, CUstream stream)                \
+	{                                                                                                    \
+		return fill(PITCHED(type), stream, false);                                                   \
+	}                                                                                                    \
+	CUAPI(PER_THREAD_SINCE, cuMemsetD2D##name##Async_ptsz, PLANE, type value, SIZE, CUstream stream)     \
+	{                                                                                                    \
+		return fill(PITCHED(type), PER_THREAD(stream), false);                                       \
 	}
 FILL(8, uint8_t)
 FILL(16, uint16_t)

@@ -19,19 +19,8 @@
 #define FATBIN_MAGIC  0xba55ed50u
 #define FATBINC_MAGIC 0x466243b1u
 
-struct module *module_from(const void *handle)
-{
-	struct module *module = (struct module *)(uintptr_t)handle;
-
-	return module && module->magic == MAGIC_MODULE ? module : NULL;
-}
-
-struct function *function_from(const void *handle)
-{
-	struct function *function = (struct function *)(uintptr_t)handle;
-
-	return function && function->magic == MAGIC_FUNCTION ? function : NULL;
-}
+HANDLE(module_from, const void *, struct module, MAGIC_MODULE)
+HANDLE(function_from, const void *, struct function, MAGIC_FUNCTION)
 
 /* Images come without a length; each kind tells its own. 0: none of the kinds that are known. */
 static size_t image_bytes(const void **image)
@@ -78,11 +67,9 @@ static CUresult open_native(struct module *module)
 static CUresult load(const void *image, struct module **out)
 {
 	TRY(driver_check());
-	if (!image || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!image || !out, CUDA_ERROR_INVALID_VALUE);
 	size_t bytes = image_bytes(&image);
-	if (!bytes)
-		return CUDA_ERROR_INVALID_IMAGE;
+	REFUSE_IF(!bytes, CUDA_ERROR_INVALID_IMAGE);
 	struct module *module = calloc(1, sizeof(*module));
 	if (module)
 		module->image = malloc(bytes + 1);
@@ -110,8 +97,7 @@ static CUresult load_file(const char *path, struct module **out)
 	struct stat info;
 	int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
 
-	if (fd < 0)
-		return CUDA_ERROR_FILE_NOT_FOUND;
+	REFUSE_IF(fd < 0, CUDA_ERROR_FILE_NOT_FOUND);
 	char *bytes = fstat(fd, &info) ? NULL : calloc(1, (size_t)info.st_size + sizeof(Elf64_Ehdr));
 	ssize_t got = bytes ? read(fd, bytes, (size_t)info.st_size) : -1;
 	close(fd);
@@ -167,22 +153,18 @@ static CUresult get_function(struct module *module, const char *name, struct fun
 {
 	static const int defaults[FUNCTION_ATTRIBUTES] = {1024, 0, 0, 0, 32, 90, 90, 0, 49152, -1};
 
-	if (!module)
-		return CUDA_ERROR_INVALID_HANDLE;
-	if (!name || !*name || !out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!module, CUDA_ERROR_INVALID_HANDLE);
+	REFUSE_IF(!name || !*name || !out, CUDA_ERROR_INVALID_VALUE);
 	const struct builtin *builtin = module->has_builtins ? builtin_find(name) : NULL;
 	const struct emu_native *native = builtin ? NULL : find_native(module, name);
-	if (!builtin && !native && (module->has_builtins || !has_name(module, name)))
-		return CUDA_ERROR_NOT_FOUND;
+	REFUSE_IF(!builtin && !native && (module->has_builtins || !has_name(module, name)),
+	          CUDA_ERROR_NOT_FOUND);
 	pthread_mutex_lock(&emu.lock);
 	struct function *function = module->functions;
 	while (function && strcmp(function->name, name))
 		function = function->next;
 	if (!function) {
-		function = calloc(1, sizeof(*function) + strlen(name) + 1);
-		if (!function)
-			abort();
+		function = zeroed(sizeof(*function) + strlen(name) + 1);
 		function->magic = MAGIC_FUNCTION;
 		function->module = module;
 		function->builtin = builtin;
@@ -197,7 +179,7 @@ static CUresult get_function(struct module *module, const char *name, struct fun
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleLoadData, CUmodule *out, const void *image)
+CUAPI(2000, cuModuleLoadData, CUmodule *out, const void *image)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -205,18 +187,19 @@ CUAPI(cuModuleLoadData, CUmodule *out, const void *image)
 	return result ? result : load(image, (struct module **)out);
 }
 
-CUAPI(cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, void *options, void **values)
+CUAPI(2010, cuModuleLoadDataEx, CUmodule *out, const void *image, unsigned count, void *options,
+      void **values)
 {
 	(void)count, (void)options, (void)values;
 	return cuModuleLoadData(out, image);
 }
 
-CUAPI(cuModuleLoadFatBinary, CUmodule *out, const void *image)
+CUAPI(2000, cuModuleLoadFatBinary, CUmodule *out, const void *image)
 {
 	return cuModuleLoadData(out, image);
 }
 
-CUAPI(cuModuleLoad, CUmodule *out, const char *path)
+CUAPI(2000, cuModuleLoad, CUmodule *out, const char *path)
 {
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
@@ -224,52 +207,51 @@ CUAPI(cuModuleLoad, CUmodule *out, const char *path)
 	return result ? result : load_file(path, (struct module **)out);
 }
 
-CUAPI(cuModuleUnload, CUmodule handle)
+CUAPI(2000, cuModuleUnload, CUmodule handle)
 {
 	struct module *module = module_from(handle);
 
-	if (!module)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF(!module, CUDA_ERROR_INVALID_HANDLE);
 	unload(module);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuModuleGetFunction, CUfunction *out, CUmodule handle, const char *name)
+CUAPI(2000, cuModuleGetFunction, CUfunction *out, CUmodule handle, const char *name)
 {
 	return get_function(module_from(handle), name, (struct function **)out);
 }
 
-CUAPI(cuLibraryLoadData, CUlibrary *out, const void *image, void *jit, void **jit_values, unsigned jit_count,
-      void *options, void **values, unsigned count)
+CUAPI(12000, cuLibraryLoadData, CUlibrary *out, const void *image, void *jit, void **jit_values,
+      unsigned jit_count, void *options, void **values, unsigned count)
 {
 	(void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values, (void)count;
 	return load(image, (struct module **)out);
 }
 
-CUAPI(cuLibraryLoadFromFile, CUlibrary *out, const char *path, void *jit, void **jit_values,
+CUAPI(12000, cuLibraryLoadFromFile, CUlibrary *out, const char *path, void *jit, void **jit_values,
       unsigned jit_count, void *options, void **values, unsigned count)
 {
 	(void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values, (void)count;
 	return load_file(path, (struct module **)out);
 }
 
-CUAPI(cuLibraryUnload, CUlibrary handle)
+CUAPI(12000, cuLibraryUnload, CUlibrary handle)
 {
 	return cuModuleUnload((CUmodule)(void *)handle);
 }
 
-CUAPI(cuLibraryGetKernel, CUkernel *out, CUlibrary handle, const char *name)
+CUAPI(12000, cuLibraryGetKernel, CUkernel *out, CUlibrary handle, const char *name)
 {
 	return get_function(module_from(handle), name, (struct function **)out);
 }
 
-CUAPI(cuLibraryGetModule, CUmodule *out, CUlibrary handle)
+CUAPI(12000, cuLibraryGetModule, CUmodule *out, CUlibrary handle)
 {
 	*out = (CUmodule)module_from(handle);
 	return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUAPI(cuKernelGetFunction, CUfunction *out, CUkernel handle)
+CUAPI(12000, cuKernelGetFunction, CUfunction *out, CUkernel handle)
 {
 	*out = (CUfunction)function_from(handle);
 	return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;

@@ -24,13 +24,12 @@ enum attribute {
 /* A copy, so that nobody looks at a range that goes away. */
 static bool look_up(uint64_t address, struct range *out)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *range = book_find(&memory.ranges, address);
 	if (!range)
 		range = book_find(&memory.mappings, address);
 	if (range)
 		*out = *range;
-	pthread_mutex_unlock(&memory.lock);
 	return range != NULL;
 }
 
@@ -89,18 +88,18 @@ static CUresult answer(void *data, int attribute, uint64_t address, const struct
 	}
 }
 
-CUAPI(cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
+CUAPI(4000, cuPointerGetAttribute, void *data, int attribute, CUdeviceptr address)
 {
 	struct range range;
 
 	TRY(driver_check());
-	if (!data || attribute <= 0 || attribute > ATTRIBUTE_LAST || !look_up(address, &range))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!data || attribute <= 0 || attribute > ATTRIBUTE_LAST || !look_up(address, &range),
+	          CUDA_ERROR_INVALID_VALUE);
 	return answer(data, attribute, address, &range);
 }
 
 /* An address that is not CUDA's is no error here: the answers are zeros. */
-CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data, CUdeviceptr address)
+CUAPI(7000, cuPointerGetAttributes, unsigned count, const int *attributes, void **data, CUdeviceptr address)
 {
 	static const uint8_t wide[ATTRIBUTE_LAST + 1] = {
 	        [1] = 8,  [3] = 8,  [4] = 8,  [7] = 8,  [11] = 8, [12] = 8,
@@ -108,13 +107,11 @@ CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data
 	struct range range;
 
 	TRY(driver_check());
-	if (!count || !attributes || !data)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!count || !attributes || !data, CUDA_ERROR_INVALID_VALUE);
 	bool is_known = look_up(address, &range);
 	for (unsigned i = 0; i < count; i++) {
 		int attribute = attributes[i];
-		if (attribute <= 0 || attribute > ATTRIBUTE_LAST)
-			return CUDA_ERROR_INVALID_VALUE;
+		REFUSE_IF(attribute <= 0 || attribute > ATTRIBUTE_LAST, CUDA_ERROR_INVALID_VALUE);
 		if (!is_known || answer(data[i], attribute, address, &range))
 			put(data[i], wide[attribute] ? wide[attribute] : 4,
 			    attribute == ATTRIBUTE_DEVICE_ORDINAL ? (uint64_t)-2 : 0);
@@ -122,7 +119,7 @@ CUAPI(cuPointerGetAttributes, unsigned count, const int *attributes, void **data
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr address)
+CUAPI(6000, cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr address)
 {
 	struct range range;
 
@@ -132,13 +129,12 @@ CUAPI(cuPointerSetAttribute, const void *value, int attribute, CUdeviceptr addre
 	               : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
+CUAPI(3020, cuMemGetAddressRange_v2, CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
 	struct range range;
 
 	TRY(driver_check());
-	if (!look_up(address, &range))
-		return CUDA_ERROR_NOT_FOUND;
+	REFUSE_IF(!look_up(address, &range), CUDA_ERROR_NOT_FOUND);
 	if (base)
 		*base = range.base;
 	if (bytes)

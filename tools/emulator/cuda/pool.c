@@ -23,19 +23,12 @@ struct free_work {
 	struct range *range;
 };
 
-static struct pool *pool_from(CUmemoryPool handle)
+static HANDLE(pool_from, CUmemoryPool, struct pool, MAGIC_POOL)
+
+        static struct pool *pool_new(struct device *dev)
 {
-	struct pool *pool = (struct pool *)handle;
+	struct pool *pool = zeroed(sizeof(*pool));
 
-	return pool && pool->magic == MAGIC_POOL ? pool : NULL;
-}
-
-static struct pool *pool_new(struct device *dev)
-{
-	struct pool *pool = calloc(1, sizeof(*pool));
-
-	if (!pool)
-		abort();
 	pool->magic = MAGIC_POOL;
 	pool->dev = dev;
 	return pool;
@@ -43,21 +36,18 @@ static struct pool *pool_new(struct device *dev)
 
 static struct pool *pool_of(struct device *dev)
 {
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!dev->default_pool)
 		dev->pool = dev->default_pool = pool_new(dev);
-	struct pool *pool = dev->pool;
-	pthread_mutex_unlock(&emu.lock);
-	return pool;
+	return dev->pool;
 }
 
 static void account(struct pool *pool, int64_t bytes)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	pool->used += (uint64_t)bytes;
 	if (pool->used > pool->highest)
 		pool->highest = pool->used;
-	pthread_mutex_unlock(&memory.lock);
 }
 
 static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CUstream handle)
@@ -66,8 +56,7 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 	struct range *range;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out || !bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	bool is_captured = stream->capture != NULL;
 	pthread_mutex_unlock(&emu.lock);
@@ -80,12 +69,12 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemAllocAsync, CUdeviceptr *out, size_t bytes, CUstream stream)
+CUAPI(11020, cuMemAllocAsync, CUdeviceptr *out, size_t bytes, CUstream stream)
 {
 	return alloc_from(NULL, out, bytes, stream);
 }
 
-CUAPI(cuMemAllocFromPoolAsync, CUdeviceptr *out, size_t bytes, CUmemoryPool handle, CUstream stream)
+CUAPI(11020, cuMemAllocFromPoolAsync, CUdeviceptr *out, size_t bytes, CUmemoryPool handle, CUstream stream)
 {
 	struct pool *pool = pool_from(handle);
 
@@ -102,14 +91,13 @@ static CUresult run_free(struct work *work, struct channel *channel)
 	return device_free(range);
 }
 
-CUAPI(cuMemFreeAsync, CUdeviceptr address, CUstream handle)
+CUAPI(11020, cuMemFreeAsync, CUdeviceptr address, CUstream handle)
 {
 	struct stream *stream;
 	struct range *range = range_at(address, true);
 
 	TRY(stream_resolve(handle, &stream));
-	if (!range || range->kind != RANGE_DEVICE)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!range || range->kind != RANGE_DEVICE, CUDA_ERROR_INVALID_VALUE);
 	struct free_work *work = work_new(sizeof(*work), run_free);
 	work->work.node_type = -1;
 	work->range = range;
@@ -121,24 +109,23 @@ static CUresult device_pool(CUmemoryPool *out, CUdevice handle, bool is_default)
 	struct device *dev;
 
 	TRY(device_of(handle, &dev));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	struct pool *pool = pool_of(dev);
 	*out = (CUmemoryPool)(is_default ? dev->default_pool : pool);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDeviceGetDefaultMemPool, CUmemoryPool *out, CUdevice dev)
+CUAPI(11020, cuDeviceGetDefaultMemPool, CUmemoryPool *out, CUdevice dev)
 {
 	return device_pool(out, dev, true);
 }
 
-CUAPI(cuDeviceGetMemPool, CUmemoryPool *out, CUdevice dev)
+CUAPI(11020, cuDeviceGetMemPool, CUmemoryPool *out, CUdevice dev)
 {
 	return device_pool(out, dev, false);
 }
 
-CUAPI(cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
+CUAPI(11020, cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 {
 	struct device *dev = device_at(handle);
 	struct pool *pool = pool_from(pool_handle);
@@ -146,47 +133,43 @@ CUAPI(cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 	if (!dev || !pool || pool->dev != dev)
 		return dev ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_DEVICE;
 	pool_of(dev);
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	dev->pool = pool;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetDefaultMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
+CUAPI(13000, cuMemGetDefaultMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
-	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	return device_pool(out, location->id, true);
 }
 
-CUAPI(cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
+CUAPI(13000, cuMemGetMemPool, CUmemoryPool *out, const CUmemLocation *location, int type)
 {
-	if (!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!location || type != CU_MEM_TYPE_PINNED || location->type != CU_MEM_LOCATION_DEVICE,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	return device_pool(out, location->id, false);
 }
 
-CUAPI(cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
+CUAPI(11020, cuMemPoolCreate, CUmemoryPool *out, const CUmemPoolProps *props)
 {
 	TRY(driver_check());
-	if (!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (props->location.type != CU_MEM_LOCATION_DEVICE || props->handle_types)
-		return CUDA_ERROR_NOT_SUPPORTED;
+	REFUSE_IF(!out || !props || props->alloc_type != CU_MEM_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(props->location.type != CU_MEM_LOCATION_DEVICE || props->handle_types,
+	          CUDA_ERROR_NOT_SUPPORTED);
 	struct device *dev = device_at(props->location.id);
-	if (!dev)
-		return CUDA_ERROR_INVALID_DEVICE;
+	REFUSE_IF(!dev, CUDA_ERROR_INVALID_DEVICE);
 	*out = (CUmemoryPool)pool_new(dev);
 	return CUDA_SUCCESS;
 }
 
 /* Memory still out keeps its pointer to the pool for its books, so the pool itself is never freed. */
-CUAPI(cuMemPoolDestroy, CUmemoryPool handle)
+CUAPI(11020, cuMemPoolDestroy, CUmemoryPool handle)
 {
 	struct pool *pool = pool_from(handle);
 
-	if (!pool || pool == pool->dev->default_pool)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pool || pool == pool->dev->default_pool, CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&emu.lock);
 	if (pool->dev->pool == pool)
 		pool->dev->pool = pool->dev->default_pool;
@@ -195,7 +178,7 @@ CUAPI(cuMemPoolDestroy, CUmemoryPool handle)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolTrimTo, CUmemoryPool handle, size_t keep)
+CUAPI(11020, cuMemPoolTrimTo, CUmemoryPool handle, size_t keep)
 {
 	(void)keep;
 	return pool_from(handle) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -206,26 +189,25 @@ static size_t attribute_bytes(int attribute)
 	return attribute < RELEASE_THRESHOLD ? sizeof(int) : sizeof(uint64_t);
 }
 
-CUAPI(cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
+CUAPI(11020, cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
 {
 	struct pool *pool = pool_from(handle);
 
-	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	REFUSE_IF(!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH,
+	          CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&memory.lock);
 	memcpy(&pool->attributes[attribute], value, attribute_bytes(attribute));
 	if (attribute > RESERVED_NOW)
 		pool->highest = pool->used;
-	pthread_mutex_unlock(&memory.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
+CUAPI(11020, cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
 {
 	const struct pool *pool = pool_from(handle);
 
-	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH,
+	          CUDA_ERROR_INVALID_VALUE);
 	pthread_mutex_lock(&memory.lock);
 	uint64_t now = pool->attributes[attribute];
 	if (attribute >= RESERVED_NOW) /* reserved now, reserved at most, used now, used at most */
@@ -235,15 +217,14 @@ CUAPI(cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemPoolSetAccess, CUmemoryPool handle, const CUmemAccessDesc *descs, size_t count)
+CUAPI(11020, cuMemPoolSetAccess, CUmemoryPool handle, const CUmemAccessDesc *descs, size_t count)
 {
 	return pool_from(handle) && (descs || !count) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemPoolGetAccess, int *out, CUmemoryPool handle, const CUmemLocation *location)
+CUAPI(11020, cuMemPoolGetAccess, int *out, CUmemoryPool handle, const CUmemLocation *location)
 {
-	if (!out || !pool_from(handle) || !location)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !pool_from(handle) || !location, CUDA_ERROR_INVALID_VALUE);
 	*out = CU_ACCESS_READWRITE;
 	return CUDA_SUCCESS;
 }

@@ -9,7 +9,7 @@
 #define DMA_BUF_HANDLE 1
 #define HOST_PAGE      4096u
 
-CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
+CUAPI(4010, cuIpcGetMemHandle, void *out, CUdeviceptr address)
 {
 	TRY(driver_check());
 	const struct range *range = range_at(address, false);
@@ -17,7 +17,7 @@ CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
 	                                                   : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid third, CUuuid high,
+CUAPI(11000, cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid third, CUuuid high,
       unsigned flags)
 {
 	(void)low, (void)second, (void)third, (void)high,
@@ -25,7 +25,7 @@ CUAPI(cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid
 	return out ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuIpcCloseMemHandle, CUdeviceptr address)
+CUAPI(4010, cuIpcCloseMemHandle, CUdeviceptr address)
 {
 	(void)address;
 	return CUDA_ERROR_INVALID_VALUE; /* nothing was ever opened */
@@ -34,29 +34,24 @@ CUAPI(cuIpcCloseMemHandle, CUdeviceptr address)
 /* The memory object that holds the whole range, or 0. */
 static uint32_t object_of(uint64_t address, uint64_t bytes)
 {
-	uint32_t h_memory = 0;
-
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, address);
 	const struct range *area = book_find(&memory.areas, address);
-	if (mapping && address + bytes <= mapping->base + mapping->bytes)
-		h_memory = mapping->handle->h_memory;
-	else if (!mapping && area && area->h_memory && address + bytes <= area->base + area->bytes)
-		h_memory = area->h_memory;
-	pthread_mutex_unlock(&memory.lock);
-	return h_memory;
+	if (mapping)
+		return address + bytes <= mapping->base + mapping->bytes ? mapping->handle->h_memory : 0;
+	return area && address + bytes <= area->base + area->bytes ? area->h_memory : 0;
 }
 
-CUAPI(cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
+CUAPI(11070, cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
       unsigned long long flags)
 {
 	TRY(driver_check());
-	if (!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE || flags > 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE ||
+	                  flags > 1,
+	          CUDA_ERROR_INVALID_VALUE);
 	uint32_t h_memory = object_of(address, bytes);
 	int fd = h_memory ? rm_object_file(h_memory) : -1;
-	if (fd < 0)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(fd < 0, CUDA_ERROR_INVALID_VALUE);
 	*(int *)out = fd;
 	return CUDA_SUCCESS;
 }

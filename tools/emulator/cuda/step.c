@@ -381,7 +381,7 @@ static CUresult start(struct step *step, struct context *ctx, launch_fn *launch)
 	return result;
 }
 
-CUAPI(valve_emu_step_begin, launch_fn *launch)
+CUresult valve_emu_step_begin(launch_fn *launch)
 {
 	uint32_t runner = my_tid();
 	struct step *step = step_of(runner);
@@ -401,12 +401,11 @@ CUAPI(valve_emu_step_begin, launch_fn *launch)
 	return result ? result : enrol_all(step, runner);
 }
 
-CUAPI(valve_emu_step_end, void)
+CUresult valve_emu_step_end(void)
 {
 	struct step *step = step_of(my_tid());
 
-	if (!step)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!step, CUDA_ERROR_INVALID_VALUE);
 	if (--step->depth)
 		return CUDA_SUCCESS;
 	finish(step);

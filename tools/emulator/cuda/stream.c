@@ -9,10 +9,8 @@
 
 struct stream *stream_make(struct context *ctx, unsigned flags, int priority)
 {
-	struct stream *stream = calloc(1, sizeof(*stream));
+	struct stream *stream = zeroed(sizeof(*stream));
 
-	if (!stream)
-		abort();
 	stream->magic = MAGIC_STREAM;
 	stream->ctx = ctx;
 	stream->line = timeline_new();
@@ -28,12 +26,7 @@ struct stream *stream_make(struct context *ctx, unsigned flags, int priority)
 
 void stream_free_locked(struct stream *stream)
 {
-	for (struct stream **at = &stream->ctx->streams; *at; at = &(*at)->next) {
-		if (*at == stream) {
-			*at = stream->next;
-			break;
-		}
-	}
+	UNLINK(stream->ctx->streams, stream);
 	capture_leave_locked(stream);
 	deps_met(&stream->ctx->orphans);
 	deps_add(&stream->ctx->orphans, stream->line, stream->line->submitted);
@@ -78,8 +71,7 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 		return CUDA_SUCCESS;
 	}
 	*out = (struct stream *)handle;
-	if ((*out)->magic != MAGIC_STREAM)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF((*out)->magic != MAGIC_STREAM, CUDA_ERROR_INVALID_HANDLE);
 	return (*out)->ctx->sticky;
 }
 
@@ -119,11 +111,7 @@ CUresult context_wait(struct context *ctx)
 	context_work_locked(ctx, &all);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&all);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&all);
-	CUresult result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return ctx->sticky;
 }
 
 int priority_clamp(int priority)
@@ -131,39 +119,35 @@ int priority_clamp(int priority)
 	return priority < -5 ? -5 : priority > 0 ? 0 : priority;
 }
 
-CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
+CUAPI(5050, cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
 {
 	struct context *ctx;
 
 	TRY(context_current(&ctx));
-	if (!out || flags > NON_BLOCKING)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!out || flags > NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	*out = (CUstream)stream_make(ctx, flags, priority_clamp(priority));
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamCreate, CUstream *out, unsigned flags)
+CUAPI(2000, cuStreamCreate, CUstream *out, unsigned flags)
 {
 	return cuStreamCreateWithPriority(out, flags, 0);
 }
 
 /* Returns at once; work already queued goes on. The timeline lives until that work is done. */
-CUAPI(cuStreamDestroy_v2, CUstream handle)
+CUAPI(4000, cuStreamDestroy_v2, CUstream handle)
 {
 	struct stream *stream;
 
-	if ((uintptr_t)handle <= 2)
-		return CUDA_ERROR_INVALID_HANDLE;
+	REFUSE_IF((uintptr_t)handle <= 2, CUDA_ERROR_INVALID_HANDLE);
 	TRY(stream_resolve(handle, &stream));
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	stream_free_locked(stream);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamSynchronize, CUstream handle)
+CUAPI(2000, cuStreamSynchronize, CUstream handle)
 {
 	METERED(WAIT);
 	struct stream *stream = NULL;
@@ -172,21 +156,18 @@ CUAPI(cuStreamSynchronize, CUstream handle)
 	return result ? result : stream_wait(stream);
 }
 
-CUAPI(cuStreamQuery, CUstream handle)
+CUAPI(2000, cuStreamQuery, CUstream handle)
 {
 	struct stream *stream = NULL;
 
 	TRY(stream_resolve(handle, &stream));
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	CUresult result = capture_forbids_sync_locked(stream);
-	if (!result && stream->line->done < stream->line->submitted)
-		result = CUDA_ERROR_NOT_READY;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return !result && stream->line->done < stream->line->submitted ? CUDA_ERROR_NOT_READY : result;
 }
 
-#define STREAM_GETTER(name, type, value)                 \
-	CUAPI(name, CUstream handle, type *out)          \
+#define STREAM_GETTER(since, name, type, value)          \
+	CUAPI(since, name, CUstream handle, type *out)   \
 	{                                                \
 		struct stream *stream;                   \
 		TRY(stream_resolve(handle, &stream));    \
@@ -195,8 +176,9 @@ CUAPI(cuStreamQuery, CUstream handle)
 		*out = (type)(value);                    \
 		return CUDA_SUCCESS;                     \
 	}
-STREAM_GETTER(cuStreamGetFlags, unsigned, stream->flags)
-STREAM_GETTER(cuStreamGetPriority, int, stream->priority)
-STREAM_GETTER(cuStreamGetCtx, CUcontext, stream->ctx)
-STREAM_GETTER(cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
-STREAM_GETTER(cuStreamGetId, unsigned long long, ((unsigned long long)stream->ctx->id << 32) + stream->id)
+STREAM_GETTER(5050, cuStreamGetFlags, unsigned, stream->flags)
+STREAM_GETTER(5050, cuStreamGetPriority, int, stream->priority)
+STREAM_GETTER(9020, cuStreamGetCtx, CUcontext, stream->ctx)
+STREAM_GETTER(12080, cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
+STREAM_GETTER(12000, cuStreamGetId, unsigned long long,
+              ((unsigned long long)stream->ctx->id << 32) + stream->id)

@@ -11,10 +11,8 @@
 
 struct timeline *timeline_new(void)
 {
-	struct timeline *line = calloc(1, sizeof(*line));
+	struct timeline *line = zeroed(sizeof(*line));
 
-	if (!line)
-		abort();
 	line->refs = 1;
 	line->wake_at = NOBODY;
 	return line;
@@ -90,6 +88,8 @@ void deps_wait(struct dependencies *deps)
 {
 	for (unsigned i = 0; i < deps->count; i++)
 		timeline_wait(deps->at[i].line, deps->at[i].seq);
+	LOCKED(&emu.lock);
+	deps_clear(deps);
 }
 
 bool deps_met(struct dependencies *deps)

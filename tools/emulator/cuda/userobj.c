@@ -13,14 +13,9 @@ struct user_object {
 	CUhostFn destroy;
 };
 
-static struct user_object *object_from(void *handle)
-{
-	struct user_object *object = handle;
+static HANDLE(object_from, void *, struct user_object, MAGIC_USER)
 
-	return object && object->magic == MAGIC_USER ? object : NULL;
-}
-
-void user_object_hold_locked(struct user_object *object, unsigned count)
+        void user_object_hold_locked(struct user_object *object, unsigned count)
 {
 	object->refs += count;
 }
@@ -38,13 +33,12 @@ void user_object_drop_locked(struct user_object *object, unsigned count)
 	pthread_mutex_lock(&emu.lock);
 }
 
-CUAPI(cuUserObjectCreate, void **out, void *value, CUhostFn destroy, unsigned refs, unsigned flags)
+CUAPI(11030, cuUserObjectCreate, void **out, void *value, CUhostFn destroy, unsigned refs, unsigned flags)
 {
 	if (!out || !destroy || !refs || flags != 1) /* 1: no destructor sync, the only kind there is */
 		return CUDA_ERROR_INVALID_VALUE;
 	struct user_object *object = calloc(1, sizeof(*object));
-	if (!object)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!object, CUDA_ERROR_OUT_OF_MEMORY);
 	*object = (struct user_object){MAGIC_USER, refs, value, destroy};
 	*out = object;
 	return CUDA_SUCCESS;
@@ -54,54 +48,48 @@ static CUresult change(void *handle, unsigned count, bool hold)
 {
 	struct user_object *object = object_from(handle);
 
-	if (!object || !count)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!object || !count, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	if (hold)
 		user_object_hold_locked(object, count);
 	else
 		user_object_drop_locked(object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuUserObjectRetain, void *object, unsigned count)
+CUAPI(11030, cuUserObjectRetain, void *object, unsigned count)
 {
 	return change(object, count, true);
 }
 
-CUAPI(cuUserObjectRelease, void *object, unsigned count)
+CUAPI(11030, cuUserObjectRelease, void *object, unsigned count)
 {
 	return change(object, count, false);
 }
 
-CUAPI(cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsigned count, unsigned flags)
+CUAPI(11030, cuGraphRetainUserObject, CUgraph graph_handle, void *handle, unsigned count, unsigned flags)
 {
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);
 
-	if (!graph || !object || !count || flags > 1)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!graph || !object || !count || flags > 1, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	if (!(flags & 1)) /* 1: the caller's references move to the graph */
 		user_object_hold_locked(object, count);
 	held_add(&graph->held, object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsigned count)
+CUAPI(11030, cuGraphReleaseUserObject, CUgraph graph_handle, void *handle, unsigned count)
 {
 	struct graph *graph = graph_from(graph_handle);
 	struct user_object *object = object_from(handle);
 
-	if (!graph || !object)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
+	REFUSE_IF(!graph || !object, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&emu.lock);
 	bool held = held_remove(&graph->held, object, count);
 	if (held)
 		user_object_drop_locked(object, count);
-	pthread_mutex_unlock(&emu.lock);
 	return held ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

@@ -13,12 +13,7 @@
 #define IMPORT_TYPE_RM_OBJECT 1u
 #define HANDLE_TYPES_KNOWN    (CU_MEM_HANDLE_POSIX_FD)
 
-struct vmm_handle *handle_from(CUmemGenericAllocationHandle value)
-{
-	struct vmm_handle *handle = (struct vmm_handle *)(uintptr_t)value;
-
-	return handle && handle->magic == MAGIC_HANDLE ? handle : NULL;
-}
+HANDLE(handle_from, CUmemGenericAllocationHandle, struct vmm_handle, MAGIC_HANDLE)
 
 struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *prop, uint64_t bytes,
                               uint32_t h_memory)
@@ -55,34 +50,34 @@ bool handle_drop(struct vmm_handle *handle, bool is_mapping)
 /* Where the memory is asked for; host memory hangs off the first device, as everything in RM hangs off one. */
 static CUresult check_prop(const CUmemAllocationProp *prop, struct device **dev, uint32_t *cls)
 {
-	if (!prop || prop->type != CU_MEM_TYPE_PINNED || (prop->requested_handles & ~HANDLE_TYPES_KNOWN))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!prop || prop->type != CU_MEM_TYPE_PINNED ||
+	                  (prop->requested_handles & ~HANDLE_TYPES_KNOWN),
+	          CUDA_ERROR_INVALID_VALUE);
 	if (prop->location.type == CU_MEM_LOCATION_DEVICE) {
 		*cls = NV01_MEMORY_LOCAL_USER;
 		*dev = device_at(prop->location.id);
 		return *dev ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 	}
-	if (prop->location.type < CU_MEM_LOCATION_HOST || prop->location.type > 4)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(prop->location.type < CU_MEM_LOCATION_HOST || prop->location.type > 4,
+	          CUDA_ERROR_INVALID_VALUE);
 	*cls = NV01_MEMORY_SYSTEM;
 	*dev = device_at(0);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *prop, int option)
+CUAPI(10020, cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *prop, int option)
 {
 	struct device *dev;
 	uint32_t cls;
 
 	TRY(driver_check());
 	TRY(check_prop(prop, &dev, &cls));
-	if (!out || option < 0 || option > 1)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || option < 0 || option > 1, CUDA_ERROR_INVALID_VALUE);
 	*out = LARGE_PAGE;
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
+CUAPI(10020, cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
       unsigned long long flags)
 {
 	METERED(CREATE);
@@ -91,15 +86,13 @@ CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemA
 
 	TRY(driver_check());
 	TRY(check_prop(prop, &dev, &cls));
-	if (!out || flags || !bytes || bytes % LARGE_PAGE)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (memory_object_new(dev, cls, bytes, &h_memory))
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!out || flags || !bytes || bytes % LARGE_PAGE, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(memory_object_new(dev, cls, bytes, &h_memory), CUDA_ERROR_OUT_OF_MEMORY);
 	*out = (uintptr_t)handle_new(dev, prop, bytes, h_memory);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
+CUAPI(10020, cuMemRelease, CUmemGenericAllocationHandle value)
 {
 	METERED(RELEASE);
 	struct vmm_handle *handle = handle_from(value);
@@ -108,33 +101,31 @@ CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
 	return handle && handle_drop(handle, false) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
+CUAPI(11000, cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
 {
 	TRY(driver_check());
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, (uintptr_t)address);
 	if (mapping) {
 		mapping->handle->refs++;
 		*out = (uintptr_t)mapping->handle;
 	}
-	pthread_mutex_unlock(&memory.lock);
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGenericAllocationHandle value)
+CUAPI(10020, cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out,
+      CUmemGenericAllocationHandle value)
 {
 	const struct vmm_handle *handle = handle_from(value);
 
-	if (!out || !handle)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !handle, CUDA_ERROR_INVALID_VALUE);
 	*out = handle->prop;
 	return CUDA_SUCCESS;
 }
 
 /* An export is a control file of its own that holds the memory until its last close. */
-CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
+CUAPI(10020, cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
       unsigned long long flags)
 {
 	METERED(EXPORT);
@@ -145,8 +136,7 @@ CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle valu
 	    !(handle->prop.requested_handles & CU_MEM_HANDLE_POSIX_FD))
 		return CUDA_ERROR_INVALID_VALUE;
 	int fd = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-	if (fd < 0)
-		return CUDA_ERROR_OPERATING_SYSTEM;
+	REFUSE_IF(fd < 0, CUDA_ERROR_OPERATING_SYSTEM);
 	struct nv0000_export_object_to_fd p = {
 	        .type = IMPORT_TYPE_RM_OBJECT,
 	        .hDevice = handle->dev->h_device,
@@ -176,7 +166,7 @@ static uint64_t object_bytes(uint32_t h_memory)
 	return (uint64_t)info.st_size;
 }
 
-CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
+CUAPI(10020, cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
 {
 	METERED(IMPORT);
 	int fd = (int)(intptr_t)os_handle;
@@ -184,10 +174,10 @@ CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *o
 	struct device *dev = device_at(0);
 
 	TRY(driver_check());
-	if (!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(
+	        rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)),
+	        CUDA_ERROR_INVALID_VALUE);
 	for (int i = 0; i < emu.devices; i++)
 		if (emu.device[i].instance == info.deviceInstance)
 			dev = &emu.device[i];
@@ -198,8 +188,8 @@ CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *o
 	        .hParent = dev->h_device,
 	        .hObject = rm_new_handle(),
 	};
-	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, &p, sizeof(p)))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, &p, sizeof(p)),
+	          CUDA_ERROR_INVALID_VALUE);
 	CUmemAllocationProp prop = {
 	        .type = CU_MEM_TYPE_PINNED,
 	        .requested_handles = CU_MEM_HANDLE_POSIX_FD,

@@ -12,7 +12,7 @@ static bool is_granular(uint64_t address, uint64_t bytes)
 	return bytes && address % LARGE_PAGE == 0 && bytes % LARGE_PAGE == 0 && address + bytes > address;
 }
 
-CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
+CUAPI(10020, cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
       unsigned long long flags)
 {
 	METERED(RESERVE);
@@ -20,11 +20,10 @@ CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUd
 	TRY(driver_check());
 	if (alignment < LARGE_PAGE)
 		alignment = LARGE_PAGE;
-	if (!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1),
+	          CUDA_ERROR_INVALID_VALUE);
 	struct range *area = area_take(RANGE_RESERVED, bytes, alignment, wanted);
-	if (!area)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	REFUSE_IF(!area, CUDA_ERROR_OUT_OF_MEMORY);
 	sleep_model_ns(emu.board->reserve_ns);
 	if (uvm_create_range(area->base, area->bytes)) {
 		area_give(area);
@@ -43,7 +42,7 @@ static struct range *reservation(uint64_t address, uint64_t bytes)
 	return area;
 }
 
-CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
+CUAPI(10020, cuMemAddressFree, CUdeviceptr address, size_t bytes)
 {
 	METERED(RESERVE);
 
@@ -54,14 +53,13 @@ CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
 	             book_overlaps(&memory.mappings, address, bytes)))
 		area = NULL;
 	pthread_mutex_unlock(&memory.lock);
-	if (!area)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!area, CUDA_ERROR_INVALID_VALUE);
 	uvm_free_range(address);
 	area_give(area);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
+CUAPI(10020, cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
       unsigned long long flags)
 {
 	METERED(MAP);
@@ -69,8 +67,8 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 
 	TRY(driver_check());
 	API_LOCKED;
-	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes,
+	          CUDA_ERROR_INVALID_VALUE);
 	CUresult result = CUDA_SUCCESS;
 	struct range *mapping = cell_new();
 	*mapping = (struct range){
@@ -98,13 +96,12 @@ static bool is_covered(uint64_t address, uint64_t bytes)
 {
 	uint64_t at = address;
 
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	for (unsigned i = book_index(&memory.mappings, address); at < address + bytes; i++) {
 		if (i == memory.mappings.count || memory.mappings.at[i]->base != at)
 			break;
 		at += memory.mappings.at[i]->bytes;
 	}
-	pthread_mutex_unlock(&memory.lock);
 	return at == address + bytes;
 }
 
@@ -125,34 +122,28 @@ static void wait_for_contexts(void)
 		context_work_locked(ctx, &all);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&all);
-	pthread_mutex_lock(&emu.lock);
-	deps_clear(&all);
-	pthread_mutex_unlock(&emu.lock);
 }
 
 /* The next mapping to go, out of the book; NULL when none begins in the range any more. */
 static struct range *take_first(uint64_t address, uint64_t bytes)
 {
-	pthread_mutex_lock(&memory.lock);
+	LOCKED(&memory.lock);
 	unsigned i = book_index(&memory.mappings, address);
 	struct range *mapping = i < memory.mappings.count ? memory.mappings.at[i] : NULL;
-	if (mapping && mapping->base < address + bytes)
-		book_remove(&memory.mappings, mapping);
-	else
-		mapping = NULL;
-	pthread_mutex_unlock(&memory.lock);
+	if (!mapping || mapping->base >= address + bytes)
+		return NULL;
+	book_remove(&memory.mappings, mapping);
 	return mapping;
 }
 
-CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
+CUAPI(10020, cuMemUnmap, CUdeviceptr address, size_t bytes)
 {
 	METERED(UNMAP);
 
 	TRY(driver_check());
 	TRY(capture_forbids_unsafe());
 	API_LOCKED;
-	if (!is_granular(address, bytes) || !is_covered(address, bytes))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!is_granular(address, bytes) || !is_covered(address, bytes), CUDA_ERROR_INVALID_VALUE);
 	if (setting(SETTING_unmap_waits))
 		wait_for_contexts();
 	for (struct range *mapping; (mapping = take_first(address, bytes));) {
@@ -166,23 +157,22 @@ CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 
 static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
 {
-	if (!descs || !count)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!descs || !count, CUDA_ERROR_INVALID_VALUE);
 	for (size_t i = 0; i < count; i++) {
 		int flags = descs[i].flags;
-		if (flags != CU_ACCESS_NONE && flags != CU_ACCESS_READ && flags != CU_ACCESS_READWRITE)
-			return CUDA_ERROR_INVALID_VALUE;
-		if (descs[i].location.type == CU_MEM_LOCATION_DEVICE && !device_at(descs[i].location.id))
-			return CUDA_ERROR_INVALID_DEVICE;
+		REFUSE_IF(flags != CU_ACCESS_NONE && flags != CU_ACCESS_READ && flags != CU_ACCESS_READWRITE,
+		          CUDA_ERROR_INVALID_VALUE);
+		REFUSE_IF(descs[i].location.type == CU_MEM_LOCATION_DEVICE &&
+		                  !device_at(descs[i].location.id),
+		          CUDA_ERROR_INVALID_DEVICE);
 	}
 	return CUDA_SUCCESS;
 }
 
 static void set_access(struct range *mapping, int device, int flags)
 {
-	pthread_mutex_lock(&memory.lock); /* who asks about an address reads it */
+	LOCKED(&memory.lock); /* who asks about an address reads it */
 	mapping->access[device] = flags;
-	pthread_mutex_unlock(&memory.lock);
 }
 
 /* One UVM call per mapping and GPU whose access changes. */
@@ -206,15 +196,14 @@ static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 	return status ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
-CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
+CUAPI(10020, cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
 {
 	METERED(ACCESS);
 
 	TRY(driver_check());
 	TRY(check_descs(descs, count));
 	API_LOCKED;
-	if (!is_granular(address, bytes) || !is_covered(address, bytes))
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!is_granular(address, bytes) || !is_covered(address, bytes), CUDA_ERROR_INVALID_VALUE);
 	for (uint64_t at = address; at < address + bytes;) {
 		pthread_mutex_lock(&memory.lock);
 		struct range *mapping = book_find(&memory.mappings, at);
@@ -228,14 +217,13 @@ CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
+CUAPI(10020, cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
 {
 	TRY(driver_check());
-	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&memory.lock);
+	REFUSE_IF(!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id),
+	          CUDA_ERROR_INVALID_VALUE);
+	LOCKED(&memory.lock);
 	const struct range *mapping = book_find(&memory.mappings, address);
 	*out = mapping ? (unsigned long long)mapping->access[location->id] : 0;
-	pthread_mutex_unlock(&memory.lock);
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

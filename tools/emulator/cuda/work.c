@@ -10,12 +10,19 @@
 
 #define GPFIFO_DEPTH 1024u /* until somebody sets the knob */
 
+void *zeroed(size_t bytes)
+{
+	void *at = calloc(1, bytes);
+
+	if (!at)
+		abort();
+	return at;
+}
+
 void *work_new(size_t size, work_fn *run)
 {
-	struct work *work = calloc(1, size);
+	struct work *work = zeroed(size);
 
-	if (!work)
-		abort();
 	work->run = run;
 	work->on_gpu = true;
 	work->refs = 1;
@@ -119,7 +126,7 @@ CUresult work_submit(struct stream *stream, enum lane lane, struct work *work)
 	API_LOCKED;
 	CUresult result = CUDA_SUCCESS;
 
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (stream->ctx->sticky)
 		result = stream->ctx->sticky;
 	else if (stream->capture || capture_is_open(stream->ctx))
@@ -130,7 +137,6 @@ CUresult work_submit(struct stream *stream, enum lane lane, struct work *work)
 	}
 	if (work)
 		work_free(work);
-	pthread_mutex_unlock(&emu.lock);
 	return result;
 }
 
@@ -183,10 +189,9 @@ static void finish_locked(struct channel *channel, struct work *work)
 /* A faulted context runs nothing more, but what was queued still completes, so that nobody waits for ever. */
 static void context_fault(struct context *ctx, CUresult error)
 {
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	if (!ctx->sticky)
 		ctx->sticky = error;
-	pthread_mutex_unlock(&emu.lock);
 }
 
 static void run_one(struct channel *channel, struct work *work)

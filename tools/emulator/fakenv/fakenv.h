@@ -9,6 +9,7 @@
 #define VALVE_FAKENV_H
 
 #include "../emu.h"
+#include "../guards.h"
 #include "../wire.h"
 #include <signal.h>
 #include <stdbool.h>

@@ -58,20 +58,17 @@ static struct emu_process *make_page(void)
 EXPORT struct emu_process *emu_process_page(void)
 {
 	static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
-	struct emu_process *seen;
 
 	if (!fake_dir())
 		return NULL;
 	if (__atomic_load_n(&page_of, __ATOMIC_ACQUIRE) == getpid())
 		return page;
-	pthread_mutex_lock(&making);
+	LOCKED(&making);
 	if (page_of != getpid()) {
 		page = make_page();
 		__atomic_store_n(&page_of, getpid(), __ATOMIC_RELEASE);
 	}
-	seen = page;
-	pthread_mutex_unlock(&making);
-	return seen;
+	return page;
 }
 
 EXPORT void emu_meter_begin(enum emu_cost cost)

@@ -68,7 +68,7 @@ static void remember(uint32_t creator)
 	static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 	uint32_t i = 0;
 
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	while (i < THREADS && !is_free(&openmp[i]))
 		i++;
 	if (i < THREADS) {
@@ -76,7 +76,6 @@ static void remember(uint32_t creator)
 		openmp[i].pid = (uint32_t)getpid();
 		__atomic_store_n(&openmp[i].tid, my_tid(), __ATOMIC_RELEASE);
 	}
-	pthread_mutex_unlock(&lock);
 }
 
 /* First out of the table, then out of the step: whoever finds a thread there afterwards knows that it is still to leave. */

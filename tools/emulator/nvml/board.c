@@ -1,7 +1,7 @@
 /* board.c - see nvml.h. The board is the server's memory, so most questions are answered without asking it. */
+#include "../guards.h"
 #include "nvml.h"
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ nvml_return_t board_open(void)
 	void *at = MAP_FAILED;
 	int fd;
 
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	if (!board) {
 		fd = open("/dev/nvidia-emu-board", O_RDONLY | O_CLOEXEC);
 		if (fd >= 0) {
@@ -34,16 +34,14 @@ nvml_return_t board_open(void)
 		board = at == MAP_FAILED ? NULL : at;
 	}
 	users += board != NULL;
-	pthread_mutex_unlock(&lock);
 	return board ? NVML_SUCCESS : NVML_DRIVER_NOT_LOADED;
 }
 
 /* The mapping stays: handles that a program kept must not point nowhere. */
 void board_close(void)
 {
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	users -= users > 0;
-	pthread_mutex_unlock(&lock);
 }
 
 const struct emu_board *board_get(void)
@@ -103,18 +101,16 @@ static void look(nvml_device_t device, uint64_t now)
 unsigned board_utilization(nvml_device_t device)
 {
 	struct timespec span = {0, SPAN_NS};
-	unsigned i = board_index(device), percent;
+	unsigned i = board_index(device);
 
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	if (!last[i].at_ns) { /* a program that asks once must not be told about all time */
 		look(device, now_ns());
 		nanosleep(&span, NULL);
 	}
 	if (now_ns() - last[i].at_ns >= SPAN_NS)
 		look(device, now_ns());
-	percent = last[i].percent;
-	pthread_mutex_unlock(&lock);
-	return percent;
+	return last[i].percent;
 }
 
 unsigned board_processes(nvml_device_t device, struct nvml_process *out, unsigned room)
@@ -157,4 +153,14 @@ void board_pci(nvml_device_t device, struct nvml_pci *out)
 	snprintf(out->bus_id, sizeof out->bus_id, "%08X:%02X:%02X.0", out->domain, out->bus, out->device);
 	snprintf(out->legacy_bus_id, sizeof out->legacy_bus_id, "%04X:%02X:%02X.0", out->domain & 0xFFFF,
 	         out->bus, out->device);
+}
+
+nvml_return_t board_text(char *out, unsigned size, const char *text)
+{
+	if (!out)
+		return NVML_INVALID_ARGUMENT;
+	if (strlen(text) >= size)
+		return NVML_INSUFFICIENT_SIZE;
+	memcpy(out, text, strlen(text) + 1);
+	return NVML_SUCCESS;
 }

@@ -3,10 +3,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Each call checks the handle first; FIRST also refuses a NULL result. */
-#define DEVICE_CALL(name, ...)                                          \
-	NVML_API nvml_return_t name(nvml_device_t device, __VA_ARGS__); \
-	nvml_return_t name(nvml_device_t device, __VA_ARGS__)
+#define DEVICE_CALL(name, ...) NVML_CALL(name, nvml_device_t device, __VA_ARGS__)
+/* Each call checks the handle first, and then that there is a place for the result. */
 #define CHECK(result)                                        \
 	do {                                                 \
 		nvml_return_t checked = board_check(device); \
@@ -16,18 +14,34 @@
 			return NVML_INVALID_ARGUMENT;        \
 	} while (0)
 
-static nvml_return_t copy_text(char *out, unsigned size, const char *text)
-{
-	if (strlen(text) >= size)
-		return NVML_INSUFFICIENT_SIZE;
-	memcpy(out, text, strlen(text) + 1);
-	return NVML_SUCCESS;
-}
+#define ANSWER(name, type, value)    \
+	DEVICE_CALL(name, type *out) \
+	{                            \
+		CHECK(out);          \
+		*out = (value);      \
+		return NVML_SUCCESS; \
+	}
+#define ANSWER_TWO(name, type, first, second)        \
+	DEVICE_CALL(name, type *one, type *other)    \
+	{                                            \
+		CHECK(one != NULL && other != NULL); \
+		*one = (first);                      \
+		*other = (second);                   \
+		return NVML_SUCCESS;                 \
+	}
+ANSWER(nvmlDeviceGetIndex, unsigned, board_index(device))
+ANSWER(nvmlDeviceGetMinorNumber, unsigned, device->minor)
+ANSWER(nvmlDeviceGetComputeMode, unsigned, board_get()->compute_mode)
+ANSWER(nvmlDeviceGetPersistenceMode, unsigned, 1)
+ANSWER(nvmlDeviceGetArchitecture, unsigned, 9) /* Hopper */
+ANSWER_TWO(nvmlDeviceGetMigMode, unsigned, board_get()->mig, board_get()->mig)
+ANSWER_TWO(nvmlDeviceGetGspFirmwareMode, unsigned, board_get()->gsp, 1)
+ANSWER_TWO(nvmlDeviceGetCudaComputeCapability, int, 9, 0)
 
 DEVICE_CALL(nvmlDeviceGetName, char *text, unsigned size)
 {
 	CHECK(text);
-	return copy_text(text, size, device->name);
+	return board_text(text, size, device->name);
 }
 
 DEVICE_CALL(nvmlDeviceGetUUID, char *text, unsigned size)
@@ -36,21 +50,7 @@ DEVICE_CALL(nvmlDeviceGetUUID, char *text, unsigned size)
 
 	CHECK(text);
 	board_uuid(device, uuid, sizeof uuid);
-	return copy_text(text, size, uuid);
-}
-
-DEVICE_CALL(nvmlDeviceGetIndex, unsigned *index)
-{
-	CHECK(index);
-	*index = board_index(device);
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetMinorNumber, unsigned *minor)
-{
-	CHECK(minor);
-	*minor = device->minor;
-	return NVML_SUCCESS;
+	return board_text(text, size, uuid);
 }
 
 DEVICE_CALL(nvmlDeviceGetPciInfo_v3, struct nvml_pci *pci)
@@ -114,56 +114,12 @@ DEVICE_CALL(nvmlDeviceGetGraphicsRunningProcesses_v3, unsigned *count, struct nv
 	return NVML_SUCCESS;
 }
 
-DEVICE_CALL(nvmlDeviceGetComputeMode, unsigned *mode)
-{
-	CHECK(mode);
-	*mode = board_get()->compute_mode;
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetPersistenceMode, unsigned *mode)
-{
-	CHECK(mode);
-	*mode = 1;
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetMigMode, unsigned *current, unsigned *pending)
-{
-	CHECK(current && pending);
-	*current = *pending = board_get()->mig;
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetGspFirmwareMode, unsigned *enabled, unsigned *preset)
-{
-	CHECK(enabled && preset);
-	*enabled = board_get()->gsp;
-	*preset = 1;
-	return NVML_SUCCESS;
-}
-
 DEVICE_CALL(nvmlDeviceGetGspFirmwareVersion, char *text)
 {
 	const struct emu_board *b = board_get();
 
 	CHECK(text);
 	snprintf(text, 32, "%u.%u.%02u", b->driver[0], b->driver[1], b->driver[2]);
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetCudaComputeCapability, int *major, int *minor)
-{
-	CHECK(major && minor);
-	*major = 9;
-	*minor = 0;
-	return NVML_SUCCESS;
-}
-
-DEVICE_CALL(nvmlDeviceGetArchitecture, unsigned *architecture)
-{
-	CHECK(architecture);
-	*architecture = 9; /* Hopper */
 	return NVML_SUCCESS;
 }
 

@@ -10,7 +10,10 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#define NVML_API __attribute__((visibility("default")))
+/* Declares and opens the definition of an exported call. */
+#define NVML_CALL(name, ...)                                                    \
+	__attribute__((visibility("default"))) nvml_return_t name(__VA_ARGS__); \
+	nvml_return_t name(__VA_ARGS__)
 
 enum nvml_return {
 	NVML_SUCCESS = 0,
@@ -58,7 +61,8 @@ unsigned board_index(nvml_device_t device);
 unsigned board_utilization(nvml_device_t device);
 /* Fills up to room entries and returns how many there are. */
 unsigned board_processes(nvml_device_t device, struct nvml_process *out, unsigned room);
-void board_uuid(nvml_device_t device, char *text, size_t size); /* "GPU-..." */
+nvml_return_t board_text(char *out, unsigned size, const char *text); /* an answer in words */
+void board_uuid(nvml_device_t device, char *text, size_t size);       /* "GPU-..." */
 void board_pci(nvml_device_t device, struct nvml_pci *out);
 
 #endif

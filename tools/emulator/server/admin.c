@@ -55,9 +55,8 @@ static void reply_result(int sock, const char *wrong)
 
 void driver_text(char out[64])
 {
-	state_lock();
+	LOCKED(&S.state);
 	memcpy(out, S.driver, sizeof S.driver);
-	state_unlock();
 }
 
 /* "580.159.04": what the card says of itself, and the branch that decides sizes and commands. */
@@ -109,9 +108,8 @@ static const char *lose(const char *text)
 
 	if (end == text || *end || i >= S.gpus)
 		return "no such GPU";
-	state_lock();
+	LOCKED(&S.state);
 	gpu_lose(&S.gpu[i]);
-	state_unlock();
 	return NULL;
 }
 

@@ -33,16 +33,13 @@ static uint32_t make_device(struct making *m)
 	struct nv0080_alloc p = {0};
 	uint32_t status;
 
-	if (m->parent->cls != NV01_ROOT_CLIENT)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != NV01_ROOT_CLIENT, NV_ERR_INVALID_OBJECT_PARENT);
 	if (m->params)
 		memcpy(&p, m->params, sizeof p);
-	if (p.deviceId >= S.gpus)
-		return NV_ERR_INVALID_CLASS;
-	if (!(m->call->head.nodes & (1ull << S.gpu[p.deviceId].board->minor)))
-		return NV_ERR_INSUFFICIENT_PERMISSIONS;
-	if (load(&S.gpu[p.deviceId].board->lost))
-		return NV_ERR_GPU_IS_LOST;
+	REFUSE_IF(p.deviceId >= S.gpus, NV_ERR_INVALID_CLASS);
+	REFUSE_IF(!(m->call->head.nodes & (1ull << S.gpu[p.deviceId].board->minor)),
+	          NV_ERR_INSUFFICIENT_PERMISSIONS);
+	REFUSE_IF(load(&S.gpu[p.deviceId].board->lost), NV_ERR_GPU_IS_LOST);
 	status = new_below(m);
 	if (status == NV_OK)
 		m->out->gpu = &S.gpu[p.deviceId];
@@ -53,8 +50,7 @@ static uint32_t make_subdevice(struct making *m)
 {
 	struct object *o;
 
-	if (m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0, NV_ERR_INVALID_OBJECT_PARENT);
 	TAILQ_FOREACH(o, &m->client->objects, in_client)
 		if (o->cls == NV20_SUBDEVICE_0 && o->parent == m->parent)
 			return NV_ERR_INVALID_STATE; /* one per instance and device */
@@ -66,10 +62,8 @@ static uint32_t make_tsg(struct making *m)
 	struct nv_channel_group_alloc p;
 	uint32_t status;
 
-	if (m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0, NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, sizeof p);
 	status = new_below(m);
 	if (status)
@@ -84,8 +78,7 @@ static uint32_t make_context_share(struct making *m)
 	struct nv_ctxshare_alloc p = {0};
 	uint32_t status;
 
-	if (m->parent->cls != KEPLER_CHANNEL_GROUP_A)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(m->parent->cls != KEPLER_CHANNEL_GROUP_A, NV_ERR_INVALID_OBJECT_PARENT);
 	if (m->params)
 		memcpy(&p, m->params, sizeof p);
 	status = new_below(m);
@@ -103,10 +96,9 @@ static uint32_t make_channel(struct making *m)
 	struct tsg *hidden = NULL, *t;
 	uint32_t status, size = nv_class_params(m->cls, load(&S.board->driver[0]));
 
-	if (m->parent->cls != KEPLER_CHANNEL_GROUP_A && m->parent->cls != NV01_DEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != KEPLER_CHANNEL_GROUP_A && m->parent->cls != NV01_DEVICE_0,
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, size);
 	status = new_below(m);
 	if (status)
@@ -119,8 +111,7 @@ static uint32_t make_channel(struct making *m)
 	ch = t ? channel_new(t, m->out, p.engineType ? p.engineType : t->engine, m->client->pid) : NULL;
 	if (hidden)
 		tsg_put(hidden); /* the channel holds it now */
-	if (!ch)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!ch, NV_ERR_NO_MEMORY);
 	m->out->channel = ch;
 	p.cid = ch->cid;
 	memcpy(m->params, &p, size);
@@ -133,19 +124,16 @@ static uint32_t make_memory(struct making *m)
 	uint32_t status, size = nv_class_params(m->cls, load(&S.board->driver[0]));
 	bool on_card = m->cls == NV01_MEMORY_LOCAL_USER;
 
-	if (m->parent->cls != NV01_DEVICE_0 && m->parent->cls != NV20_SUBDEVICE_0)
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (!m->params)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(m->parent->cls != NV01_DEVICE_0 && m->parent->cls != NV20_SUBDEVICE_0,
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(!m->params, NV_ERR_INVALID_ARGUMENT);
 	memcpy(&p, m->params, size);
-	if (!p.size)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!p.size, NV_ERR_INVALID_ARGUMENT);
 	status = new_below(m);
 	if (status)
 		return status;
 	m->out->memory = memory_new(on_card ? m->parent->gpu : NULL, p.size);
-	if (!m->out->memory)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!m->out->memory, NV_ERR_NO_MEMORY);
 	p.limit = p.size - 1;
 	memcpy(m->params, &p, size);
 	return NV_OK;
@@ -157,8 +145,7 @@ static uint32_t make_plain(struct making *m)
 {
 	bool on_engine = NV_CLASS_IS_COMPUTE(m->cls) || NV_CLASS_IS_COPY(m->cls);
 
-	if (on_engine && !m->parent->channel)
-		return NV_ERR_INVALID_OBJECT_PARENT;
+	REFUSE_IF(on_engine && !m->parent->channel, NV_ERR_INVALID_OBJECT_PARENT);
 	return new_below(m);
 }
 
@@ -248,58 +235,48 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 	        a->hClass == NV01_ROOT || a->hClass == NV01_ROOT_NON_PRIV || a->hClass == NV01_ROOT_CLIENT;
 	const struct kind *kind = is_root ? NULL : kind_of(a->hClass);
 	struct fault_hit fault;
-	struct scope scope;
-	uint32_t status;
 
 	if (a->flags & NVOS64_FLAGS_FINN_SERIALIZED) {
 		tally_unknown(TALLY_CLASS, a->hClass);
 		return NV_ERR_NOT_SUPPORTED;
 	}
-	if (!is_root && !kind)
-		return NV_ERR_INVALID_CLASS;
+	REFUSE_IF(!is_root && !kind, NV_ERR_INVALID_CLASS);
 	fault = fault_at("alloc", c, NULL);
 	if (fault.has_status)
 		return fault.status;
-	api_enter(&scope, API_WRITE);
+	SCOPED struct scope scope = api_enter(API_WRITE);
 	if (is_root)
-		status = alloc_client(c, a);
-	else {
-		if (kind->firmware) {
-			gpus_enter(&scope, all_gpus());
-			scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
-		}
-		if (kind->make == make_memory)
-			scope_sleep(&scope, memory_cost_ns(c));
-		status = make(c, a, kind);
+		return alloc_client(c, a);
+	if (kind->firmware) {
+		gpus_enter(&scope, all_gpus());
+		scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
 	}
-	scope_leave(&scope);
-	return status;
+	if (kind->make == make_memory)
+		scope_sleep(&scope, memory_cost_ns(c));
+	return make(c, a, kind);
+}
+
+static uint32_t free_object(struct call *c, const struct nvos00_free *a, bool *was_memory)
+{
+	LOCKED(&S.state);
+	struct client *client = find_client(a->hRoot);
+	REFUSE_IF(!client || !file_may_use(c->file, client), NV_ERR_INVALID_CLIENT);
+	struct object *o = find_object(a->hRoot, a->hObjectOld);
+	REFUSE_IF(!o, NV_ERR_OBJECT_NOT_FOUND);
+	*was_memory = o->memory != NULL;
+	object_free(o);
+	return NV_OK;
 }
 
 uint32_t rm_free(struct call *c, struct nvos00_free *a)
 {
 	struct fault_hit fault = fault_at("free", c, NULL);
-	uint32_t status = NV_ERR_INVALID_CLIENT;
 	bool was_memory = false;
-	struct scope scope;
-	struct client *client;
-	struct object *o;
 
-	if (fault.has_status)
-		return fault.status;
-	api_enter(&scope, API_WRITE);
-	state_lock();
-	client = find_client(a->hRoot);
-	if (client && file_may_use(c->file, client)) {
-		o = find_object(a->hRoot, a->hObjectOld);
-		status = o ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
-		was_memory = o && o->memory;
-		if (o)
-			object_free(o);
-	}
-	state_unlock();
+	REFUSE_IF(fault.has_status, fault.status);
+	SCOPED struct scope scope = api_enter(API_WRITE);
+	uint32_t status = free_object(c, a, &was_memory);
 	if (was_memory)
 		scope_sleep(&scope, (uint64_t)knob(K_free_us));
-	scope_leave(&scope);
 	return status;
 }

@@ -11,12 +11,11 @@ static uint32_t build_version(struct control *k)
 {
 	struct nv0000_build_version_v2 *p = k->params;
 
-	if (k->size != sizeof *p && k->size != sizeof *p - sizeof p->driverBranch)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(k->size != sizeof *p && k->size != sizeof *p - sizeof p->driverBranch,
+	          NV_ERR_INVALID_ARGUMENT);
 	memset(k->params, 0, k->size);
-	state_lock();
+	LOCKED(&S.state);
 	memcpy(p->driverVersionBuffer, S.driver, sizeof S.driver);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -162,20 +161,16 @@ static uint32_t run(struct call *c, struct control *k, const struct nvos54_contr
 	state_lock();
 	k->client = find_client(a->hClient);
 	state_unlock();
-	if (!k->client || !file_may_use(c->file, k->client))
-		return NV_ERR_INVALID_CLIENT;
+	REFUSE_IF(!k->client || !file_may_use(c->file, k->client), NV_ERR_INVALID_CLIENT);
 	client_enter(scope, k->client);
 	state_lock();
 	k->object = find_object(a->hClient, a->hObject);
 	state_unlock();
-	if (!k->object)
-		return NV_ERR_INVALID_OBJECT_HANDLE;
-	if (!row || !at_level(k->object, row->level))
-		return NV_ERR_NOT_SUPPORTED;
-	if (a->paramsSize != c->head.params_size || (row->size && row->size != a->paramsSize))
-		return NV_ERR_INVALID_ARGUMENT;
-	if (k->object->gpu && load(&k->object->gpu->board->lost))
-		return NV_ERR_GPU_IS_LOST;
+	REFUSE_IF(!k->object, NV_ERR_INVALID_OBJECT_HANDLE);
+	REFUSE_IF(!row || !at_level(k->object, row->level), NV_ERR_NOT_SUPPORTED);
+	REFUSE_IF(a->paramsSize != c->head.params_size || (row->size && row->size != a->paramsSize),
+	          NV_ERR_INVALID_ARGUMENT);
+	REFUSE_IF(k->object->gpu && load(&k->object->gpu->board->lost), NV_ERR_GPU_IS_LOST);
 	gpus_enter(scope, lock_mask(row, k->object));
 	k->locked_ns = now_ns();
 	k->model_ns = scope->debt_ns + (row->firmware ? (uint64_t)knob(K_rpc_us) : 0);
@@ -189,8 +184,6 @@ uint32_t rm_control(struct call *c, struct nvos54_control *a)
 	const struct row *row;
 	struct control k = {.call = c, .params = c->params, .size = c->head.params_size};
 	struct fault_hit fault;
-	struct scope scope;
-	uint32_t status;
 
 	if (a->flags & NVOS54_FLAGS_FINN_SERIALIZED) {
 		tally_unknown(TALLY_CONTROL, a->cmd);
@@ -200,9 +193,7 @@ uint32_t rm_control(struct call *c, struct nvos54_control *a)
 	if (fault.has_status)
 		return fault.status;
 	row = find_row(a->cmd);
-	api_enter(&scope, row ? row->api : API_WRITE);
-	status = run(c, &k, a, row, &scope);
-	scope_leave(&scope);
 	c->params_out = c->head.params_size;
-	return status;
+	SCOPED struct scope scope = api_enter(row ? row->api : API_WRITE);
+	return run(c, &k, a, row, &scope);
 }

@@ -41,10 +41,9 @@ static uint32_t dup_to(struct client *to, const struct object *source, struct nv
 	struct object *parent = find_object(a->hClient, a->hParent), *o;
 	uint32_t status;
 
-	if (!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0))
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (source->gpu != parent->gpu)
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0),
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(source->gpu != parent->gpu, NV_ERR_INVALID_DEVICE);
 	status = object_new(to, &a->hObject, source->cls, parent, &o);
 	if (status)
 		return status;
@@ -59,35 +58,22 @@ static uint32_t dup_to(struct client *to, const struct object *source, struct nv
 
 uint32_t rm_dup(struct call *c, struct nvos55_dup *a)
 {
-	struct scope scope;
-	struct client *to;
-	struct object *source;
-	uint32_t status;
+	SCOPED struct scope scope = api_enter(API_WRITE);
 
-	api_enter(&scope, API_WRITE);
 	gpus_enter(&scope, all_gpus());
-	state_lock();
-	to = find_client(a->hClient);
-	source = find_object(a->hClientSrc, a->hObjectSrc);
-	if (!to || !file_may_use(c->file, to))
-		status = NV_ERR_INVALID_CLIENT;
-	else if (!source)
-		status = NV_ERR_OBJECT_NOT_FOUND;
-	else if (!can_copy(source))
-		status = NV_ERR_INVALID_ARGUMENT;
-	else if (!may_dup(source, to))
-		status = NV_ERR_INSUFFICIENT_PERMISSIONS;
-	else
-		status = dup_to(to, source, a);
-	state_unlock();
-	scope_leave(&scope);
-	return status;
+	LOCKED(&S.state);
+	struct client *to = find_client(a->hClient);
+	struct object *source = find_object(a->hClientSrc, a->hObjectSrc);
+	REFUSE_IF(!to || !file_may_use(c->file, to), NV_ERR_INVALID_CLIENT);
+	REFUSE_IF(!source, NV_ERR_OBJECT_NOT_FOUND);
+	REFUSE_IF(!can_copy(source), NV_ERR_INVALID_ARGUMENT);
+	REFUSE_IF(!may_dup(source, to), NV_ERR_INSUFFICIENT_PERMISSIONS);
+	return dup_to(to, source, a);
 }
 
 static uint32_t add_share(struct object *o, const struct rs_share_policy *p)
 {
-	if (p->type > RS_SHARE_PID || !(p->accessMask & RS_ACCESS_DUP_OBJECT))
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(p->type > RS_SHARE_PID || !(p->accessMask & RS_ACCESS_DUP_OBJECT), NV_ERR_INVALID_ARGUMENT);
 	for (size_t i = 0; i < sizeof o->shares / sizeof o->shares[0]; i++) {
 		struct share *s = &o->shares[i];
 
@@ -104,19 +90,11 @@ static uint32_t add_share(struct object *o, const struct rs_share_policy *p)
 
 uint32_t rm_share(struct call *c, struct nvos57_share *a)
 {
-	uint32_t status = NV_ERR_INVALID_CLIENT;
-	struct scope scope;
-	struct client *owner;
-	struct object *o;
+	SCOPED struct scope scope = api_enter(API_WRITE);
 
-	api_enter(&scope, API_WRITE);
-	state_lock();
-	owner = find_client(a->hClient);
-	if (owner && file_may_use(c->file, owner)) {
-		o = find_object(a->hClient, a->hObject);
-		status = o ? add_share(o, &a->policy) : NV_ERR_OBJECT_NOT_FOUND;
-	}
-	state_unlock();
-	scope_leave(&scope);
-	return status;
+	LOCKED(&S.state);
+	struct client *owner = find_client(a->hClient);
+	REFUSE_IF(!owner || !file_may_use(c->file, owner), NV_ERR_INVALID_CLIENT);
+	struct object *o = find_object(a->hClient, a->hObject);
+	return o ? add_share(o, &a->policy) : NV_ERR_OBJECT_NOT_FOUND;
 }

@@ -34,11 +34,9 @@ static bool is_fresh(const struct file *f)
 
 static uint32_t make_room(struct file *f, uint32_t objects, const uint8_t *metadata)
 {
-	if (!is_fresh(f) || !objects)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!is_fresh(f) || !objects, NV_ERR_INVALID_ARGUMENT);
 	f->exports = calloc(objects, sizeof *f->exports);
-	if (!f->exports)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!f->exports, NV_ERR_NO_MEMORY);
 	f->max_exports = objects;
 	if (metadata)
 		memcpy(f->metadata, metadata, sizeof f->metadata);
@@ -65,17 +63,13 @@ uint32_t export_object(struct control *k)
 {
 	struct nv0000_export_object_to_fd *p = k->params;
 	struct file *target = k->call->other;
-	struct memory *m;
-	uint32_t status;
 
-	if (p->type != TYPE_RM || !target)
-		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
-	m = memory_of(k->client, p->hObject);
-	status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
+	REFUSE_IF(p->type != TYPE_RM || !target, NV_ERR_INVALID_ARGUMENT);
+	LOCKED(&S.state);
+	struct memory *m = memory_of(k->client, p->hObject);
+	uint32_t status = m ? make_room(target, ONE, NULL) : NV_ERR_INVALID_OBJECT_HANDLE;
 	if (status == NV_OK)
 		put_export(target, 0, m);
-	state_unlock();
 	return status;
 }
 
@@ -84,22 +78,18 @@ uint32_t export_objects(struct control *k)
 {
 	struct nv0000_export_objects_to_fd *p = k->params;
 	struct file *target = k->call->other;
-	uint32_t status = NV_OK;
 
-	if (!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX)
-		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
-	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
-		if (p->objects[i] && !memory_of(k->client, p->objects[i]))
-			status = NV_ERR_INVALID_OBJECT_HANDLE;
-	if (status == NV_OK && !target->exports)
-		status = make_room(target, p->maxObjects, p->metadata);
-	if (status == NV_OK && (uint32_t)p->index + p->numObjects > target->max_exports)
-		status = NV_ERR_OUT_OF_RANGE;
-	for (uint32_t i = 0; i < p->numObjects && status == NV_OK; i++)
+	REFUSE_IF(!target || p->numObjects > NV0000_EXPORT_OBJECTS_MAX, NV_ERR_INVALID_ARGUMENT);
+	LOCKED(&S.state);
+	for (uint32_t i = 0; i < p->numObjects; i++)
+		REFUSE_IF(p->objects[i] && !memory_of(k->client, p->objects[i]),
+		          NV_ERR_INVALID_OBJECT_HANDLE);
+	uint32_t status = target->exports ? NV_OK : make_room(target, p->maxObjects, p->metadata);
+	REFUSE_IF(status, status);
+	REFUSE_IF((uint32_t)p->index + p->numObjects > target->max_exports, NV_ERR_OUT_OF_RANGE);
+	for (uint32_t i = 0; i < p->numObjects; i++)
 		put_export(target, p->index + i, p->objects[i] ? memory_of(k->client, p->objects[i]) : NULL);
-	state_unlock();
-	return status;
+	return NV_OK;
 }
 
 static uint32_t import_one(struct client *c, struct object *parent, struct memory *m, uint32_t *handle)
@@ -107,10 +97,9 @@ static uint32_t import_one(struct client *c, struct object *parent, struct memor
 	uint32_t cls = m->gpu ? NV01_MEMORY_LOCAL_USER : NV01_MEMORY_SYSTEM, status;
 	struct object *o;
 
-	if (!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0))
-		return NV_ERR_INVALID_OBJECT_PARENT;
-	if (m->gpu && m->gpu != parent->gpu)
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!parent || (parent->cls != NV01_DEVICE_0 && parent->cls != NV20_SUBDEVICE_0),
+	          NV_ERR_INVALID_OBJECT_PARENT);
+	REFUSE_IF(m->gpu && m->gpu != parent->gpu, NV_ERR_INVALID_DEVICE);
 	status = object_new(c, handle, cls, parent, &o);
 	if (status == NV_OK) {
 		o->memory = m;
@@ -127,15 +116,11 @@ static struct memory *exported(const struct file *f, uint32_t at)
 uint32_t import_object(struct control *k)
 {
 	struct nv0000_import_object_from_fd *p = k->params;
-	struct memory *m;
-	uint32_t status;
 
-	state_lock();
-	m = exported(k->call->other, 0);
-	status = m ? import_one(k->client, find_object(k->client->handle, p->hParent), m, &p->hObject)
-	           : NV_ERR_OBJECT_NOT_FOUND;
-	state_unlock();
-	return status;
+	LOCKED(&S.state);
+	struct memory *m = exported(k->call->other, 0);
+	REFUSE_IF(!m, NV_ERR_OBJECT_NOT_FOUND);
+	return import_one(k->client, find_object(k->client->handle, p->hParent), m, &p->hObject);
 }
 
 /* A refusal takes back what this call had imported. */
@@ -152,13 +137,10 @@ uint32_t import_objects(struct control *k)
 	const struct file *from = k->call->other;
 	uint32_t status = NV_OK, i;
 
-	if (!from || !from->exports)
-		return NV_ERR_OBJECT_NOT_FOUND;
-	if (p->numObjects > NV0000_IMPORT_OBJECTS_MAX)
-		return NV_ERR_INVALID_ARGUMENT;
-	if ((uint32_t)p->index + p->numObjects > from->max_exports)
-		return NV_ERR_OUT_OF_RANGE;
-	state_lock();
+	REFUSE_IF(!from || !from->exports, NV_ERR_OBJECT_NOT_FOUND);
+	REFUSE_IF(p->numObjects > NV0000_IMPORT_OBJECTS_MAX, NV_ERR_INVALID_ARGUMENT);
+	REFUSE_IF((uint32_t)p->index + p->numObjects > from->max_exports, NV_ERR_OUT_OF_RANGE);
+	LOCKED(&S.state);
 	for (i = 0; i < p->numObjects && status == NV_OK; i++) {
 		struct memory *m = exported(from, p->index + i);
 
@@ -171,7 +153,6 @@ uint32_t import_objects(struct control *k)
 	}
 	if (status)
 		undo_imports(k->client, p, i);
-	state_unlock();
 	return status;
 }
 
@@ -179,17 +160,12 @@ uint32_t export_info(struct control *k)
 {
 	struct nv0000_export_object_info *p = k->params;
 	const struct file *f = k->call->other;
-	const struct memory *m;
-	bool carries;
 
-	state_lock();
-	carries = f && f->exports;
-	m = exported(f, 0);
-	if (carries) {
-		p->deviceInstance = m && m->gpu ? m->gpu->board->device_instance : 0;
-		p->maxObjects = (uint16_t)f->max_exports;
-		memcpy(p->metadata, f->metadata, sizeof p->metadata);
-	}
-	state_unlock();
-	return carries ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
+	LOCKED(&S.state);
+	REFUSE_IF(!f || !f->exports, NV_ERR_OBJECT_NOT_FOUND);
+	const struct memory *m = exported(f, 0);
+	p->deviceInstance = m && m->gpu ? m->gpu->board->device_instance : 0;
+	p->maxObjects = (uint16_t)f->max_exports;
+	memcpy(p->metadata, f->metadata, sizeof p->metadata);
+	return NV_OK;
 }

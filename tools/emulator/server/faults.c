@@ -63,31 +63,25 @@ static void hold(void)
 {
 	uint64_t round;
 
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	round = releases;
 	held++;
 	while (round == releases)
 		pthread_cond_wait(&released, &lock);
-	pthread_mutex_unlock(&lock);
 }
 
 void faults_release(void)
 {
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	releases++;
 	held = 0; /* at once: whoever counts next must not see those that are leaving */
 	pthread_cond_broadcast(&released);
-	pthread_mutex_unlock(&lock);
 }
 
 uint32_t faults_held(void)
 {
-	uint32_t n;
-
-	pthread_mutex_lock(&lock);
-	n = held;
-	pthread_mutex_unlock(&lock);
-	return n;
+	LOCKED(&lock);
+	return held;
 }
 
 static void carry_out(const struct rule *r, struct fault_hit *hit, const struct call *c, struct gpu *g)
@@ -147,9 +141,8 @@ struct fault_hit fault_at(const char *event, const struct call *c, struct gpu *g
 
 void faults_clear(void)
 {
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	rule_count = 0;
-	pthread_mutex_unlock(&lock);
 }
 
 static const char *parse_time(const char *text, uint64_t *ns)
@@ -248,11 +241,10 @@ const char *fault_add(const char *line)
 		wrong = parse_action(colon + 1, &r);
 	if (wrong)
 		return wrong;
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	if (rule_count < RULES)
 		rules[rule_count++] = r;
 	else
 		wrong = "too many rules";
-	pthread_mutex_unlock(&lock);
 	return wrong;
 }

@@ -22,12 +22,9 @@ static uint32_t resolve_pair(struct gate *g, uint32_t i)
 	struct client *owner = find_client(g->p->hClientList[i]);
 	struct object *o = find_object(g->p->hClientList[i], g->p->hChannelList[i]);
 
-	if (!owner)
-		return NV_ERR_INVALID_CLIENT;
-	if (!o)
-		return NV_ERR_OBJECT_NOT_FOUND;
-	if (!o->channel || o->gpu != k->object->gpu)
-		return NV_ERR_INVALID_CHANNEL;
+	REFUSE_IF(!owner, NV_ERR_INVALID_CLIENT);
+	REFUSE_IF(!o, NV_ERR_OBJECT_NOT_FOUND);
+	REFUSE_IF(!o->channel || o->gpu != k->object->gpu, NV_ERR_INVALID_CHANNEL);
 	if (!file_may_use(k->call->file, owner)) {
 		if (knob(K_gsp_foreign) == FOREIGN_DENY)
 			return (uint32_t)knob(K_gsp_status);
@@ -116,12 +113,11 @@ uint32_t fifo_disable_channels(struct control *k)
 	                              .pid = k->call->pid};
 	/* Routed to the firmware, the body of the driver is skipped and its check of the event with
 	 * it. */
-	if (g.p->pRunlistPreemptEvent && knob(K_lock) != LOCK_ROUTE_TO_PHYSICAL)
-		return NV_ERR_INSUFFICIENT_PERMISSIONS;
+	REFUSE_IF(g.p->pRunlistPreemptEvent && knob(K_lock) != LOCK_ROUTE_TO_PHYSICAL,
+	          NV_ERR_INSUFFICIENT_PERMISSIONS);
 	if (!knob(K_gsp)) /* the open driver knows it only as a call to the firmware */
 		return NV_ERR_NOT_SUPPORTED;
-	if (g.p->numChannels > NV2080_DISABLE_CHANNELS_MAX)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(g.p->numChannels > NV2080_DISABLE_CHANNELS_MAX, NV_ERR_INVALID_ARGUMENT);
 	g.fault = fault_at(g.p->bDisable ? "disable" : "enable", k->call, k->object->gpu);
 	status = g.fault.has_status ? g.fault.status : run_gate(&g);
 	g.entry.status = status;
@@ -133,23 +129,17 @@ uint32_t fifo_disable_channels(struct control *k)
 uint32_t fifo_channel_ids(struct control *k)
 {
 	struct nv2080_fifo_channel_unique_id *p = k->params;
-	uint32_t status = NV_OK;
 
-	if (p->numChannels == 0 || p->numChannels > 128)
-		return NV_ERR_INVALID_ARGUMENT;
-	state_lock();
-	for (uint32_t i = 0; i < p->numChannels && status == NV_OK; i++) {
+	REFUSE_IF(p->numChannels == 0 || p->numChannels > 128, NV_ERR_INVALID_ARGUMENT);
+	LOCKED(&S.state);
+	for (uint32_t i = 0; i < p->numChannels; i++) {
 		struct object *o = find_object(p->hClients[i], p->hChannels[i]);
 
-		if (!find_client(p->hClients[i]))
-			status = NV_ERR_INVALID_CLIENT;
-		else if (!o || !o->channel)
-			status = NV_ERR_OBJECT_NOT_FOUND;
-		else
-			p->channelUniqueIDs[i] = o->channel->cid;
+		REFUSE_IF(!find_client(p->hClients[i]), NV_ERR_INVALID_CLIENT);
+		REFUSE_IF(!o || !o->channel, NV_ERR_OBJECT_NOT_FOUND);
+		p->channelUniqueIDs[i] = o->channel->cid;
 	}
-	state_unlock();
-	return status;
+	return NV_OK;
 }
 
 uint32_t fifo_group_info(struct control *k)
@@ -159,7 +149,7 @@ uint32_t fifo_group_info(struct control *k)
 	struct object *o;
 	struct tsg *t;
 
-	state_lock();
+	LOCKED(&S.state);
 	o = find_object(p->hClient, p->hChannelOrTsg);
 	t = o ? (o->channel ? o->channel->tsg : o->tsg) : NULL;
 	p->numChannels = 0;
@@ -169,7 +159,6 @@ uint32_t fifo_group_info(struct control *k)
 			if (p->numChannels < 128)
 				p->channelUniqueID[p->numChannels++] = ch->cid;
 	}
-	state_unlock();
 	return t ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
 }
 
@@ -202,11 +191,10 @@ static uint32_t channels_of(const struct tsg *t, struct channel **list)
 	struct channel *ch;
 	uint32_t n = 0;
 
-	state_lock();
+	LOCKED(&S.state);
 	TAILQ_FOREACH(ch, &t->channels, link)
 		if (n < TSG_CHANNELS_MAX)
 			list[n++] = ch;
-	state_unlock();
 	return n;
 }
 
@@ -230,11 +218,10 @@ uint32_t tsg_bind(struct control *k)
 	const struct nva06c_bind *p = k->params;
 	struct channel *ch;
 
-	state_lock();
+	LOCKED(&S.state);
 	k->object->tsg->engine = p->engineType;
 	TAILQ_FOREACH(ch, &k->object->tsg->channels, link)
 		store(&ch->slot->engine, p->engineType);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -242,14 +229,12 @@ uint32_t tsg_set_timeslice(struct control *k)
 {
 	const struct nva06c_timeslice *p = k->params;
 
-	if (!p->timesliceUs)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(!p->timesliceUs, NV_ERR_INVALID_ARGUMENT);
 	take_time(k, 0);
-	state_lock();
+	LOCKED(&S.state);
 	k->object->tsg->slice_us = p->timesliceUs;
 	k->object->tsg->once_off = true; /* the group is forced off to apply it */
 	runlist_poke(k->object->gpu);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -257,10 +242,9 @@ uint32_t tsg_get_timeslice(struct control *k)
 {
 	struct nva06c_timeslice *p = k->params;
 
-	state_lock();
+	LOCKED(&S.state);
 	p->timesliceUs =
 	        k->object->tsg->slice_us ? k->object->tsg->slice_us : (uint64_t)knob(K_slice_us) / 1000u;
-	state_unlock();
 	return NV_OK;
 }
 
@@ -268,8 +252,7 @@ uint32_t tsg_preempt(struct control *k)
 {
 	const struct nva06c_preempt *p = k->params;
 
-	if (p->bManualTimeout && p->timeoutUs > 1000000u)
-		return NV_ERR_INVALID_ARGUMENT;
+	REFUSE_IF(p->bManualTimeout && p->timeoutUs > 1000000u, NV_ERR_INVALID_ARGUMENT);
 	state_lock();
 	k->object->tsg->once_off = true;
 	runlist_poke(k->object->gpu);

@@ -55,13 +55,12 @@ struct file *file_get(uint64_t id)
 {
 	struct file *f;
 
-	state_lock();
+	LOCKED(&S.state);
 	LIST_FOREACH(f, &S.file_buckets[id % FILE_BUCKETS], in_bucket)
 		if (f->id == id && f->refs)
 			break; /* at 0 it is being released and cannot come back */
 	if (f)
 		f->refs++;
-	state_unlock();
 	return f;
 }
 
@@ -77,22 +76,25 @@ static void free_clients_of(const struct file *f)
 	}
 }
 
-static void *release(void *argument)
+static void forget(struct file *f)
 {
-	struct file *f = argument;
-	struct scope scope;
+	SCOPED struct scope scope = api_enter(API_WRITE);
 
-	stop_channels_of_file(f);
-	if (f->uvm)
-		uvm_release(f);
-	api_enter(&scope, API_WRITE);
-	state_lock();
+	LOCKED(&S.state);
 	free_clients_of(f);
 	exports_drop(f);
 	TAILQ_REMOVE(&S.files, f, link);
 	LIST_REMOVE(f, in_bucket);
-	state_unlock();
-	scope_leave(&scope);
+}
+
+static void *release(void *argument)
+{
+	struct file *f = argument;
+
+	stop_channels_of_file(f);
+	if (f->uvm)
+		uvm_release(f);
+	forget(f);
 	if (f->ctl)
 		file_put(f->ctl);
 	if (f->uvm) {

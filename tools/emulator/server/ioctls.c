@@ -39,11 +39,10 @@ static int check_version(struct call *c)
 	if (c->head.arg_size != sizeof *v)
 		return EINVAL;
 	v->versionString[sizeof v->versionString - 1] = 0;
-	state_lock();
+	LOCKED(&S.state);
 	v->reply = v->cmd == '2' || strcmp(v->versionString, S.driver) == 0;
 	memset(v->versionString, 0, sizeof v->versionString);
 	memcpy(v->versionString, S.driver, sizeof S.driver);
-	state_unlock();
 	return v->reply ? 0 : EINVAL;
 }
 
@@ -53,13 +52,12 @@ static int register_fd(struct call *c)
 
 	if (c->head.arg_size != sizeof(struct nv_ioctl_register_fd))
 		return EINVAL;
-	state_lock();
+	LOCKED(&S.state);
 	if (c->other && c->other->kind == EMU_CTL && c->other != c->file && !c->file->ctl) {
 		c->other->refs++;
 		c->file->ctl = c->other;
 		error = 0;
 	}
-	state_unlock();
 	return error;
 }
 

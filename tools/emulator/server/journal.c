@@ -19,7 +19,7 @@ static uint64_t gate_count, disables, enables;
 
 void tally_unknown(enum tally kind, uint32_t number)
 {
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	for (int i = 0; i < NUMBERS; i++) {
 		if (unknown[kind][i].count && unknown[kind][i].number != number)
 			continue;
@@ -27,15 +27,13 @@ void tally_unknown(enum tally kind, uint32_t number)
 		unknown[kind][i].count++;
 		break;
 	}
-	pthread_mutex_unlock(&lock);
 }
 
 void journal_gate(const struct gate_entry *e)
 {
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	gates[gate_count++ % GATES] = *e;
 	*(e->on ? &enables : &disables) += 1;
-	pthread_mutex_unlock(&lock);
 }
 
 static void write_unknown(FILE *out)
@@ -55,7 +53,7 @@ void journal_write(FILE *out)
 {
 	uint64_t first;
 
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	fputs("\"unknown\":{", out);
 	write_unknown(out);
 	fprintf(out, "},\"disables\":%llu,\"enables\":%llu,\"gates\":[", (unsigned long long)disables,
@@ -73,7 +71,6 @@ void journal_write(FILE *out)
 		        (unsigned long long)e->stopped_ns, (unsigned long long)e->done_ns);
 	}
 	fputc(']', out);
-	pthread_mutex_unlock(&lock);
 }
 
 void kernel_log(const char *format, ...)
@@ -84,7 +81,7 @@ void kernel_log(const char *format, ...)
 	FILE *f;
 
 	snprintf(path, sizeof path, "%s/dmesg", S.dir);
-	pthread_mutex_lock(&lock);
+	LOCKED(&lock);
 	f = fopen(path, "ae");
 	if (f) {
 		fprintf(f, "[%5llu.%06llu] NVRM: ", (unsigned long long)(now / 1000000000u),
@@ -95,7 +92,6 @@ void kernel_log(const char *format, ...)
 		fputc('\n', f);
 		fclose(f);
 	}
-	pthread_mutex_unlock(&lock);
 }
 
 void xid(const struct gpu *g, uint32_t number, pid_t pid, const char *text)

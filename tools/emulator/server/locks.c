@@ -19,7 +19,7 @@ static void api_lock(enum api_mode mode)
 {
 	uint64_t ticket;
 
-	pthread_mutex_lock(&api.mutex);
+	LOCKED(&api.mutex);
 	ticket = api.next_ticket++;
 	while (ticket != api.turn || api.writer || (mode == API_WRITE && api.readers))
 		pthread_cond_wait(&api.changed, &api.mutex);
@@ -29,26 +29,23 @@ static void api_lock(enum api_mode mode)
 		api.readers++;
 	api.turn++;
 	pthread_cond_broadcast(&api.changed);
-	pthread_mutex_unlock(&api.mutex);
 }
 
 static void api_unlock(void)
 {
-	pthread_mutex_lock(&api.mutex);
+	LOCKED(&api.mutex);
 	if (api.writer)
 		api.writer = false;
 	else
 		api.readers--;
 	pthread_cond_broadcast(&api.changed);
-	pthread_mutex_unlock(&api.mutex);
 }
 
 void locks_write(FILE *out)
 {
-	pthread_mutex_lock(&api.mutex);
+	LOCKED(&api.mutex);
 	fprintf(out, "{\"readers\":%u,\"writer\":%s,\"waiting\":%llu}", api.readers,
 	        api.writer ? "true" : "false", (unsigned long long)(api.next_ticket - api.turn));
-	pthread_mutex_unlock(&api.mutex);
 }
 
 void locks_init(void)
@@ -75,10 +72,10 @@ uint32_t all_gpus(void)
 	return (1u << S.gpus) - 1u;
 }
 
-void api_enter(struct scope *s, enum api_mode mode)
+struct scope api_enter(enum api_mode mode)
 {
-	*s = (struct scope){0};
 	api_lock(mode);
+	return (struct scope){0};
 }
 
 void client_enter(struct scope *s, struct client *c)
@@ -120,5 +117,4 @@ void scope_leave(struct scope *s)
 	if (s->client)
 		pthread_mutex_unlock(&s->client->lock);
 	api_unlock();
-	*s = (struct scope){0};
 }

@@ -77,11 +77,9 @@ uint32_t client_new(const struct call *call, uint32_t wanted, struct client **ou
 {
 	struct client *c;
 
-	if (wanted && find_object(wanted, wanted))
-		return NV_ERR_INVALID_CLIENT;
+	REFUSE_IF(wanted && find_object(wanted, wanted), NV_ERR_INVALID_CLIENT);
 	c = calloc(1, sizeof *c);
-	if (!c)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!c, NV_ERR_NO_MEMORY);
 	TAILQ_INIT(&c->objects);
 	pthread_mutex_init(&c->lock, NULL);
 	c->handle = wanted ? wanted : next_client_handle();
@@ -109,8 +107,7 @@ uint32_t object_new(struct client *c, uint32_t *handle, uint32_t cls, struct obj
 	else if (find_object(c->handle, *handle))
 		return NV_ERR_INSERT_DUPLICATE_NAME;
 	o = insert(c, *handle, cls);
-	if (!o)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!o, NV_ERR_NO_MEMORY);
 	o->parent = parent;
 	o->gpu = parent->gpu;
 	parent->users++;

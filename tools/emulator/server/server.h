@@ -17,6 +17,7 @@
 #define VALVE_EMU_SERVER_H
 
 #include "../emu.h"
+#include "../guards.h"
 #include "../layouts.h"
 #include "../wire.h"
 #include "knobs.h"
@@ -204,11 +205,12 @@ struct scope {
 };
 void locks_init(void);
 void locks_write(FILE *out); /* the API lock, as JSON */
-void api_enter(struct scope *s, enum api_mode mode);
+struct scope api_enter(enum api_mode mode);
 void client_enter(struct scope *s, struct client *c);
 void gpus_enter(struct scope *s, uint32_t mask);
 void scope_sleep(struct scope *s, uint64_t ns); /* model time, with what the locks cost */
 void scope_leave(struct scope *s);
+#define SCOPED __attribute__((cleanup(scope_leave))) /* left when the block ends */
 uint32_t all_gpus(void);
 void state_lock(void);
 void state_unlock(void);

@@ -137,7 +137,7 @@ void snapshot_procs(FILE *out)
 	struct client *c;
 	struct object *o;
 
-	state_lock();
+	LOCKED(&S.state);
 	TAILQ_FOREACH(c, &S.clients, link) {
 		uint64_t bytes[EMU_GPUS] = {0};
 		bool channels[EMU_GPUS] = {false};
@@ -152,5 +152,4 @@ void snapshot_procs(FILE *out)
 			if (channels[i])
 				fprintf(out, "%u %d %llu\n", i, c->pid, (unsigned long long)bytes[i]);
 	}
-	state_unlock();
 }

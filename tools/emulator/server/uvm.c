@@ -58,11 +58,9 @@ static uint32_t forget(const struct call *c, uint32_t *gpus)
 	const struct uvm_unregister_gpu *p = (const struct uvm_unregister_gpu *)c->arg;
 	struct gpu *g = gpu_of(p->gpuUuid);
 
-	if (!g)
-		return NV_ERR_INVALID_DEVICE;
-	state_lock();
+	REFUSE_IF(!g, NV_ERR_INVALID_DEVICE);
+	LOCKED(&S.state);
 	*gpus &= ~(1u << g->index);
-	state_unlock();
 	return NV_OK;
 }
 
@@ -75,19 +73,14 @@ static uint32_t register_vaspace(struct call *c)
 {
 	struct uvm_register_gpu_vaspace *p = (struct uvm_register_gpu_vaspace *)c->arg;
 	struct gpu *g = gpu_of(p->gpuUuid);
-	struct object *o;
-	uint32_t status = NV_OK;
 
-	state_lock();
-	o = find_object(p->hClient, p->hVaSpace);
-	if (!g || !(c->file->uvm->gpus & (1u << g->index)))
-		status = NV_ERR_INVALID_DEVICE;
-	else if (!o || o->cls != FERMI_VASPACE_A || !c->other || !file_may_use(c->other, o->client))
-		status = NV_ERR_OBJECT_NOT_FOUND;
-	else
-		c->file->uvm->gpu_vaspaces |= 1u << g->index;
-	state_unlock();
-	return status;
+	LOCKED(&S.state);
+	struct object *o = find_object(p->hClient, p->hVaSpace);
+	REFUSE_IF(!g || !(c->file->uvm->gpus & (1u << g->index)), NV_ERR_INVALID_DEVICE);
+	REFUSE_IF(!o || o->cls != FERMI_VASPACE_A || !c->other || !file_may_use(c->other, o->client),
+	          NV_ERR_OBJECT_NOT_FOUND);
+	c->file->uvm->gpu_vaspaces |= 1u << g->index;
+	return NV_OK;
 }
 
 static uint32_t unregister_vaspace(struct call *c)
@@ -100,44 +93,29 @@ static uint32_t register_channel(struct call *c)
 {
 	struct uvm_register_channel *p = (struct uvm_register_channel *)c->arg;
 	struct gpu *g = gpu_of(p->gpuUuid);
-	uint32_t status = NV_OK;
-	struct scope scope;
-	struct object *o;
+	SCOPED struct scope scope = api_enter(API_WRITE);
 
-	api_enter(&scope, API_WRITE);
 	gpus_enter(&scope, all_gpus());
-	state_lock();
-	o = find_object(p->hClient, p->hChannel);
-	if (!g || !(c->file->uvm->gpu_vaspaces & (1u << g->index)))
-		status = NV_ERR_INVALID_DEVICE;
-	else if (!o || !o->channel || o->gpu != g)
-		status = NV_ERR_INVALID_CHANNEL;
-	else if (!c->other || !file_may_use(c->other, o->client))
-		status = NV_ERR_INVALID_CLIENT;
-	else
-		o->channel->uvm_registered = true;
-	state_unlock();
-	scope_leave(&scope);
-	return status;
+	LOCKED(&S.state);
+	struct object *o = find_object(p->hClient, p->hChannel);
+	REFUSE_IF(!g || !(c->file->uvm->gpu_vaspaces & (1u << g->index)), NV_ERR_INVALID_DEVICE);
+	REFUSE_IF(!o || !o->channel || o->gpu != g, NV_ERR_INVALID_CHANNEL);
+	REFUSE_IF(!c->other || !file_may_use(c->other, o->client), NV_ERR_INVALID_CLIENT);
+	o->channel->uvm_registered = true;
+	return NV_OK;
 }
 
 static uint32_t unregister_channel(struct call *c)
 {
 	uint32_t at = uvm_unregister_at(load(&S.board->driver[0]));
 	struct uvm_unregister_channel_590 *p = (struct uvm_unregister_channel_590 *)(void *)(c->arg + at);
-	struct scope scope;
-	struct object *o;
-	bool known;
+	SCOPED struct scope scope = api_enter(API_WRITE);
 
-	api_enter(&scope, API_WRITE);
-	state_lock();
-	o = find_object(p->hClient, p->hChannel);
-	known = o && o->channel && o->channel->uvm_registered;
-	if (known)
-		o->channel->uvm_registered = false;
-	state_unlock();
-	scope_leave(&scope);
-	return known ? NV_OK : NV_ERR_INVALID_CHANNEL;
+	LOCKED(&S.state);
+	struct object *o = find_object(p->hClient, p->hChannel);
+	REFUSE_IF(!o || !o->channel || !o->channel->uvm_registered, NV_ERR_INVALID_CHANNEL);
+	o->channel->uvm_registered = false;
+	return NV_OK;
 }
 
 /* ---- closing ---- */
@@ -159,12 +137,11 @@ static uint32_t count_channels(const struct file *f, bool (*counts)(const struct
 	struct object *o;
 	uint32_t n = 0;
 
-	state_lock();
+	LOCKED(&S.state);
 	TAILQ_FOREACH(c, &S.clients, link)
 		if (c->file == f)
 			TAILQ_FOREACH(o, &c->objects, in_client)
 				n += o->channel && counts(o->channel);
-	state_unlock();
 	return n;
 }
 
@@ -176,18 +153,14 @@ static uint32_t count_channels(const struct file *f, bool (*counts)(const struct
  */
 void stop_channels_of_file(const struct file *f)
 {
-	struct scope scope;
-	uint32_t waits;
-
 	if (!count_channels(f, is_registered))
 		return;
-	api_enter(&scope, API_WRITE);
+	SCOPED struct scope scope = api_enter(API_WRITE);
 	gpus_enter(&scope, all_gpus());
-	waits = count_channels(f, must_wait);
+	uint32_t waits = count_channels(f, must_wait);
 	if (waits)
 		kernel_log("stopping %u disabled channels of pid %d", waits, f->pid);
 	scope_sleep(&scope, waits * (uint64_t)knob(K_stop_wait_ms));
-	scope_leave(&scope);
 }
 
 void uvm_release(struct file *f)

@@ -168,14 +168,13 @@ uint32_t range_create(struct call *c)
 	struct vaspace *v = c->file->uvm;
 	struct range *r;
 
-	if (!p->length || p->base % PAGE || p->length % PAGE || p->base + p->length < p->base)
-		return NV_ERR_INVALID_ADDRESS;
+	REFUSE_IF(!p->length || p->base % PAGE || p->length % PAGE || p->base + p->length < p->base,
+	          NV_ERR_INVALID_ADDRESS);
 	TAILQ_FOREACH(r, &v->ranges, link)
-		if (p->base < r->base + r->length && r->base < p->base + p->length)
-			return NV_ERR_UVM_ADDRESS_IN_USE;
+		REFUSE_IF(p->base < r->base + r->length && r->base < p->base + p->length,
+		          NV_ERR_UVM_ADDRESS_IN_USE);
 	r = calloc(1, sizeof *r);
-	if (!r)
-		return NV_ERR_NO_MEMORY;
+	REFUSE_IF(!r, NV_ERR_NO_MEMORY);
 	r->base = p->base;
 	r->length = p->length;
 	TAILQ_INIT(&r->mappings);
@@ -198,8 +197,7 @@ uint32_t range_free(struct call *c)
 	struct uvm_range *p = (struct uvm_range *)c->arg;
 	struct range *r = find_range(c->file->uvm, p->base, p->length ? p->length : 1);
 
-	if (!r || r->base != p->base || (p->length && p->length != r->length))
-		return NV_ERR_INVALID_ADDRESS;
+	REFUSE_IF(!r || r->base != p->base || (p->length && p->length != r->length), NV_ERR_INVALID_ADDRESS);
 	change_pages(c, EMU_PAGE_HOLE, r->base, r->length, 0, NULL);
 	range_drop(c->file->uvm, r);
 	return NV_OK;
@@ -216,11 +214,10 @@ static uint64_t locked_ns(void)
  * come after that. */
 static struct memory *hold_memory(struct call *c, const struct uvm_map_external_tail *t, uint32_t *status)
 {
+	SCOPED struct scope scope = api_enter(API_WRITE);
 	struct memory *m = NULL;
-	struct scope scope;
 	struct object *o;
 
-	api_enter(&scope, API_WRITE);
 	gpus_enter(&scope, all_gpus());
 	state_lock();
 	o = find_object(t->hClient, t->hMemory);
@@ -235,7 +232,6 @@ static struct memory *hold_memory(struct call *c, const struct uvm_map_external_
 	state_unlock();
 	if (m)
 		scope_sleep(&scope, locked_ns());
-	scope_leave(&scope);
 	return m;
 }
 
@@ -284,10 +280,9 @@ uint32_t range_unmap(struct call *c)
 	struct range *r = find_range(c->file->uvm, p->base, p->length);
 	uint64_t met;
 
-	if (!r || p->base % PAGE || p->length % PAGE || !is_cuttable(r, p->base, p->length, &met))
-		return NV_ERR_INVALID_ADDRESS;
-	if (!uvm_knows_gpu(c->file->uvm, p->gpuUuid, false))
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!r || p->base % PAGE || p->length % PAGE || !is_cuttable(r, p->base, p->length, &met),
+	          NV_ERR_INVALID_ADDRESS);
+	REFUSE_IF(!uvm_knows_gpu(c->file->uvm, p->gpuUuid, false), NV_ERR_INVALID_DEVICE);
 	model_sleep_ns(met * (uint64_t)knob(K_unmap_us) +
 	               (met ? (uint64_t)knob(K_unmap_mib_us) * (p->length >> 20) : 0));
 	state_lock();
@@ -306,8 +301,7 @@ uint32_t range_sparse(struct call *c)
 	if (!r || p->base % SPARSE_ALIGN || p->length % SPARSE_ALIGN ||
 	    !is_cuttable(r, p->base, p->length, &met))
 		return NV_ERR_INVALID_ADDRESS;
-	if (!uvm_knows_gpu(c->file->uvm, p->gpuUuid, true))
-		return NV_ERR_INVALID_DEVICE;
+	REFUSE_IF(!uvm_knows_gpu(c->file->uvm, p->gpuUuid, true), NV_ERR_INVALID_DEVICE);
 	model_sleep_ns((uint64_t)knob(K_sparse_us) + (uint64_t)knob(K_sparse_mib_us) * (p->length >> 20));
 	state_lock();
 	cut(r, p->base, p->length);

@@ -68,11 +68,10 @@ static int memory_behind(const struct call *c)
 	struct object *o;
 	int fd = -1;
 
-	state_lock();
+	LOCKED(&S.state);
 	o = find_object(c->head.h_client, c->head.h_memory);
 	if (o && o->memory && c->file && file_may_use(c->file, o->client))
 		fd = memory_fd(o->memory);
-	state_unlock();
 	return fd;
 }
 
@@ -87,13 +86,12 @@ static void report_fault(const struct call *c)
 	         "Ch %08x, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x%x_%08x. "
 	         "Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_%s",
 	         c->head.h_client, (unsigned)(at >> 32), (unsigned)at, c->head.h_memory ? "WRITE" : "READ");
-	state_lock();
+	LOCKED(&S.state);
 	channel = channel_of_slot(c->head.h_client % EMU_CHANNELS);
 	if (channel && channel->pid == c->pid) {
 		xid(channel->tsg->gpu, 31, c->pid, text);
 		S.mmu_faults++;
 	}
-	state_unlock();
 }
 
 static int look_up(struct call *c)

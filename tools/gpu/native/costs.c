@@ -67,15 +67,13 @@ static CUresult launch_graph(void)
 static CUresult prepare(void)
 {
 	CUgraph graph;
-	CUresult code = gpu.cuEventCreate(&use.event, CU_EVENT_DISABLE_TIMING);
 
-	if (!code)
-		code = gpu.cuStreamBeginCapture_v2(use.stream, CU_STREAM_CAPTURE_MODE_RELAXED);
-	for (int i = 0; i < BATCH && !code; i++)
-		code = launch();
-	if (!code)
-		code = gpu.cuStreamEndCapture(use.stream, &graph);
-	return code ? code : gpu.cuGraphInstantiateWithFlags(&use.graph, graph, 0);
+	TRY(gpu.cuEventCreate(&use.event, CU_EVENT_DISABLE_TIMING));
+	TRY(gpu.cuStreamBeginCapture_v2(use.stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+	for (int i = 0; i < BATCH; i++)
+		TRY(launch());
+	TRY(gpu.cuStreamEndCapture(use.stream, &graph));
+	return gpu.cuGraphInstantiateWithFlags(&use.graph, graph, 0);
 }
 
 int call_costs(unsigned n, CUstream stream, CUdeviceptr word, char *answer, size_t room)

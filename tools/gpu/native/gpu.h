@@ -107,6 +107,14 @@ extern struct failure failure;
 #define __FILE_NAME__ __FILE__
 #endif
 
+/* Ends the function with the error of a call that fails. */
+#define TRY(call)                        \
+	do {                             \
+		CUresult error = (call); \
+		if (error)               \
+			return error;    \
+	} while (0)
+
 CUresult gpu_check(CUresult code, const char *where);
 void gpu_open(const char *image_path);
 enum { THREADS = 256 };

@@ -39,14 +39,13 @@ static struct piece *slot_of(unsigned slot)
 	return &vmm_pool.slot[slot < VMM_SLOTS ? slot : 0];
 }
 
-static void do_vmm(const char *rest, char *answer, int fd)
+static void do_vmm(const char *rest, char *answer)
 {
 	static struct piece spare = {0, 0, 2 << 20}; /* of reserve, create and release */
 	char name[16] = "";
 	unsigned slot = 0, quarantine = 0, call = 0;
 	uint64_t ns = 0;
 
-	(void)fd;
 	sscanf(rest, "%15s %u %u", name, &slot, &quarantine);
 	while (call < VMM_CALLS && strcmp(vmm_names[call], name))
 		call++;
@@ -69,13 +68,11 @@ static void do_vmm(const char *rest, char *answer, int fd)
 static CUresult sum_of(CUdeviceptr at, unsigned words, unsigned long long *sum)
 {
 	void *args[] = {&at, &words, &helper.out};
-	CUresult code = gpu.cuMemsetD32Async(helper.out, 0, 2, helper.stream);
 
-	if (!code)
-		code = gpu.cuLaunchKernel(gpu.sum, 1, 1, 1, THREADS, 1, 1, 0, helper.stream, args, NULL);
-	if (!code)
-		code = gpu.cuStreamSynchronize(helper.stream);
-	return code ? code : gpu.cuMemcpyDtoH_v2(sum, helper.out, sizeof(*sum));
+	TRY(gpu.cuMemsetD32Async(helper.out, 0, 2, helper.stream));
+	TRY(gpu.cuLaunchKernel(gpu.sum, 1, 1, 1, THREADS, 1, 1, 0, helper.stream, args, NULL));
+	TRY(gpu.cuStreamSynchronize(helper.stream));
+	return gpu.cuMemcpyDtoH_v2(sum, helper.out, sizeof(*sum));
 }
 
 static unsigned long long expected_sum(unsigned slot)
@@ -87,13 +84,12 @@ static unsigned long long expected_sum(unsigned slot)
 	return sum;
 }
 
-static void do_read(const char *rest, char *answer, int fd)
+static void do_read(const char *rest, char *answer)
 {
 	unsigned slot = (unsigned)atoi(rest);
 	unsigned long long sum = 0;
 	CUresult code = sum_of(slot_of(slot)->at, WORDS, &sum);
 
-	(void)fd;
 	snprintf(answer, LINE, "{\"error\": %d, \"own\": %s, \"zero\": %s}", code,
 	         sum == expected_sum(slot) ? "true" : "false", sum == 0 ? "true" : "false");
 }
@@ -126,7 +122,7 @@ static int on_uvm(unsigned long request, void *params, const uint32_t *status, d
 	return last;
 }
 
-static void do_sparse(const char *rest, char *answer, int fd)
+static void do_sparse(const char *rest, char *answer)
 {
 	const struct piece *p = slot_of((unsigned)atoi(rest));
 	struct uvm_map_external_sparse params = {.base = p->at, .length = p->bytes, .rmStatus = ~0u};
@@ -134,7 +130,6 @@ static void do_sparse(const char *rest, char *answer, int fd)
 	double us = 0;
 	int tried = 0;
 
-	(void)fd;
 	if (gpu.cuDeviceGetUuid_v2(&uuid, 0)) {
 		put(answer, failure.code, 0);
 		return;
@@ -145,7 +140,7 @@ static void do_sparse(const char *rest, char *answer, int fd)
 	         params.rmStatus, us, tried);
 }
 
-static void do_where(const char *rest, char *answer, int fd)
+static void do_where(const char *rest, char *answer)
 {
 	const struct piece *p = slot_of((unsigned)atoi(rest));
 	CUuuid uuid = {{0}};
@@ -153,7 +148,6 @@ static void do_where(const char *rest, char *answer, int fd)
 	int at = snprintf(answer, LINE, "{\"error\": %d, \"base\": %llu, \"bytes\": %zu, \"uuid\": \"", code,
 	                  p->at, p->bytes);
 
-	(void)fd;
 	for (unsigned i = 0; i < sizeof(uuid.bytes); i++)
 		at += snprintf(answer + at, LINE - (size_t)at, "%02x", (unsigned char)uuid.bytes[i]);
 	snprintf(answer + at, LINE - (size_t)at, "\"}");
@@ -164,7 +158,7 @@ static void do_where(const char *rest, char *answer, int fd)
  * libcuda's own UVM_MAP_EXTERNAL_ALLOCATION for this handle, as the tracer saw it; before it stand 32 attributes, 256 from
  * branch 570 on (kernel-open/nvidia-uvm/uvm_ioctl.h).
  */
-static void do_offset(const char *rest, char *answer, int fd)
+static void do_offset(const char *rest, char *answer)
 {
 	enum { HEAD = 24, ATTRIBUTE = 36, TAIL = 24, STATUS = 20 };
 	static uint8_t params[HEAD + 256 * ATTRIBUTE + TAIL];
@@ -174,7 +168,6 @@ static void do_offset(const char *rest, char *answer, int fd)
 	double us = 0;
 	int tried = 0;
 
-	(void)fd;
 	sscanf(rest, "%u %48s %u", &slot, hex, &branch);
 	const struct piece *p = slot_of(slot);
 	uint8_t *tail = params + HEAD + (branch >= 570 ? 256 : 32) * ATTRIBUTE;
@@ -183,11 +176,7 @@ static void do_offset(const char *rest, char *answer, int fd)
 	memcpy(params, head, sizeof(head));
 	if (!gpu.cuDeviceGetUuid_v2(&uuid, 0))
 		memcpy(params + HEAD, uuid.bytes, sizeof(uuid.bytes));
-	for (unsigned i = 0; i < TAIL && hex[2 * i]; i++) {
-		unsigned byte = 0;
-		sscanf(hex + 2 * i, "%2x", &byte);
-		tail[i] = (uint8_t)byte;
-	}
+	from_hex(hex, tail, TAIL);
 	memset(tail + STATUS, 0xff, sizeof(uint32_t));
 	int error = on_uvm(UVM_MAP_EXTERNAL_ALLOCATION, params, (const uint32_t *)(void *)(tail + STATUS),
 	                   &us, &tried);
@@ -199,11 +188,10 @@ static void do_offset(const char *rest, char *answer, int fd)
 	         error, status, us, first == vmm_pattern(slot) + 1 ? "true" : "false", code);
 }
 
-static void do_cost(const char *rest, char *answer, int fd)
+static void do_cost(const char *rest, char *answer)
 {
 	unsigned mib = 2, total = 64;
 
-	(void)fd;
 	sscanf(rest, "%u %u", &mib, &total);
 	vmm_cost(mib, total, answer, LINE);
 }
@@ -211,11 +199,10 @@ static void do_cost(const char *rest, char *answer, int fd)
 static CUresult map_whole(struct piece *p)
 {
 	uint64_t unused;
-	CUresult code = vmm_do(VMM_RESERVE, p, &unused);
 
-	if (!code)
-		code = vmm_do(VMM_MAP, p, &unused);
-	return code ? code : vmm_do(VMM_ACCESS, p, &unused);
+	TRY(vmm_do(VMM_RESERVE, p, &unused));
+	TRY(vmm_do(VMM_MAP, p, &unused));
+	return vmm_do(VMM_ACCESS, p, &unused);
 }
 
 /* The descriptor leaves with the answer; the handle stays with this process until it ends. */
@@ -259,16 +246,14 @@ static CUresult make_graph(void)
 	void *args[] = {&helper.out, &words, &seed};
 	CUgraphExec exec;
 	CUgraph graph;
-	CUresult code = gpu.cuStreamBeginCapture_v2(helper.stream, CU_STREAM_CAPTURE_MODE_RELAXED);
 
-	if (!code)
-		code = gpu.cuLaunchKernel(gpu.fill, 1, 1, 1, THREADS, 1, 1, 0, helper.stream, args, NULL);
-	if (!code)
-		code = gpu.cuStreamEndCapture(helper.stream, &graph);
-	return code ? code : gpu.cuGraphInstantiateWithFlags(&exec, graph, 0);
+	TRY(gpu.cuStreamBeginCapture_v2(helper.stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+	TRY(gpu.cuLaunchKernel(gpu.fill, 1, 1, 1, THREADS, 1, 1, 0, helper.stream, args, NULL));
+	TRY(gpu.cuStreamEndCapture(helper.stream, &graph));
+	return gpu.cuGraphInstantiateWithFlags(&exec, graph, 0);
 }
 
-static void do_make(const char *rest, char *answer, int fd)
+static void do_make(const char *rest, char *answer)
 {
 	uint64_t start = now_ns();
 	CUresult code = CUDA_ERROR_INVALID_VALUE;
@@ -277,7 +262,6 @@ static void do_make(const char *rest, char *answer, int fd)
 	CUstream stream;
 	CUmodule module;
 
-	(void)fd;
 	if (!strcmp(rest, "stream"))
 		code = gpu.cuStreamCreateWithPriority(&stream, 1, 0);
 	else if (!strcmp(rest, "priority"))
@@ -296,7 +280,7 @@ static void do_make(const char *rest, char *answer, int fd)
 }
 
 /* Does the driver's look-up by name return what the library exports? */
-static void do_pointers(const char *rest, char *answer, int fd)
+static void do_pointers(const char *rest, char *answer)
 {
 	typedef CUresult look_up(const char *name, void **out, int version, uint64_t flags, int *status);
 	static const char *const names[] = {"cuLaunchKernel", "cuGraphLaunch", "cuMemcpyHtoD", "cuMemAlloc",
@@ -306,7 +290,7 @@ static void do_pointers(const char *rest, char *answer, int fd)
 	unsigned equal = 0, found = 0, count = sizeof(names) / sizeof(names[0]);
 	look_up *get;
 
-	(void)rest, (void)fd;
+	(void)rest;
 	*(void **)&get = dlsym(gpu.library, "cuGetProcAddress_v2");
 	for (unsigned i = 0; get && i < count; i++) {
 		void *at = NULL;
@@ -318,7 +302,7 @@ static void do_pointers(const char *rest, char *answer, int fd)
 }
 
 /* What frameworks ask about memory they were given: must keep making sense for a range of many handles. */
-static void do_range(const char *rest, char *answer, int fd)
+static void do_range(const char *rest, char *answer)
 {
 	enum { TYPE = 2, POINTER = 3, LEGACY_IPC = 10, RANGE_START = 11, RANGE_SIZE = 12 };
 	CUdeviceptr base = 0, at = vmm_pool.slot[1].at + 4096;
@@ -331,7 +315,7 @@ static void do_range(const char *rest, char *answer, int fd)
 	CUresult d = gpu.cuIpcGetMemHandle(ipc, vmm_pool.slot[1].at);
 	CUresult e = gpu.cuPointerGetAttribute(&range_bytes, RANGE_SIZE, at);
 
-	(void)rest, (void)fd;
+	(void)rest;
 	snprintf(answer, LINE,
 	         "{\"range\": %d, \"per_mapping\": %s, \"bytes\": %zu, \"type\": %d, \"memory_type\": %u, "
 	         "\"legacy\": %d, "
@@ -341,29 +325,28 @@ static void do_range(const char *rest, char *answer, int fd)
 }
 
 /* A kernel reads an address that nothing backs. Ends this context; what else it ends is the question. */
-static void do_hole(const char *rest, char *answer, int fd)
+static void do_hole(const char *rest, char *answer)
 {
 	unsigned long long sum = 0;
 	uint64_t unused;
 	CUresult code = vmm_do(VMM_UNMAP, slot_of(0), &unused);
 
-	(void)rest, (void)fd;
+	(void)rest;
 	put(answer, code ? code : sum_of(slot_of(0)->at, WORDS, &sum), 0);
 }
 
-static void do_calls(const char *rest, char *answer, int fd)
+static void do_calls(const char *rest, char *answer)
 {
-	(void)fd;
 	call_costs((unsigned)atoi(rest), helper.stream, helper.out, answer, LINE);
 }
 
 static const struct command {
 	const char *name;
-	void (*run)(const char *rest, char *answer, int fd);
+	void (*run)(const char *rest, char *answer);
 } commands[] = {
-        {"vmm", do_vmm},     {"read", do_read},     {"sparse", do_sparse}, {"offset", do_offset},
-        {"cost", do_cost},   {"import", do_import}, {"calls", do_calls},   {"pointers", do_pointers},
-        {"range", do_range}, {"hole", do_hole},     {"make", do_make},     {"where", do_where},
+        {"vmm", do_vmm},   {"read", do_read},   {"sparse", do_sparse},     {"offset", do_offset},
+        {"cost", do_cost}, {"calls", do_calls}, {"pointers", do_pointers}, {"range", do_range},
+        {"hole", do_hole}, {"make", do_make},   {"where", do_where},
 };
 
 static void obey(int s, const char *text, int fd)
@@ -376,9 +359,11 @@ static void obey(int s, const char *text, int fd)
 	snprintf(answer, LINE, "{\"error\": -1, \"where\": \"unknown command\"}");
 	if (word == 6 && !strncmp(text, "export", word))
 		out = do_export(rest, answer);
+	if (word == 6 && !strncmp(text, "import", word))
+		do_import(rest, answer, fd);
 	for (size_t i = 0; i < sizeof(commands) / sizeof(commands[0]); i++)
 		if (strlen(commands[i].name) == word && !strncmp(commands[i].name, text, word))
-			commands[i].run(rest, answer, fd);
+			commands[i].run(rest, answer);
 	sock_send(s, answer, out);
 	if (out >= 0)
 		close(out);

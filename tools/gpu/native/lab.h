@@ -81,6 +81,7 @@ _Static_assert(offsetof(struct beat, at) == 4096 && sizeof(struct beat) == BEAT_
 enum { LINE = 65536 }; /* one message */
 void *map_shared(const char *path, size_t bytes, bool create, bool writable);
 struct table *map_table(const char *path);
+uint32_t from_hex(const char *hex, uint8_t *bytes, uint32_t room); /* how many were there, at most room */
 struct beat *map_beat(const char *path);
 int sock_listen(const char *path);
 int sock_connect(const char *path, unsigned patience_ms);

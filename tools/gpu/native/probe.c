@@ -100,6 +100,13 @@ void print_result(const char *prefix, struct rm_result r)
 	       (double)r.ns / 1e3);
 }
 
+static void answer(struct rm_result r)
+{
+	printf("{");
+	print_result("", r);
+	printf(", \"slow\": %s}\n", probe.is_slow ? "true" : "false");
+}
+
 static void fail(const char *why)
 {
 	printf("{\"error\": \"%s\"}\n", why);
@@ -200,9 +207,7 @@ static void do_switch(char *rest, bool off)
 		guard_ask("release", 0);
 		probe.left_off = false;
 	}
-	printf("{");
-	print_result("", r);
-	printf(", \"slow\": %s}\n", probe.is_slow ? "true" : "false");
+	answer(r);
 }
 
 static void do_off(char *rest)
@@ -238,9 +243,7 @@ static void do_raw(char *rest)
 	if (off)
 		probe.left_off = true;
 	struct rm_result r = switch_list(&list, off);
-	printf("{");
-	print_result("", r);
-	printf(", \"slow\": %s}\n", probe.is_slow ? "true" : "false");
+	answer(r);
 }
 
 static void do_control(char *rest)
@@ -255,11 +258,7 @@ static void do_control(char *rest)
 	bool theirs = !strcmp(whose, "theirs");
 	if (theirs && probe.passed < 0)
 		return fail("path b first");
-	for (; hex[2 * bytes] && hex[2 * bytes + 1] && bytes < sizeof(params); bytes++) {
-		unsigned byte = 0;
-		sscanf(hex + 2 * bytes, "%2x", &byte);
-		params[bytes] = (uint8_t)byte;
-	}
+	bytes = from_hex(hex, params, sizeof(params));
 	uint32_t sub = theirs ? probe.their_subdevice : probe.own.subdevice;
 	uint32_t client = theirs ? probe.their_client : probe.own.client;
 	uint32_t handle = strcmp(object, "sub") ? (uint32_t)strtoul(object, NULL, 0) : sub;
@@ -286,11 +285,7 @@ static void do_sparse(char *rest)
 	sscanf(rest, "%llu %llu %32s", &base, &bytes, uuid);
 	if (probe.work < 0 || sock_ask(probe.work, "uvm", answer, &uvm, GUARD_MS) || uvm < 0)
 		return fail("no uvm descriptor was passed");
-	for (unsigned i = 0; i < sizeof(params.gpuUuid) && uuid[2 * i]; i++) {
-		unsigned byte = 0;
-		sscanf(uuid + 2 * i, "%2x", &byte);
-		params.gpuUuid[i] = (uint8_t)byte;
-	}
+	from_hex(uuid, params.gpuUuid, sizeof(params.gpuUuid));
 	params.base = base;
 	params.length = bytes;
 	uint64_t start = now_ns();

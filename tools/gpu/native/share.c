@@ -28,6 +28,15 @@ void *map_shared(const char *path, size_t bytes, bool create, bool writable)
 	return at == MAP_FAILED ? NULL : at;
 }
 
+uint32_t from_hex(const char *hex, uint8_t *bytes, uint32_t room)
+{
+	uint32_t n = 0;
+
+	for (; n < room && sscanf(hex + 2 * n, "%2hhx", &bytes[n]) == 1; n++)
+		;
+	return n;
+}
+
 struct table *map_table(const char *path)
 {
 	struct table *table = map_shared(path, sizeof(*table), false, false);

@@ -49,25 +49,21 @@ static CUresult make_slot(struct piece *p, CUdeviceptr at, unsigned slot)
 	uint64_t unused;
 
 	*p = (struct piece){at, 0, VMM_SLOT_BYTES};
-	CUresult code = vmm_do(VMM_CREATE, p, &unused);
-	if (!code)
-		code = vmm_do(VMM_MAP, p, &unused);
-	if (!code)
-		code = vmm_do(VMM_ACCESS, p, &unused);
-	if (!code)
-		code = gpu.cuMemsetD32_v2(at, vmm_pattern(slot), half);
-	return code ? code : gpu.cuMemsetD32_v2(at + half * 4, vmm_pattern(slot) + (slot != VMM_SLOTS), half);
+	TRY(vmm_do(VMM_CREATE, p, &unused));
+	TRY(vmm_do(VMM_MAP, p, &unused));
+	TRY(vmm_do(VMM_ACCESS, p, &unused));
+	TRY(gpu.cuMemsetD32_v2(at, vmm_pattern(slot), half));
+	return gpu.cuMemsetD32_v2(at + half * 4, vmm_pattern(slot) + (slot != VMM_SLOTS), half);
 }
 
 CUresult vmm_pool_make(void)
 {
 	struct piece range = {0, 0, (size_t)(VMM_SLOTS + 1) * VMM_SLOT_BYTES};
-	uint64_t unused;
-	CUresult code = vmm_do(VMM_RESERVE, &range, &unused);
 
-	for (unsigned i = 0; i <= VMM_SLOTS && !code; i++)
-		code = make_slot(&vmm_pool.slot[i], range.at + (CUdeviceptr)i * VMM_SLOT_BYTES, i);
-	return code ? code : gpu.cuCtxSynchronize();
+	TRY(vmm_do(VMM_RESERVE, &range, &(uint64_t){0}));
+	for (unsigned i = 0; i <= VMM_SLOTS; i++)
+		TRY(make_slot(&vmm_pool.slot[i], range.at + (CUdeviceptr)i * VMM_SLOT_BYTES, i));
+	return gpu.cuCtxSynchronize();
 }
 
 struct cost {
@@ -90,34 +86,50 @@ static CUresult timed(struct cost *cost, enum vmm_call call, struct piece *p)
 static CUresult remap(struct cost *cost, struct piece *p, CUmemGenericAllocationHandle handle)
 {
 	struct piece moved = {p->at, handle, p->bytes};
-	CUresult code = timed(cost, VMM_UNMAP, &moved);
 
-	if (!code)
-		code = timed(cost, VMM_MAP, &moved);
-	return code ? code : timed(cost, VMM_ACCESS, &moved);
+	TRY(timed(cost, VMM_UNMAP, &moved));
+	TRY(timed(cost, VMM_MAP, &moved));
+	return timed(cost, VMM_ACCESS, &moved);
 }
 
 static CUresult batch(struct cost *cost, struct piece *range, unsigned count)
 {
 	uint64_t start = now_ns(), unused;
-	CUresult code = vmm_do(VMM_UNMAP, range, &unused);
 
-	for (unsigned i = 0; i < count && !code; i++)
-		code = vmm_do(VMM_MAP, &cost->piece[i], &unused);
-	if (!code)
-		code = vmm_do(VMM_ACCESS, range, &unused);
+	TRY(vmm_do(VMM_UNMAP, range, &unused));
+	for (unsigned i = 0; i < count; i++)
+		TRY(vmm_do(VMM_MAP, &cost->piece[i], &unused));
+	TRY(vmm_do(VMM_ACCESS, range, &unused));
 	cost->batch_us = (double)(now_ns() - start) / 1e3;
-	return code;
+	return CUDA_SUCCESS;
 }
 
 static CUresult tear_down(struct cost *cost, struct piece *range, unsigned count)
 {
-	uint64_t unused;
-	CUresult code = vmm_do(VMM_UNMAP, range, &unused);
+	TRY(vmm_do(VMM_UNMAP, range, &(uint64_t){0}));
+	for (unsigned i = 0; i < count; i++)
+		TRY(timed(cost, VMM_RELEASE, &cost->piece[i]));
+	return gpu.cuMemAddressFree(range->at, range->bytes);
+}
 
-	for (unsigned i = 0; i < count && !code; i++)
-		code = timed(cost, VMM_RELEASE, &cost->piece[i]);
-	return code ? code : gpu.cuMemAddressFree(range->at, range->bytes);
+static CUresult measure(struct cost *cost, struct piece *range, struct piece *quarantine, unsigned count)
+{
+	uint64_t unused;
+
+	TRY(timed(cost, VMM_RESERVE, range));
+	TRY(vmm_do(VMM_CREATE, quarantine, &unused));
+	for (unsigned i = 0; i < count; i++) {
+		struct piece *p = &cost->piece[i];
+		*p = (struct piece){range->at + (CUdeviceptr)i * quarantine->bytes, 0, quarantine->bytes};
+		TRY(timed(cost, VMM_CREATE, p));
+		TRY(vmm_do(VMM_MAP, p, &unused));
+		TRY(vmm_do(VMM_ACCESS, p, &unused));
+	}
+	for (unsigned i = 0; i < count; i++)
+		TRY(remap(cost, &cost->piece[i], quarantine->handle));
+	TRY(batch(cost, range, count));
+	TRY(tear_down(cost, range, count));
+	return vmm_do(VMM_RELEASE, quarantine, &unused);
 }
 
 /* Handles of `mib` over `total_mib`: create each, map it, then remap every place to one quarantine handle. */
@@ -130,26 +142,7 @@ int vmm_cost(unsigned mib, unsigned total_mib, char *answer, size_t room)
 	memset(&cost, 0, sizeof(cost));
 	if (!count || count > VMM_PIECES)
 		return snprintf(answer, room, "{\"error\": -1, \"where\": \"1 to %d handles\"}", VMM_PIECES);
-	CUresult code = timed(&cost, VMM_RESERVE, &range);
-	if (!code)
-		code = vmm_do(VMM_CREATE, &quarantine, &(uint64_t){0});
-	for (unsigned i = 0; i < count && !code; i++) {
-		struct piece *p = &cost.piece[i];
-		*p = (struct piece){range.at + (CUdeviceptr)i * quarantine.bytes, 0, quarantine.bytes};
-		code = timed(&cost, VMM_CREATE, p);
-		if (!code)
-			code = vmm_do(VMM_MAP, p, &(uint64_t){0});
-		if (!code)
-			code = vmm_do(VMM_ACCESS, p, &(uint64_t){0});
-	}
-	for (unsigned i = 0; i < count && !code; i++)
-		code = remap(&cost, &cost.piece[i], quarantine.handle);
-	if (!code)
-		code = batch(&cost, &range, count);
-	if (!code)
-		code = tear_down(&cost, &range, count);
-	if (!code)
-		code = vmm_do(VMM_RELEASE, &quarantine, &(uint64_t){0});
+	CUresult code = measure(&cost, &range, &quarantine, count);
 	int at = snprintf(answer, room, "{\"error\": %d, \"handles\": %u, \"batch_us\": %.1f", code, count,
 	                  cost.batch_us);
 	for (unsigned c = 0; c < VMM_CALLS; c++) {

@@ -43,32 +43,28 @@ static struct resource sm_resource(unsigned sms)
 	return (struct resource){.type = TYPE_SM, .sms = sms};
 }
 
-CUAPI(cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
+CUAPI(12040, cuDeviceGetDevResource, CUdevice device, struct resource *out, int type)
 {
 	int sms = 0;
 
 	TRY(out ? cuDeviceGetAttribute(&sms, ATTRIBUTE_SMS, device) : CUDA_ERROR_INVALID_VALUE);
-	if (type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	*out = sm_resource((unsigned)sms);
 	return CUDA_SUCCESS;
 }
 
 /* Without a place for the groups it only counts them. */
-CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const struct resource *input,
-      struct resource *remaining, unsigned flags, unsigned least)
+CUAPI(12040, cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups,
+      const struct resource *input, struct resource *remaining, unsigned flags, unsigned least)
 {
 	unsigned granule = flags & FINE_FLAG ? FINE_GRANULE : GRANULE;
 
 	TRY(driver_check());
-	if (!groups || !input || flags & ~FINE_FLAG)
-		return CUDA_ERROR_INVALID_VALUE;
-	if (input->type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(!groups || !input || flags & ~FINE_FLAG, CUDA_ERROR_INVALID_VALUE);
+	REFUSE_IF(input->type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	least = least ? (least + granule - 1) / granule * granule : granule;
 	unsigned most = input->sms / least;
-	if (!most)
-		return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
+	REFUSE_IF(!most, CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
 	if (!out || *groups > most)
 		*groups = most;
 	for (unsigned i = 0; out && i < *groups; i++)
@@ -78,20 +74,17 @@ CUAPI(cuDevSmResourceSplitByCount, struct resource *out, unsigned *groups, const
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resources, unsigned count)
+CUAPI(12040, cuDevResourceGenerateDesc, struct desc **out, const struct resource *resources, unsigned count)
 {
 	unsigned sms = 0;
 
 	TRY(driver_check());
-	if (!out || !resources || !count || count > MOST_RESOURCES)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !resources || !count || count > MOST_RESOURCES, CUDA_ERROR_INVALID_VALUE);
 	for (unsigned i = 0; i < count; i++) {
-		if (resources[i].type != TYPE_SM)
-			return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+		REFUSE_IF(resources[i].type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 		sms += resources[i].sms;
 	}
-	if (!sms)
-		return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
+	REFUSE_IF(!sms, CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
 	*out = calloc(1, sizeof(**out)); /* lives as long as the process, as there is no call that ends one */
 	if (!*out)
 		abort();
@@ -100,13 +93,13 @@ CUAPI(cuDevResourceGenerateDesc, struct desc **out, const struct resource *resou
 }
 
 /* Holds the primary context of its device until it is destroyed. */
-CUAPI(cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice device, unsigned flags)
+CUAPI(12040, cuGreenCtxCreate, struct green **out, const struct desc *desc, CUdevice device, unsigned flags)
 {
 	CUcontext primary = NULL;
 
 	TRY(driver_check());
-	if (!out || !desc || desc->magic != MAGIC_DESC || flags != DEFAULT_FLAG)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !desc || desc->magic != MAGIC_DESC || flags != DEFAULT_FLAG,
+	          CUDA_ERROR_INVALID_VALUE);
 	TRY(cuDevicePrimaryCtxRetain(&primary, device));
 	*out = calloc(1, sizeof(**out));
 	if (!*out)
@@ -125,7 +118,7 @@ static CUresult green_check(const struct green *green)
 }
 
 /* Its streams stay, and are their makers' to destroy. */
-CUAPI(cuGreenCtxDestroy, struct green *green)
+CUAPI(12040, cuGreenCtxDestroy, struct green *green)
 {
 	TRY(green_check(green));
 	CUdevice device = green->primary->dev->ordinal;
@@ -139,7 +132,7 @@ CUAPI(cuGreenCtxDestroy, struct green *green)
 	return cuDevicePrimaryCtxRelease_v2(device);
 }
 
-CUAPI(cuCtxFromGreenCtx, CUcontext *out, struct green *green)
+CUAPI(12040, cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 {
 	CUresult result = out ? green_check(green) : CUDA_ERROR_INVALID_VALUE;
 
@@ -148,47 +141,43 @@ CUAPI(cuCtxFromGreenCtx, CUcontext *out, struct green *green)
 	return result;
 }
 
-CUAPI(cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
+CUAPI(12040, cuGreenCtxGetDevResource, struct green *green, struct resource *out, int type)
 {
 	TRY(out ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
-	if (type != TYPE_SM)
-		return CUDA_ERROR_INVALID_RESOURCE_TYPE;
+	REFUSE_IF(type != TYPE_SM, CUDA_ERROR_INVALID_RESOURCE_TYPE);
 	*out = sm_resource(green->sms);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags, int priority)
+CUAPI(12050, cuGreenCtxStreamCreate, CUstream *out, struct green *green, unsigned flags, int priority)
 {
 	TRY(out && flags == NON_BLOCKING ? green_check(green) : CUDA_ERROR_INVALID_VALUE);
 	if (green->primary->sticky)
 		return green->primary->sticky;
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	struct stream *stream = stream_make(green->primary, flags, priority_clamp(priority));
 	stream->green = green;
 	*out = (CUstream)stream;
-	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
-CUAPI(cuStreamGetGreenCtx, CUstream handle, void **out)
+CUAPI(12040, cuStreamGetGreenCtx, CUstream handle, void **out)
 {
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	*out = stream->green;
 	return CUDA_SUCCESS;
 }
 
 /* A stream has one of the two. */
-CUAPI(cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
+CUAPI(12050, cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
 {
 	struct stream *stream;
 
 	TRY(stream_resolve(handle, &stream));
-	if (!out || !green)
-		return CUDA_ERROR_INVALID_VALUE;
+	REFUSE_IF(!out || !green, CUDA_ERROR_INVALID_VALUE);
 	*green = stream->green;
 	*out = stream->green ? NULL : (CUcontext)stream->ctx;
 	return CUDA_SUCCESS;
