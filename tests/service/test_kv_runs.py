@@ -69,8 +69,9 @@ def test_more_planes_never_cost_more_packets_but_by_descriptors(tmp_path, planes
     taken, given = reclaim(world, offline, online)
 
     handles = sum(len(entries_of(body)) for body in given)
-    assert len(taken) == len(calls) <= 1 + planes // MAX_RUNS
-    assert len(given) == -(-handles // 64)  # descriptors in a packet
+    stages = 1 if planes == 1 else 2
+    assert len(taken) == len(calls) <= stages + planes // MAX_RUNS
+    assert len(given) < stages + -(-handles // 64)  # descriptors in a packet
     assert {number for body in taken for _, number, _, _ in entries_of(body)} == set(range(planes))
     world.check()
 
@@ -78,14 +79,14 @@ def test_more_planes_never_cost_more_packets_but_by_descriptors(tmp_path, planes
 def test_what_the_driver_did_before_it_refused_is_never_asked_for_again(tmp_path):
     world, offline, online = node(tmp_path, 4, features=OLDER)
     offline.shim.steps = True
-    world.outside.fails.append(0x1F)  # after the first run
+    world.outside.fails += [0, 0x1F]  # of the second stage, after its first run
     before = len(sent(offline))
 
     online.want(used=4, wanted=40)
     world.run(100)
 
     taken = [body for body in sent(offline)[before:] if body.op == KvOp.QUARANTINE]
-    first, *others = [slots_of(body) for body in taken if body.how == KvHow.OUTSIDE]
+    _, first, *others = [slots_of(body) for body in taken if body.how == KvHow.OUTSIDE]
     asked = set().union(*(slots_of(body) for body in taken if body.how == KvHow.AT_STEP))
     assert others
     assert asked >= set().union(*others)

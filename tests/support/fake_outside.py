@@ -45,6 +45,7 @@ class FakeDoor:
         self.port, self.fd = port, fd
         self.is_open = True
         self.pending = 0
+        self.free_ns = 0
 
     def make_sparse(self, runs, then):
         assert self.is_open
@@ -67,7 +68,8 @@ class FakeDoor:
             else:
                 done()
 
-        self.port.clock.call_at_ns(self.port.clock.now_ns() + SPARSE_NS * len(runs), come_back)
+        self.free_ns = max(self.free_ns, self.port.clock.now_ns()) + SPARSE_NS * len(runs)  # one after the other
+        self.port.clock.call_at_ns(self.free_ns, come_back)
 
     def close(self):
         self.is_open = False

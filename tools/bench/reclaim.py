@@ -3,10 +3,10 @@
 Our own share is the wall time from the KV_NEED of the online engine's hook up to the last mapping call, less the time
 in which some process of the node stood in a driver call: the gate, unmapping, mapping. The daemon's event says when the
 hook rang, by the hook's clock; the emulator's pages give the calls; the product knows of neither. The note of a row has
-the share of each hop (bench/hops.py). Behind the last mapping call only the card is at work, zeroing: the emulator
-writes those bytes with this host's cores, so that stretch is reported apart (an H100 takes 0.4 ms a GiB). What the
-driver takes is what the choice of a handle size is about: `model` is the cost model's sum, without what the emulator
-adds.
+the share of each hop (bench/hops.py). Behind the last mapping call only the card is at work, zeroing: that stretch is
+reported apart (an H100 takes 0.4 ms a GiB). What comes first is zeroed while the rest is taken: the emulator zeroes
+nothing there, as it would with this host's cores, but for `sparse`. What the driver takes is what the choice of a
+handle size is about: `model` is the cost model's sum, one call after the other, without what the emulator adds.
 
 Layouts: `packed`, all layers of a block side by side, one handle holds whole blocks; `layers`, sixteen planes (8
 layers, K and V), so that a column is sixteen handles. `helper`, the default here, has the offline process's own thread
@@ -39,6 +39,7 @@ BLOCK_MIB = 2  # a block over all its planes: 16 tokens of an 8B model
 SAMPLES = 4  # reclaims in one run; the first one pays for cold caches and is left out
 OWN_BUDGET_MS = 1.0
 SMALL_BUDGET_MS = 2.0  # with handles of 2 MiB: 512 of them
+KNOBS = {"helper": {"fills": "silent"}}  # a trial of `sparse` reads what was filled
 CONFIG = """
 trace_file = "{trace}"
 [memory]
@@ -113,7 +114,7 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
     requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
     cache = ["--kv-blocks", str(case.blocks), "--kv-planes", str(case.planes)]
     cache += ["--block-kib", str(BLOCK_MIB * 1024 // case.planes)]
-    with EmulatedNode(folder, options=Options(), config=config) as node:
+    with EmulatedNode(folder, options=Options(knobs=KNOBS.get(case.remap, {})), config=config) as node:
         node.start_valved()
         offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
         node.wait_for(lambda: _is_full(node, case), "the offline engine has all the memory")

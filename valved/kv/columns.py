@@ -6,7 +6,7 @@ all of it before somebody waits for the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -94,6 +94,9 @@ class Columns:
         self._changes = 0
         self._reclaimable: Bools = np.zeros(0, np.bool_)
         self._gpu_handles: dict[GpuIndex, Ints] = {}
+        self._cell_gpu = NOTHING
+        self._bare: dict[GpuIndex, Ints] = {}
+        self._bare_at = -1  # changes of `_at` that are in it
 
     def lay(self, ranks: list[Rank]) -> None:
         """These are all, one at least."""
@@ -108,7 +111,7 @@ class Columns:
         self._cell_column, cell_book, cell_slot = column[order], book[order], slot[order]
         starts = np.cumsum([0, *(book.slots for book in self._books)])
         self._cell_place = starts[cell_book] + cell_slot
-        self._at = SlotHandles(np.concatenate([book.at for book in self._books]))
+        self._at, self._bare_at = SlotHandles(np.concatenate([book.at for book in self._books])), -1
         for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
             known.join(self._at, first_slot)
         first = ranks[0].columns
@@ -123,10 +126,10 @@ class Columns:
             self._cells_in([at == owner for at in owners], cell_book, cell_slot) for owner in dict.fromkeys(owners)
         ]
         self.places = [part.slots.books[0] for part in self._parts]
-        gpu_of = np.array([book.gpu for book in self._books])[cell_book]
+        self._cell_gpu = np.array([book.gpu for book in self._books])[cell_book]
         self._gpu_handles = {
-            GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
-            for gpu in np.unique(gpu_of).tolist()
+            GpuIndex(gpu): np.bincount(self._cell_column[self._cell_gpu == gpu], minlength=len(first.columns))
+            for gpu in np.unique(self._cell_gpu).tolist()
         }
 
     def _cells_in(self, is_mine: list[bool], cell_book: Ints, cell_slot: Ints) -> Cells:
@@ -226,6 +229,25 @@ class Columns:
             if len(chosen):
                 found.append(part.slots[chosen])
         return found
+
+    def bare_handles(self, gpu: GpuIndex) -> Ints:
+        """That each column lacks on this GPU, and that nobody has ordered."""
+        if self._bare_at != self._at.changes:  # a mark changes nothing of it
+            self._bare_at = self._at.changes
+            is_bare = self._standing() == NO_HANDLE
+            self._bare = {
+                gpu: np.bincount(self._cell_column[is_bare & (self._cell_gpu == gpu)], minlength=self.columns)
+                for gpu in self._gpu_handles
+            }
+        return self._bare[gpu]
+
+    def fitting(self, columns: Ints, handles: Mapping[GpuIndex, int]) -> int:
+        """How many of these can be backed by so many handles, from the first on."""
+        fits = len(columns)
+        for gpu in self._gpu_handles:
+            needed = np.cumsum(self.bare_handles(gpu)[columns])
+            fits = min(fits, int(np.searchsorted(needed, handles[gpu], side="right")))
+        return fits
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""

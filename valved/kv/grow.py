@@ -65,17 +65,22 @@ class Growth:
         orders: list[Order] = []
         try:
             if self._supply.fitting(engine, columns) < len(columns):
-                handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
+                handles = {gpu: int(engine.bare_handles(gpu)[columns].sum()) for gpu in engine.gpus}
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), rung_ns)
                 await need.begun
                 if not need.ready.is_set and self._books.is_attached(engine):
                     plan = self._moves.plan_giving(engine, columns, need.coming)
-                await need.ready
+                while not need.ready.is_set:
+                    await need.partly
+                    if plan is not None and not need.ready.is_set and self._books.is_attached(engine):
+                        given, plan = self._moves.give_ahead(plan)
+                        self._supply.note_given(need, given)
+                        orders += given
             else:
                 await self._turn.while_turning()
             if self._books.is_attached(engine):
                 fitting = columns[: self._supply.fitting(engine, columns)]
-                orders = self._moves.give_columns(engine, fitting, plan)
+                orders += self._moves.give_columns(engine, fitting, plan)
             if need is not None:
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])

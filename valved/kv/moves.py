@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 
@@ -17,8 +18,14 @@ from valved.kv.slots import NOTHING, Ints, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
-from valved.model.ids import Remap
+from valved.model.ids import GpuIndex, Remap
 from valved.state.stats import MemoryCounters
+
+CUT_FROM = 8  # slots of one process
+CUTS = {Remap.SPARSE: (0.25,), Remap.HELPER: (0.5, 0.9375), Remap.COOPERATIVE: ()}
+"""Where that which is taken from a process is cut into stages. Who gains maps one while the next is being taken, so
+that packets and computing cost no time of their own. The last is small where taking is no quicker than mapping: whoever
+maps is busy with the one before when it comes. To be made sparse is quicker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,7 @@ class MovePlan:
 
     engine: Engine
     columns: Ints
-    parts: list[Packed]
+    stages: list[list[Packed]]  # one after the other
     made_by: tuple[int, int]  # changes of the engine's books
     blocks: Ints = field(default_factory=lambda: NOTHING)  # that are lost
 
@@ -48,8 +55,28 @@ class Moves:
 
     def give_columns(self, engine: Engine, columns: Ints, plan: MovePlan | None = None) -> list[Order]:
         if plan is not None and plan.is_for(columns):
-            return self.give([part.slots for part in plan.parts], drafted=plan.parts)
+            parts = list(chain(*plan.stages))
+            return self.give([part.slots for part in parts], drafted=parts)
         return self.give(engine.cells(columns, backed=False))
+
+    def give_ahead(self, plan: MovePlan) -> tuple[list[Order], MovePlan]:
+        """All stages but the last, as far as their handles are free by now; and what is left of the plan."""
+        orders: list[Order] = []
+        while len(plan.stages) > 1 and plan.is_for(plan.columns) and self._is_free(plan.engine, plan.stages[0]):
+            stage, *stages = plan.stages
+            orders += self.give([part.slots for part in stage], drafted=stage)
+            plan = replace(plan, stages=stages, made_by=plan.engine.changes)
+        return orders, plan
+
+    def _is_free(self, engine: Engine, stage: list[Packed]) -> bool:
+        """For this engine, and now."""
+        wanted: Counter[GpuIndex] = Counter()
+        for part in stage:
+            book, count = part.slots.book, len(part.slots)
+            wanted[book.gpu] += count
+            if len(self._books.pool.next_rows(book.gpu, book.domain, count)) < count:
+                return False
+        return all(count <= self._supply.affordable(gpu, engine.service) for gpu, count in wanted.items())
 
     def give(
         self, cells: Iterable[RangeSlots], how: KvHow = KvHow.AT_ONCE, drafted: Iterable[Packed] = ()
@@ -84,10 +111,10 @@ class Moves:
         cells = engine.cells(columns, backed=True)
         return [order for slots in cells for order in self._books.orders.take_away(KvOp.UNBACK, slots)]
 
-    def take(self, plan: MovePlan, how: KvHow) -> list[Order]:
+    def take(self, parts: Iterable[Packed], how: KvHow) -> list[Order]:
         """Precondition: the engine's table says that they are lost."""
         orders: list[Order] = []
-        for part in plan.parts:
+        for part in parts:
             if how is KvHow.AT_ONCE and self._ways.best(part.slots.book) is Remap.SPARSE:
                 orders += self._outside.take(part)
             else:
@@ -97,19 +124,42 @@ class Moves:
     # What can be worked out before
 
     def plan_taking(self, engine: Engine, columns: Ints) -> MovePlan:
-        parts = [self._outside.plan(slots) for slots in engine.cells(columns, backed=True)]
+        stages: list[list[Packed]] = []
+        for slots in engine.cells(columns, backed=True):
+            cuts = CUTS[self._ways.best(slots.book)] if len(slots) >= CUT_FROM else ()
+            edges = dict.fromkeys([0, *(round(len(slots) * cut) for cut in cuts), len(slots)])
+            for number, (first, last) in enumerate(pairwise(edges)):
+                stages += [[]] if number == len(stages) else []
+                stages[number].append(self._outside.plan(slots[first:last]))
         blocks = engine.blocks_of(columns)
-        return MovePlan(engine=engine, columns=columns, parts=parts, made_by=engine.changes, blocks=blocks)
+        return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes, blocks=blocks)
 
-    def plan_giving(self, engine: Engine, columns: Ints, coming: Ints) -> MovePlan:
-        """`coming`: handles that will be free by then."""
-        pool, orders = self._books.pool, self._books.orders
-        parts = []
-        for slots in engine.cells(columns, backed=False):
-            rows = pool.next_rows(slots.book.gpu, slots.book.domain, len(slots), coming)
-            drafts = orders.draft_back(slots[: len(rows)], rows)
-            parts.append(Packed(slots=slots, drafts=drafts, names=pool.names(rows)))
-        return MovePlan(engine=engine, columns=columns, parts=parts, made_by=engine.changes)
+    def plan_giving(self, engine: Engine, columns: Ints, coming: list[Ints]) -> MovePlan:
+        """`coming`: handles that will be free, stage by stage. All stages but the last back whole columns, as far as
+        there are handles for them by then, or a part of the first one."""
+        pool = self._books.pool
+        stages: list[list[Packed]] = []
+        rests: list[RangeSlots] = []
+        done, rows, taken = 0, NOTHING, NOTHING
+        for number, more in enumerate(coming, 1):
+            is_last = number == len(coming)
+            rows = np.concatenate([rows, more])
+            free = {gpu: pool.free_handles(gpu, rows) for gpu in engine.gpus}
+            upto = len(columns) if is_last else max(1, engine.fitting(columns, free))
+            cells = [*rests, *engine.cells(columns[done:upto], backed=False)]
+            stage, rests, done = [], [], max(done, upto)
+            for slots in cells:
+                mine = pool.next_rows(slots.book.gpu, slots.book.domain, len(slots), rows, taken)
+                taken = np.concatenate([taken, mine])
+                here = len(slots) if is_last else len(mine)
+                stage += [self._pack(slots[:here], mine)] if here else []
+                rests += [slots[here:]] if here < len(slots) else []
+            stages.append(stage)
+        return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes)
+
+    def _pack(self, slots: RangeSlots, rows: Ints) -> Packed:
+        drafts = self._books.orders.draft_back(slots[: len(rows)], rows)
+        return Packed(slots=slots, drafts=drafts, names=self._books.pool.names(rows))
 
     # What is under way
 

@@ -77,11 +77,12 @@ class Pool:
         """Up to `most` free handles of a trust domain; they are moving until `land`, `free` or `drop`."""
         return self._take_from((gpu, self._number(domain)), most)
 
-    def next_rows(self, gpu: GpuIndex, domain: str, most: int, coming: Ints) -> Ints:
-        """What `take` would give once these are free, too, in this order."""
+    def next_rows(self, gpu: GpuIndex, domain: str, most: int, coming: Ints = NOTHING, taken: Ints = NOTHING) -> Ints:
+        """What `take` would give once `coming` are free, too, in this order, and `taken` are not any more."""
         number = self._domains.get(domain, -1)
         mine = coming[(self._gpu[coming] == gpu) & (self._domain[coming] == number)]
         rows = np.array([*self._free.get((gpu, number), ()), *mine.tolist()], dtype=np.int64)
+        rows = rows[~np.isin(rows, taken)] if len(taken) else rows
         return rows[max(0, len(rows) - most) :]
 
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
@@ -175,10 +176,7 @@ class Pool:
         for book in self.of_client(client):
             rows = book.at[book.at >= 0]
             del self.ranges[book.key]
-            if not is_alive:
-                self.free(rows)
-                continue
-            self._orphan(rows, process)
+            self.strand(rows, process, is_alive=is_alive)
 
     def strand(self, rows: Ints, process: ProcessId, *, is_alive: bool) -> None:
         """Handles that were moving to a client that is gone: it may have mapped them."""
@@ -229,8 +227,9 @@ class Pool:
 
     # Questions
 
-    def free_handles(self, gpu: GpuIndex) -> int:
-        return sum(len(rows) for (place, _), rows in self._free.items() if place == gpu)
+    def free_handles(self, gpu: GpuIndex, coming: Ints = NOTHING) -> int:
+        soon = int((self._gpu[coming] == gpu).sum()) if len(coming) else 0
+        return soon + sum(len(rows) for (place, _), rows in self._free.items() if place == gpu)
 
     def count(self, gpu: GpuIndex) -> int:
         """All handles of this GPU."""

@@ -8,6 +8,9 @@
     give      who asked maps the handles (kv/grow.py), zeroes them, and reads in its own table that they are there
     open      the hold is dropped
 
+Taking and giving of a large one go in stages (kv/moves.py): all is told before any is taken, and the handles of a stage
+are given as soon as its orders are answered, while the next stage is taken.
+
 Where it was tried (kv/outside.py) valved makes the memory sparse itself instead of asking for it. A cooperative reclaim
 has no gate: the same orders wait for the next step of the engine, channels on; if a service waits, they are on once
 although it holds the GPU (kv/beside.py).
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -33,7 +37,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
-from valved.kv.slots import Ints
+from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
 from valved.kv.victims import choose
@@ -170,8 +174,9 @@ class Reclaimer:
         is_stopped = await self._turn.stop(concerned, lambda: self._plan(reclaim, engines))
         reclaim.stopped_ns = self._clock.now_ns()
         if is_stopped:
-            orders = self._tell_and_take(reclaim, KvHow.AT_ONCE)
-            self._begun(reclaim, orders)
+            stages = self._tell_and_take(reclaim, KvHow.AT_ONCE)
+            orders = list(chain(*stages))
+            self._begun(reclaim, stages)
             deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
             if not await until(all_of([order.settled for order in orders]), self._clock, deadline_ns):
                 late = [order for order in orders if not order.settled.is_set]
@@ -188,7 +193,7 @@ class Reclaimer:
     async def _take_at_step(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         self._select(reclaim, engines)
         reclaim.stopped_ns = reclaim.selected_ns
-        orders = self._tell_and_take(reclaim, KvHow.AT_STEP)
+        orders = list(chain(*self._tell_and_take(reclaim, KvHow.AT_STEP)))
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         gpus = frozenset().union(*(victims.engine.gpus for victims in reclaim.victims))
         settled = all_of([order.settled for order in orders])
@@ -218,7 +223,8 @@ class Reclaimer:
         for victims in reclaim.victims:
             victims.plan = self._moves.plan_taking(victims.engine, victims.columns)
 
-    def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[Order]:
+    def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[list[Order]]:
+        """The orders of each stage, to all engines."""
         reclaim.victims = [victims for victims in reclaim.victims if self._books.is_attached(victims.engine)]
         plans: list[MovePlan] = []
         for victims in reclaim.victims:
@@ -229,16 +235,20 @@ class Reclaimer:
             self._moves.lose(engine, victims.columns, plan.blocks)
             plans.append(plan)
         reclaim.told_ns = self._clock.now_ns()
-        for victims, plan in zip(reclaim.victims, plans, strict=True):
-            victims.orders = self._moves.take(plan, how)
-        return [order for victims in reclaim.victims for order in victims.orders]
+        parts = zip_longest(*(plan.stages for plan in plans), fillvalue=[])
+        stages = [self._moves.take(chain(*stage), how) for stage in parts]
+        for victims in reclaim.victims:
+            victims.orders = [order for order in chain(*stages) if order.client in victims.engine.clients]
+        return stages
 
-    def _begun(self, reclaim: Reclaim, orders: list[Order]) -> None:
-        """The caller that waits prepares while the memory is taken."""
-        rows = [order.slots.standing() for order in orders if not order.settled.is_set]
-        for need in reclaim.needs if rows else ():
-            need.coming = np.concatenate(rows)
+    def _begun(self, reclaim: Reclaim, stages: list[list[Order]]) -> None:
+        """The caller that waits prepares while the memory is taken, and maps one stage while the next is taken."""
+        open_ = [[order.slots.standing() for order in orders if not order.settled.is_set] for orders in stages]
+        for need in reclaim.needs if any(open_) else ():
+            need.coming = [np.concatenate([NOTHING, *rows]) for rows in open_]
             need.begun.set()
+        for orders in stages[:-1]:
+            all_of([order.settled for order in orders]).then(lambda: stage_came(reclaim.needs))
 
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
         reclaim.taken_ns = self._clock.now_ns()
@@ -269,7 +279,11 @@ class Reclaimer:
             self._log.note(reclaim, event)
 
 
+def stage_came(needs: list[Need]) -> None:
+    for need in needs:
+        need.stage_came()
+
+
 def set_ready(needs: list[Need]) -> None:
     for need in needs:
-        need.ready.set()
-        need.begun.set()
+        need.set_ready()

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from valved.config import MIB, MemoryTable
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause
-from valved.kv.slots import NOTHING, Ints
+from valved.kv.orders import Order
+from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Role, ServiceId
@@ -35,11 +34,20 @@ class Need:
     rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where nobody rang
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
-    coming: Ints = field(default_factory=lambda: NOTHING)  # handles that are being taken for it
+    coming: list[Ints] = field(default_factory=list)  # handles that are being taken for it, stage by stage
     begun: Pause = field(default_factory=Pause)  # now is the time to prepare for them
+    partly: Pause = field(default_factory=Pause)  # the next stage is free
     ready: Pause = field(default_factory=Pause)  # all that could be taken is free
     served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
     given: Pause = field(default_factory=Pause)  # and has arrived, or will not
+
+    def stage_came(self) -> None:
+        came, self.partly = self.partly, Pause()
+        came.set()
+
+    def set_ready(self) -> None:
+        for pause in (self.ready, self.begun, self.partly):
+            pause.set()
 
 
 class Supply:
@@ -62,6 +70,12 @@ class Supply:
 
     def open(self, need: Need) -> None:
         self._needs.append(need)
+
+    def note_given(self, need: Need, orders: Iterable[Order]) -> None:
+        """A part of it is on its way."""
+        for order in orders:
+            gpu = order.slots.book.gpu
+            need.promised[gpu] = max(0, need.promised[gpu] - len(order.slots))
 
     def settle(self, need: Need | None) -> None:
         """What was asked for is there, or will not be."""
@@ -110,15 +124,11 @@ class Supply:
 
     def fitting(self, engine: Engine, columns: Ints) -> int:
         """How many of these, from the first on."""
-        fits = len(columns)
-        for gpu in engine.gpus:
-            needed = np.cumsum(engine.handles_of(gpu)[columns])
-            fits = min(fits, int(np.searchsorted(needed, self.affordable(gpu, engine.service), side="right")))
-        return fits
+        return engine.fitting(columns, {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus})
 
     def is_short(self, engine: Engine, columns: Ints, gpu: GpuIndex) -> bool:
         """Whether something must be taken there for these to be backed."""
-        return int(engine.handles_of(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
+        return int(engine.bare_handles(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
 
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
         """Offline engines that could lose something on these GPUs."""

@@ -1,0 +1,249 @@
+"""A reclaim goes in stages: who waits maps one while the next is being taken, and never more than is free."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from memory_walk import beside
+from memory_world import ORDERS, KvWorld, entries_of
+from msgspec.structs import replace
+
+from valved.abi.kv_link import KvHow, KvNeed, KvOp
+from valved.abi.link import LinkType
+from valved.config import Config, MemoryTable
+from valved.kv.moves import CUT_FROM, CUTS
+from valved.kv.slots import NOTHING
+from valved.model.events import EventKind
+from valved.model.ids import Remap, Role
+
+MEMORY = MemoryTable(
+    handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
+)
+WAYS = [Remap.SPARSE, Remap.HELPER]
+
+
+@pytest.fixture(params=WAYS, ids=lambda remap: remap.value)
+def world(request, tmp_path):
+    world = KvWorld(tmp_path, config=Config(memory=replace(MEMORY, remap=request.param, pool_mib=40)), handles=20)
+    yield world
+    world.check()
+
+
+def planes(folder, remap, count=16):
+    """One column of so many handles is what online asks for."""
+    memory = replace(MEMORY, remap=remap, headroom_min_mib=1, headroom_max_mib=1, pool_mib=2 * 20 * count)
+    world = KvWorld(folder, config=Config(memory=memory), handles=20 * count)
+    offline = world.engine("offline", columns=16, layers=count)
+    world.run(500)
+    offline.hold(0, list(range(4, 60)))
+    online = world.engine("online", columns=16, layers=count)
+    world.run(500)
+    return world, online
+
+
+def rings(online, wanted=56):
+    online.book["used_blocks"], online.book["wanted_blocks"] = 4, wanted
+    online.say(LinkType.KV_NEED, KvNeed(wanted_blocks=wanted))
+
+
+def sent(hook, op, after=0):
+    return [body for kind, body, _, _ in hook.shim.connection.sent[after:] if kind in ORDERS and body.op == op]
+
+
+def count(bodies):
+    return sum(len(entries_of(body)) for body in bodies)
+
+
+def until(world, condition):
+    for _ in range(5000):
+        if condition():
+            return
+        world.run(0.01)
+    raise AssertionError("that never came")
+
+
+def begun(world, offline, online):
+    """What is heard of a reclaim whose first stage is free, and whose next is being taken."""
+    before = len(offline.shim.connection.sent), len(online.shim.connection.sent)
+    rings(online)
+    until(world, lambda: sent(online, KvOp.BACK, before[1]))
+    taken, given = sent(offline, KvOp.QUARANTINE, before[0]), sent(online, KvOp.BACK, before[1])
+    assert count(taken) >= CUT_FROM
+    return taken, given
+
+
+def test_who_waits_never_waits_for_all_where_a_part_is_free(world):
+    offline, online = beside(world)
+    taken, given = begun(world, offline, online)
+
+    assert len(taken) == len(CUTS[world.config.memory.remap]) + 1
+    assert 0 < count(given) < count(taken)
+    world.run(100)
+    event = world.events(EventKind.RECLAIMED)[-1]
+    assert event.detail["freed"] == count(taken)
+    assert len(online.backed()) >= 56
+
+
+def test_a_handle_is_never_given_before_it_was_taken(world):
+    """The card would say so of two owners; here of the books, at each step of the clock."""
+    _, online = beside(world)
+    rings(online)
+    for _ in range(3000):
+        world.run(0.01)
+        world.kv.check_integrity()
+    assert len(online.backed()) >= 56
+
+
+@pytest.mark.parametrize("remap", WAYS)
+def test_a_column_of_many_planes_never_comes_later_than_its_first_handles(tmp_path, remap):
+    world, online = planes(tmp_path, remap)
+    before = len(online.shim.connection.sent)
+
+    rings(online, wanted=16)
+    until(world, lambda: sent(online, KvOp.BACK, before))
+    first = count(sent(online, KvOp.BACK, before))
+
+    world.run(100)
+    assert 0 < first < count(sent(online, KvOp.BACK, before))
+    assert len(online.backed()) >= 16
+    world.check()
+
+
+def test_a_stage_that_was_planned_by_older_books_is_never_given(world):
+    beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    moves, columns = world.kv.moves, engine.bare_columns()[:4]
+    plan = moves.plan_giving(engine, columns, [NOTHING, NOTHING])
+    engine.mark(columns[:1], going=True)
+
+    assert moves.give_ahead(plan) == ([], plan)
+
+    engine.mark(columns[:1], going=False)
+    orders, left = moves.give_ahead(moves.plan_giving(engine, columns, [NOTHING, NOTHING]))
+    assert orders
+    assert len(left.stages) == 1
+    world.run(100)
+
+
+def test_a_need_for_more_than_there_is_gets_all_that_there_is(world):
+    offline, online = beside(world)
+    rings(online, wanted=64)
+    world.run(3000)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"] >= CUT_FROM
+    assert not any(event.detail["late"] for event in world.events(EventKind.RECLAIMED))
+    assert len(online.backed()) + len(offline.backed()) == 80
+
+
+def test_offline_dies_between_two_stages_and_online_gets_its_memory(world):
+    offline, online = beside(world)
+    begun(world, offline, online)
+
+    offline.shim.die()
+    world.run(3000)
+
+    assert len(online.backed()) >= 56
+    assert not world.gate.off
+
+
+def test_online_dies_between_two_stages_and_offline_gets_its_memory_back(world):
+    offline, online = beside(world)
+    begun(world, offline, online)
+
+    online.shim.die()
+    world.run(3000)
+
+    assert len(offline.backed()) == 64
+    assert not world.gate.off
+
+
+def test_a_link_that_breaks_between_two_stages_keeps_the_next_from_everybody(world):
+    offline, online = beside(world)
+    begun(world, offline, online)
+
+    offline.shim.hang_up()
+    world.run(2000)
+
+    held = {physical for slots in offline.shim.ranges.values() for _, physical in slots.values()}
+    elsewhere = {physical for slots in online.shim.ranges.values() for _, physical in slots.values()}
+    assert elsewhere
+    assert held.isdisjoint(elsewhere)
+    offline.shim.die()
+    world.run(3000)
+
+
+def test_a_stage_that_never_comes_leaves_who_waits_with_whole_columns(tmp_path):
+    memory = replace(MEMORY, remap=Remap.HELPER, pool_mib=40)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
+    offline, online = beside(world)
+    _, given = begun(world, offline, online)
+    offline.shim.answers = False  # it hangs at the next
+    for body in list(offline.shim.coming):
+        offline.shim.coming.remove(body)
+        offline.shim.held_back.append((LinkType.KV_RUNS, body, ()))
+    world.run(40)
+    world.run(200)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["late"]
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    assert not len(engine.partial_columns())
+    assert len(engine.backed_columns().nonzero()[0]) >= count(given)
+    offline.shim.catch_up()
+    world.run(3000)
+    assert len(online.backed()) >= 56
+    world.check()
+
+
+@pytest.mark.parametrize("remap", WAYS)
+def test_of_a_column_that_came_in_part_never_more_is_asked_for_than_it_lacks(tmp_path, remap):
+    world, online = planes(tmp_path, remap)
+    online.shim.fails.append((2, errno.EIO))  # of the first handles
+
+    rings(online, wanted=8)
+    world.run(3000)
+
+    moved = [event.detail["freed"] for event in world.events(EventKind.RECLAIMED)]
+    assert moved
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    assert np.array_equal(engine.bare_handles(0) > 0, ~engine.backed_columns())
+    world.check()
+
+
+def test_an_older_need_never_loses_its_first_stage_to_a_younger_one(world):
+    offline, online = beside(world)
+    younger = world.engine("online", columns=16, name="other")
+    world.run(500)
+    before = len(younger.shim.connection.sent)
+    _, given = begun(world, offline, online)
+    rings(younger, wanted=12)
+    world.run(0.05)
+
+    assert given
+    assert not sent(younger, KvOp.BACK, before)
+    world.run(3000)
+
+
+def test_between_two_steps_nothing_is_ever_given_in_stages(tmp_path):
+    """Nobody maps while offline work may run again."""
+    world = KvWorld(tmp_path, config=Config(memory=replace(MEMORY, remap=Remap.COOPERATIVE, pool_mib=40)), handles=20)
+    offline = world.engine("offline", columns=16)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.hold(0, list(range(4, 60)))
+    offline.shim.steps = True
+    online = world.engine("online", columns=16)
+    world.run(500)
+    before = len(offline.shim.connection.sent), len(online.shim.connection.sent)
+    rings(online)
+    for _ in range(3000):
+        world.run(0.1)
+        if sent(online, KvOp.BACK, before[1]):
+            break
+
+    assert sent(online, KvOp.BACK, before[1])
+    assert {body.how for body in sent(offline, KvOp.QUARANTINE, before[0])} == {KvHow.AT_STEP}
+    assert not world.kv.books.orders.under_way(offline.shim.client)
+    world.run(3000)
+    world.check()
