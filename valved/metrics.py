@@ -268,6 +268,7 @@ def _counts(status: NodeState) -> Iterator[Metric]:
         "Channels that were off when their process ended, and that valved enabled",
         {(): counters.channels_enabled_on_exit},
     )
+    yield _counter("valve_stamps_lost", "Stops and wakes that are in no book", {(): counters.stamps_lost})
 
 
 def render(look: Callable[[], NodeState], more: More = None) -> bytes:

@@ -115,3 +115,18 @@ def test_a_client_that_cannot_be_made_never_leaves_a_descriptor_open(rig: Rig, m
             rig.gate.create_client(ClientId(900 + good), Role.OFFLINE, ServiceId(0))
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_stamp_that_a_full_ring_did_not_take_goes_uncounted(rig: Rig) -> None:
+    rig.online(7, {0})
+    rig.take_stamps()
+    rig.stamps.clear()
+    made = 0
+    for _ in range(5000):
+        made += rig.gate.wake(ServiceId(7)) is WakeOutcome.WOKEN
+        rig.gate.hold(ServiceId(7), 0)
+    rig.take_stamps()
+    kept = [stamp for stamp in rig.stamps if stamp.kind is StampKind.WAKE]
+
+    assert made == 5000 > len(kept)
+    assert rig.gate.stamps_lost() >= made - len(kept)

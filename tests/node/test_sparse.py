@@ -76,7 +76,7 @@ def test_whoever_is_killed_while_memory_is_made_sparse_the_others_go_on(engines,
 def test_a_card_that_says_yes_and_does_nothing_is_found_out(engines):
     engines.node.emulator.fault("on sparse always: silent")
     engines.start_offline()
-    why = "cooperative: what was taken did not read as zero"
+    why = "cooperative: the trial failed: memory that was taken did not read as zero"
     engines.node.wait_for(lambda: engines.engine("offline").state == why, "the trial has failed")
     engines.start_online(BURST)
 

@@ -372,6 +372,17 @@ def test_a_lost_stamp_is_found_by_the_resync(world):
     assert not world.gate.off
 
 
+def test_no_lost_stamp_goes_untold(world):
+    """Nobody could say why the books lack a stop."""
+    world.gate.lost = 3
+    world.gating.drain()
+    world.gating.drain()
+
+    assert world.gating.counters.stamps_lost == 3
+    told = world.journal.recent(lambda event: "lost" in event.detail, 10)
+    assert [event.detail["lost"] for event in told] == [3]
+
+
 def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
     """A slow issuer may report after the wake that undid its work."""
     world.offline()

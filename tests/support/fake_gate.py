@@ -114,7 +114,7 @@ class FakeGate:
         self.foreign_enabled = []
         self.out_of_reach = False  # it can enable no leftover
         self.foreign_known = None  # what enable_foreign says; None: all of them
-        self.stamps = []
+        self.stamps, self.lost = [], 0
         self.closed = False
         self.on_stamps = lambda: None
         self.between = lambda: None  # a wake was opened, counters not re-read yet
@@ -404,6 +404,9 @@ class FakeGate:
     def drain_stamps(self):
         stamps, self.stamps = self.stamps, []
         return stamps
+
+    def stamps_lost(self):
+        return self.lost
 
     def close(self):
         self.closed = True

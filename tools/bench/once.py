@@ -183,6 +183,9 @@ class VirtualGate:
         stamps, self.stamps = self.stamps, []
         return stamps
 
+    def stamps_lost(self) -> int:
+        return 0
+
     def _stamp(self, kind: StampKind, client: ClientId, launch_ns: int, done_ns: int) -> None:
         self.stamps.append(
             Stamp(

@@ -221,6 +221,9 @@ class NativeGate:
             if count < _STAMP_BATCH:
                 return stamps
 
+    def stamps_lost(self) -> int:
+        return int(lib.valve_stamps_lost(self._gate))
+
     def close(self) -> None:
         """Everything runs from here on."""
         self.let(frozenset(map(GpuIndex, range(len(self._infos)))))

@@ -40,6 +40,13 @@ class GateRecords:
             done_ns=stamp.done_ns,
         )
 
+    def lost(self, stamps: int) -> None:
+        self._journal.emit(
+            EventKind.NOTED,
+            reason="stops and wakes were not booked: nobody had read what happened for too long",
+            lost=stamps,
+        )
+
     def leak(self, online: OnlineService, leaked: int) -> None:
         before, online.leaked = online.leaked, leaked
         if leaked > before:

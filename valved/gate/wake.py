@@ -44,11 +44,13 @@ class GateService:
             info.index: GpuAccount(since_ns=clock.now_ns(), standing=STANDING) for info in gate.gpus()
         }
         self.listener = GateListener()
-        records, shared = GateRecords(journal), (self.online, self.gpus)
+        self._records = records = GateRecords(journal)
+        shared = self.online, self.gpus
         self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain)
         self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, *shared)
         self._waiting: set[str] = set()
         self._is_reading = False
+        self._lost = 0  # stamps, as the port counts
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
@@ -224,6 +226,10 @@ class GateService:
                     errors.append(error)
         finally:
             self._is_reading = False
+        if (lost := self._gate.stamps_lost() - self._lost) > 0:
+            self._lost += lost
+            self.counters.stamps_lost += lost
+            self._records.lost(lost)
         if stamps:
             self.listener.drained()
         if errors:

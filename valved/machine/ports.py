@@ -373,6 +373,8 @@ class GatePort(Protocol):
 
     def drain_stamps(self) -> list[Stamp]: ...
 
+    def stamps_lost(self) -> int: ...  # so far, because nobody drained them
+
     @property
     def granting(self) -> GrantPort: ...
 

@@ -114,6 +114,7 @@ class CountersState:
     refusals: Mapping[str, int]
     restarts: int
     channels_enabled_on_exit: int
+    stamps_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

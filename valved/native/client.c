@@ -110,6 +110,8 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 		service_enlist(gate, client, true);
 	pthread_mutex_lock(&gate->roster_lock);
 	store_full(&gate->client[slot], client);
+	if (slot >= gate->places)
+		gate->places = slot + 1;
 	pthread_mutex_unlock(&gate->roster_lock);
 	if (service >= 0 && listener_add(gate, client) != 0) {
 		client->doorbell = client->order = -1; /* still the caller's */

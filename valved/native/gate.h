@@ -182,6 +182,7 @@ void valve_gate_let(struct valve_gate *gate,
                     uint32_t mask); /* GPUs whose channels are on though they are held */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
 int valve_stamps_fd(struct valve_gate *gate);
+uint32_t valve_stamps_lost(struct valve_gate *gate); /* so far, because the ring was full */
 uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uint32_t max);
 
 int32_t valve_service_new(struct valve_gate *gate, uint64_t id);

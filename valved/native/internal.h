@@ -240,7 +240,7 @@ struct stamp_cell {
 struct stamp_ring {
 	_Alignas(64) uint64_t head; /* producers */
 	_Alignas(64) uint64_t tail; /* caller writes, producers read it for a guess */
-	uint32_t prompt;            /* caller writes: every stamp rings */
+	uint32_t prompt, lost;      /* caller writes: every stamp rings; producers: so many found no room */
 	int fd;
 	struct stamp_cell cell[STAMPS];
 };
@@ -273,16 +273,16 @@ struct valve_gate {
 
 	struct worker worker[MAX_GPUS + 1];
 	pthread_t watchdog;
-	uint32_t listening;         /* 1 while somebody is the listener */
-	int epoll, wake;            /* wake: an eventfd that makes the listener look at quit and kicked */
-	int timer;                  /* rings when the next look falls due */
-	uint32_t kicked;            /* caller: look at every service */
-	uint64_t look_ns, armed_ns; /* listener's: the next look, and what the timer is set to */
-	_Alignas(64) uint64_t
-	        listener_turn; /* odd while the listener handles events; listener writes, caller reads */
+	uint32_t listening; /* 1 while somebody is the listener */
+	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit and kicked */
+	int timer;          /* rings when the next look falls due */
+	uint32_t kicked;    /* caller: look at every service */
+	uint64_t look_ns, armed_ns, turn_ns[MAX_SERVICES + 1]; /* listener's: next look, timer, of each */
+	_Alignas(64) uint64_t listener_turn;                   /* listener's: odd while it handles events */
 	struct valve_client *client[MAX_CLIENTS];
 	uint32_t generation;
 	pthread_mutex_t roster_lock; /* watchdog against caller: client[] and their control pages */
+	uint32_t places, mutes;      /* client[] ever used; listener mutes, watchdog clears */
 
 	uint32_t services;                        /* slots ever used: nobody needs to look beyond */
 	struct service service[MAX_SERVICES + 1]; /* the last: the watchdog's guard, which has no clients */

@@ -135,6 +135,8 @@ void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mu
 {
 	store_relaxed(&client->muted, mute);
 	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
+	if (mute)
+		store_release(&gate->mutes, 1); /* pairs with the swap in watchdog_main: it finds whom */
 }
 
 /* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */

@@ -35,7 +35,8 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool l
 			if (compare_swap(&ring->head, &at, at + 1))
 				break;
 		} else if (turn < 2 * (at / STAMPS)) {
-			return; /* full: nobody has drained it for thousands of edges */
+			add_fetch(&ring->lost, 1); /* full: nobody has drained it for thousands of edges */
+			return;
 		} else {
 			at = load_relaxed(&ring->head);
 		}
@@ -51,6 +52,11 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool l
 int valve_stamps_fd(struct valve_gate *gate)
 {
 	return gate->stamps.fd;
+}
+
+uint32_t valve_stamps_lost(struct valve_gate *gate)
+{
+	return load_relaxed(&gate->stamps.lost);
 }
 
 uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uint32_t max)

@@ -209,29 +209,41 @@ void waking_held(struct valve_gate *gate, struct service *service, uint64_t now)
 	service->due_ns = now + rule->look_least_ns;
 	if (!(load_relaxed(&service->said_reason) >> 16))
 		service->due_ns += rule->cooldown_ns;
+	if (service->due_ns < gate->turn_ns[service - gate->service])
+		gate->turn_ns[service - gate->service] = service->due_ns;
 	if (service->due_ns < gate->look_ns)
 		gate->look_ns = service->due_ns;
 }
 
-/* Listener, inside its turn: all looks that are due. */
+/* What is due of one service, and when to turn to it again. */
+static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now)
+{
+	struct service *service = &gate->service[index];
+	uint64_t next = grant_turn(gate, index, now);
+
+	/* Full order: either the caller, who takes it back, waits for this turn, or we see it taken. */
+	if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
+		return next;
+	if (service->due_ns <= now)
+		look(gate, index, now);
+	if (load_relaxed(&service->epoch) % 2 == 0 && service->due_ns < next)
+		next = service->due_ns;
+	return next;
+}
+
+/* Listener, inside its turn: all looks that are due. A service at which nothing is due is not touched: a hundred of them would
+ * cost more than the look. What could bring its turn nearer is a ring, which says so, or kicks. */
 void waking_turn(struct valve_gate *gate, uint64_t now)
 {
+	bool all = swap(&gate->kicked, 0);
 	uint64_t next = NEVER;
 
-	swap(&gate->kicked, 0);
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
-		struct service *service = &gate->service[i];
-		uint64_t grant_ns = grant_turn(gate, i, now);
-
-		next = grant_ns < next ? grant_ns : next;
-		/* Full order: either the caller, who takes it back, waits for this turn, or we see it taken. */
-		if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
-			continue;
-		if (service->due_ns <= now)
-			look(gate, i, now);
-		if (load_relaxed(&service->epoch) % 2 == 0 && service->due_ns < next)
-			next = service->due_ns;
+		if (all || gate->turn_ns[i] <= now)
+			gate->turn_ns[i] = turn_to(gate, i, now);
 	}
+	for (uint32_t i = 0; i < load_acquire(&gate->services); i++)
+		next = gate->turn_ns[i] < next ? gate->turn_ns[i] : next;
 	gate->look_ns = next;
 }
 
@@ -285,7 +297,7 @@ void valve_service_permit(struct valve_gate *gate, int32_t index, const struct v
 	service->due_ns = 0;
 	service_settle(service);
 	store_full(&service->permitted, 1); /* pairs with the load in waking_turn: the rule is whole */
-	if (load_full(&service->epoch) % 2 == 0)
+	if (load_full(&service->epoch) % 2 == 0 || load_full(&service->slicing))
 		waking_kick(gate); /* a ring from here on sees the permission, and says when to look */
 }
 

@@ -59,7 +59,7 @@ static void watch_caller(struct valve_gate *gate, uint64_t now)
 static void tend_clients(struct valve_gate *gate, bool beat, uint64_t now)
 {
 	pthread_mutex_lock(&gate->roster_lock);
-	for (uint32_t i = 0; i < MAX_CLIENTS; i++) {
+	for (uint32_t i = 0; i < gate->places; i++) {
 		struct valve_client *client = load_relaxed(&gate->client[i]); /* the lock orders it */
 
 		if (!client)
@@ -87,7 +87,9 @@ static void *watchdog_main(void *argument)
 		for (uint32_t i = 0; i < gate->gpu_count; i++)
 			watch_flight(&gate->gpu[i], now);
 		watch_caller(gate, now);
-		tend_clients(gate, beat && silent_ns(gate, now) <= GIVEN_UP * gate->config.loop_ns, now);
+		if (swap(&gate->mutes, 0) || beat) /* pages that nobody need look at stay out of our cache */
+			tend_clients(gate, beat && silent_ns(gate, now) <= GIVEN_UP * gate->config.loop_ns,
+			             now);
 		if (beat)
 			last_beat_ns = now;
 		futex_wait(&gate->quit, 0, round_ns);

@@ -38,6 +38,7 @@ COUNTERS = (
     "malformed",
     "restarts",
     "channels_enabled_on_exit",
+    "stamps_lost",
 )
 
 

@@ -118,6 +118,7 @@ class NodeCounters:
     refusals: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     channels_enabled_on_exit: int = 0
+    stamps_lost: int = 0  # records of stops and wakes that a full ring did not take
 
     def refuse(self, why: str) -> None:
         self.refused += 1
