@@ -147,9 +147,7 @@ class Reconciler:
         return judgement.left.union(judgement.running)
 
     def publish(self) -> bool:
-        """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some. Whether some
-        were offered.
-        """
+        """After a step was scheduled: write gauges and receipts; ask for blocks, or offer some. Whether some were."""
         self.steps = self.steps % STEPS_ROUND + 1
         session = self.session
         if session is None:
