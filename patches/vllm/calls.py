@@ -232,6 +232,7 @@ class VllmHook:
             with self.engine.lock:
                 self._is_idle = False
                 self.reconciler.recover()
+                self.reconciler.guard(self._note_idle)  # this may have been the last output
 
     def _dropped(self, output: Any) -> list[str]:
         """Requests whose output in this step vLLM will not believe."""

@@ -148,24 +148,24 @@ def test_the_number_of_a_step_never_outgrows_its_word_in_the_book(node, calm, la
     assert (node.book()["steps"], hook.reconciler.receipts.failures) == (then, 0)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Progress, "row"), (Reconciler, "sync")], ids=["a calm step", "a look"])
-def test_an_output_at_which_the_hook_fails_never_keeps_an_idle_engine_from_giving_back(
-    node, calm, monkeypatch, owner, name
-):
+@pytest.mark.parametrize("place", ["a calm step", "a look", "the last output"])
+def test_an_output_at_which_the_hook_fails_never_keeps_an_idle_engine_from_giving_back(node, calm, monkeypatch, place):
+    places = {"a calm step": (Progress, "row"), "a look": (Reconciler, "sync"), "the last output": (Progress, "count")}
+    owner, name = places[place]
     hook, original, fails = calm._valve, getattr(owner, name), [True]
     monkeypatch.setattr(hook.link, "on_tick", None)
     calm.launch()
     hook.progress.gone.add("an earlier one")
-    if owner is Reconciler:
+    if place == "a look":
         hook.calm, hook._looked = None, None
     monkeypatch.setattr(owner, name, lambda *given: 1 // 0 if fails and fails.pop() else original(*given))
-    calm.believe()
-    for number in range(3):
-        calm.abort(f"r{number}")
-    calm.launch()
+    happens = [calm.believe, lambda: [calm.abort(f"r{number}") for number in range(3)], calm.schedule]
+    for event in happens if place != "the last output" else [*happens[1:], calm.believe]:
+        event()
     node.aim(20)
     hook.while_idle()
 
+    assert not fails
     assert node.book()["mode"] == Mode.COARSE
     assert node.offered()
 
