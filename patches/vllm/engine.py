@@ -202,7 +202,7 @@ class VllmEngine:
 
     def gauges(self) -> tuple[int, int, int, int]:
         """Where those that wait do not find enough, the block that is handed out to nobody is counted, too: it is among
-        those that have memory.
+        those that have memory. Beside those that run, vLLM keeps some free (`--watermark`).
         """
         scheduler, free = self.scheduler, self.pool.free_block_queue.num_free_blocks
         used = self.most_used - free
@@ -216,7 +216,7 @@ class VllmEngine:
             tokens = self.block_tokens
             needs = [-(-request.num_tokens // tokens) for request in islice(first, LOOK_AT_WAITING)]
             self._waiting_seen, self._waiting_need = seen, sum(needs)
-        need = self._waiting_need
+        need = self._waiting_need + (getattr(self.manager, "watermark_blocks", 0) if scheduler.running else 0)
         return used, used + need + (need > free), len(scheduler.running), seen[0]
 
     # ---- for the user ----

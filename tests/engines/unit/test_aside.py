@@ -162,3 +162,18 @@ def test_a_smaller_need_after_one_that_went_away_never_waits_for_valveds_own_loo
 
     wait_for(lambda: len(node.needs) == 2, "valved is asked again")
     close(scheduler)
+
+
+def test_what_vllm_keeps_free_beside_those_that_run_is_never_left_out_of_a_need(node):
+    """--watermark: 19 blocks hold what runs and what waits, but vLLM lets it begin only if 5 more are free."""
+    node.first_backed = 20
+    scheduler = hooked(node, blocks=64, max_seqs=1)
+    scheduler.kv_cache_manager.watermark_blocks = 5
+    scheduler.add("runs", list(range(30)), 9)
+    scheduler.launch()
+    scheduler.add("waits", list(range(100, 132)), 9)
+    scheduler.launch()
+
+    assert node.book()["used"] + 8 < 20 < node.book()["wanted"]
+    wait_for(lambda: node.needs, "valved is asked")
+    close(scheduler)
