@@ -23,7 +23,7 @@ from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
 Mask = NDArray[np.bool_]
-STEPS_ROUND = 1 << 31  # then from the start: half of what the book's word holds, for a calm step only adds (vllm)
+STEPS_ROUND = 1 << 31  # then from 1, for 0 is an engine that never made one; a calm step only adds, up to the double
 
 
 class EngineAdapter(Protocol):
@@ -147,10 +147,8 @@ class Reconciler:
         return judgement.left.union(judgement.running)
 
     def publish(self) -> bool:
-        """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some. Whether some
-        were offered.
-        """
-        self.steps = (self.steps + 1) % STEPS_ROUND
+        """After a step was scheduled: write gauges and receipts; ask for blocks, or offer some. Whether some were."""
+        self.steps = self.steps % STEPS_ROUND + 1
         session = self.session
         if session is None:
             return False
@@ -165,6 +163,7 @@ class Reconciler:
         if mode is Mode.NONE or session.table.slow[DETACHED]:
             return False
         if wanted <= self.backed:
+            self._asked = 0  # a later need is another one
             return self.backed > session.table.slow[TARGET_BLOCKS] and self._offer(session, wanted)
         if wanted > self._asked:
             self._asked = wanted

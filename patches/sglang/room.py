@@ -23,7 +23,7 @@ class AnswerRoom:
 
     def needed(self, request: Any) -> int:
         """Tokens that have to be free or cached, and a few more, before it begins, should nobody else run."""
-        return self._known_pages(request) * self._page + self._answer(request) + self._page + RESERVED
+        return self._known_pages(request) * self._page + self._answer(request) + self._page + self._reserved(1)
 
     def finds_next_chunk(self, request: Any) -> bool:
         """Whether what is free or cached for nobody holds the next chunk of a prompt that has begun. SGLang does not
@@ -63,9 +63,7 @@ class AnswerRoom:
         running, last = self._scheduler.running_batch.reqs, self._scheduler.last_batch
         if last is not None and last.forward_mode.is_extend():  # SGLang takes them along before it chooses
             running = [each for each in (*running, *last.reqs) if not each.finished()]
-        answers = self._answer(waiting[0]) + sum(map(self._expected, running))
-        if not self._tree.supports_prefix_sharing():
-            answers += RESERVED * (1 + len(running))
+        answers = self._answer(waiting[0]) + sum(map(self._expected, running)) + self._reserved(1 + len(running))
         more = int(answers) + 1  # than that
         return max(sum(prompts), prompts[0] + 1 - (-more // self._page))
 
@@ -80,6 +78,9 @@ class AnswerRoom:
     def _shared_pages(self, request: Any) -> int:
         """Of its prompt, those that somebody who runs holds: they are neither free nor cached for nobody."""
         return held_by_others(self._tree, request) // self._page
+
+    def _reserved(self, requests: int) -> int:
+        return 0 if self._tree.supports_prefix_sharing() else RESERVED * requests
 
     def _expected(self, request: Any) -> float:
         """Of those tokens, as many as SGLang sets apart once it runs."""

@@ -209,11 +209,13 @@ class VllmHook:
 
     def before_update(self, output: Any, result: Any) -> None:
         self.calm = None
-        if not self.is_quiet():
-            with self.engine.lock:  # an empty step is believed while the engine counts as idle
-                if self.reconciler.sync():
-                    self._dropping = len(self.ledger.in_flight)
-        self.ledger.believe(output)
+        try:
+            if not self.is_quiet():
+                with self.engine.lock:  # an empty step is believed while the engine counts as idle
+                    if self.reconciler.sync():
+                        self._dropping = len(self.ledger.in_flight)
+        finally:  # else it stays in flight, and the engine is never idle
+            self.ledger.believe(output)
         if self._is_idle or not self.scheduler.requests:
             self._note_idle()
         dropped: Sequence[str] = ()
@@ -230,6 +232,7 @@ class VllmHook:
             with self.engine.lock:
                 self._is_idle = False
                 self.reconciler.recover()
+                self.reconciler.guard(self._note_idle)  # this may have been the last output
 
     def _dropped(self, output: Any) -> list[str]:
         """Requests whose output in this step vLLM will not believe."""
@@ -359,9 +362,9 @@ def before_update(scheduler: Any, output: Any, result: Any) -> None:
             and (records := calm.in_flight)
             and records[0] is output
         ):  # each row of it is one token or none
-            rows.append(calm.progress.row(output, result) if calm.gone else (result.sampled_token_ids, ()))
             records.popleft()
-            calm.ledger.believed += 1
+            calm.ledger.believed += 1  # first: what fails after it leaves no step in flight
+            rows.append(calm.progress.row(output, result) if calm.gone else (result.sampled_token_ids, ()))
         elif (hook := scheduler._valve) is not None:
             hook.before_update(output, result)
     except Exception:

@@ -201,8 +201,11 @@ class VllmEngine:
         return int(self.pool.num_gpu_blocks) - 1 - len(self.withheld)
 
     def gauges(self) -> tuple[int, int, int, int]:
-        scheduler, pool = self.scheduler, self.pool
-        used = self.most_used - pool.free_block_queue.num_free_blocks
+        """Where those that wait do not find enough, the block that is handed out to nobody is counted, too: it is among
+        those that have memory. Beside those that run, vLLM keeps some free (`--watermark`).
+        """
+        scheduler, free = self.scheduler, self.pool.free_block_queue.num_free_blocks
+        used = self.most_used - free
         if not has_waiting(scheduler):
             self._waiting_seen = ()  # the next one may lie where the last one lay
             return used, used, len(scheduler.running), 0
@@ -213,7 +216,8 @@ class VllmEngine:
             tokens = self.block_tokens
             needs = [-(-request.num_tokens // tokens) for request in islice(first, LOOK_AT_WAITING)]
             self._waiting_seen, self._waiting_need = seen, sum(needs)
-        return used, used + self._waiting_need, len(scheduler.running), seen[0]
+        need = self._waiting_need + (getattr(self.manager, "watermark_blocks", 0) if scheduler.running else 0)
+        return used, used + need + (need > free), len(scheduler.running), seen[0]
 
     # ---- for the user ----
 

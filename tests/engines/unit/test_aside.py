@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults import Fault
-from kv_node import KvNode
+from kv_node import KvNode, wait_for
 from toy_world import close, hooked, run
 from valve_hook.vllm.aside import Aside
 
@@ -130,4 +130,50 @@ def test_a_request_that_stands_aside_is_never_lost_when_that_fails(node, monkeyp
     assert fault.raised == 1
     assert [request.request_id for request in scheduler.waiting] == ["long"]
     assert set(scheduler.done) == {FIT[0][0]}
+    close(scheduler)
+
+
+@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "online"])
+def test_one_that_grows_by_one_block_beyond_the_memory_never_waits_unheard(node, is_offline):
+    """One block of those that have memory is handed out to nobody: 20 blocks hold 19, and it needs 20."""
+    node.first_backed = 20
+    scheduler = hooked(node, blocks=64, is_offline=is_offline)
+    scheduler.add("grows", list(range(30)), 60)
+    scheduler.launch()
+    while scheduler.running:
+        scheduler.believe()
+        scheduler.launch()
+
+    assert node.book()["wanted"] == 21
+    wait_for(lambda: node.needs, "valved is asked")
+    close(scheduler)
+
+
+def test_a_smaller_need_after_one_that_went_away_never_waits_for_valveds_own_look(node):
+    node.first_backed = 20
+    scheduler = hooked(node, blocks=64)
+    scheduler.add(*LONG)
+    scheduler.launch()
+    wait_for(lambda: len(node.needs) == 1, "valved is asked")
+    scheduler.abort("long")
+    scheduler.launch()
+    scheduler.add("shorter", list(range(84)), 6)
+    scheduler.launch()
+
+    wait_for(lambda: len(node.needs) == 2, "valved is asked again")
+    close(scheduler)
+
+
+def test_what_vllm_keeps_free_beside_those_that_run_is_never_left_out_of_a_need(node):
+    """--watermark: 19 blocks hold what runs and what waits, but vLLM lets it begin only if 5 more are free."""
+    node.first_backed = 20
+    scheduler = hooked(node, blocks=64, max_seqs=1)
+    scheduler.kv_cache_manager.watermark_blocks = 5
+    scheduler.add("runs", list(range(30)), 9)
+    scheduler.launch()
+    scheduler.add("waits", list(range(100, 132)), 9)
+    scheduler.launch()
+
+    assert node.book()["used"] + 8 < 20 < node.book()["wanted"]
+    wait_for(lambda: node.needs, "valved is asked")
     close(scheduler)

@@ -8,6 +8,7 @@ from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.ledger import MOST_WAITING
 from valve_hook.reconciler import STEPS_ROUND, Reconciler
 from valve_hook.vllm import calls
+from valve_hook.vllm.progress import Progress
 from valve_hook.wire import Mode
 
 
@@ -133,15 +134,40 @@ def test_what_calm_steps_note_never_piles_up_where_no_thread_takes_it_in(calm, m
     assert hook.reconciler.receipts.failures == 0
 
 
-def test_the_number_of_a_step_never_outgrows_its_word_in_the_book(node, calm):
+@pytest.mark.parametrize(("last", "then"), [(STEPS_ROUND, 3), (STEPS_ROUND - 1, STEPS_ROUND + 2)])
+def test_the_number_of_a_step_never_outgrows_its_word_in_the_book(node, calm, last, then):
+    """Nor is it ever 0, which is that of an engine that made none: valved would give memory in the middle of a step."""
     hook = calm._valve
-    hook.reconciler.steps, hook.calm = STEPS_ROUND - 1, None
+    hook.reconciler.steps, hook.calm = last, None
     for _ in range(3):  # the first by the long way
         calm.launch()
         calm.believe()
+        assert node.book()["steps"] > 0
 
     assert hook.calm is not None
-    assert (node.book()["steps"], hook.reconciler.receipts.failures) == (2, 0)
+    assert (node.book()["steps"], hook.reconciler.receipts.failures) == (then, 0)
+
+
+@pytest.mark.parametrize("place", ["a calm step", "a look", "the last output"])
+def test_an_output_at_which_the_hook_fails_never_keeps_an_idle_engine_from_giving_back(node, calm, monkeypatch, place):
+    places = {"a calm step": (Progress, "row"), "a look": (Reconciler, "sync"), "the last output": (Progress, "count")}
+    owner, name = places[place]
+    hook, original, fails = calm._valve, getattr(owner, name), [True]
+    monkeypatch.setattr(hook.link, "on_tick", None)
+    calm.launch()
+    hook.progress.gone.add("an earlier one")
+    if place == "a look":
+        hook.calm, hook._looked = None, None
+    monkeypatch.setattr(owner, name, lambda *given: 1 // 0 if fails and fails.pop() else original(*given))
+    happens = [calm.believe, lambda: [calm.abort(f"r{number}") for number in range(3)], calm.schedule]
+    for event in happens if place != "the last output" else [*happens[1:], calm.believe]:
+        event()
+    node.aim(20)
+    hook.while_idle()
+
+    assert not fails
+    assert node.book()["mode"] == Mode.COARSE
+    assert node.offered()
 
 
 def test_a_step_that_schedules_nothing_is_never_in_flight(calm):

@@ -166,6 +166,15 @@ def test_valved_is_asked_for_a_single_page_that_is_short(world, overlap):
     assert node.needs == [16]
 
 
+@both
+def test_a_request_that_stands_aside_for_a_single_token_never_waits_unheard(world, overlap):
+    """Prompt, answer and a page make one token less than 14 pages: SGLang would let it begin."""
+    work = ("waits", list(range(8)), 43)
+    scheduler, _ = shrunken(world, overlap=overlap, pages=15, work=[work])
+
+    assert finish(scheduler, ["waits"], max_turns=200) == undisturbed([work])
+
+
 def test_an_answer_that_goes_on_past_its_end_is_never_counted_as_one_that_may_end_early(world):
     """SGLang sets apart all of it, where it expects of others a share."""
     scheduler, node = shrunken(world, overlap=True, pages=30, work=[("runs", list(range(8)), 80)])
