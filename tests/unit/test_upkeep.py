@@ -134,7 +134,9 @@ from valved.node.upkeep import Upkeep
 logs.set_up("info")
 gate = types.SimpleNamespace(is_turning=lambda: False)
 leaving = types.SimpleNamespace(owes_signals=lambda: False)
-brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving)
+go = lambda: print("let go", flush=True)
+ladder = types.SimpleNamespace(to_end=set, let_all_go=go)
+brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving, ladder=ladder)
 asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
 """
 
@@ -145,3 +147,4 @@ def test_a_daemon_that_nobody_finds_any_more_never_ends_without_its_last_word(tm
 
         assert done.returncode != 0
         assert "the run folder was removed" in done.stderr
+        assert done.stdout == "let go\n"  # no frozen process stands for ever: the file that names it is gone

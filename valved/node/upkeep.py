@@ -65,6 +65,8 @@ class Upkeep:
         """
         self._brake.hand_over()
         await settled(self._gate.is_turning)
+        await settled(lambda: bool(self._brake.ladder.to_end()))
+        self._brake.ladder.let_all_go()
         await settled(self._brake.leaving.owes_signals)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
         logging.shutdown()  # else the last line stays in the queue
