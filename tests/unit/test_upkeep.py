@@ -127,6 +127,24 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
     notify.close()
 
 
+def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch):
+    def fails():
+        raise RuntimeError("once more")
+
+    settled, looked = [], []
+    gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(clients_changed=fails))
+    handover = types.SimpleNamespace(settle=lambda patience_over: settled.append(patience_over))
+    brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1))
+    folder = types.SimpleNamespace(is_ours=lambda: True)
+    monkeypatch.setattr(upkeep, "TICK_S", 0.0)
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=False).run())
+
+    assert settled == [True]
+    assert looked
+
+
 END = """
 import asyncio, types
 from valved import logs
