@@ -128,7 +128,7 @@ class Ladder:
                 self._let_go(client, "its GPUs are free again, or its channels are stopped")
 
     def let_all_go(self) -> None:
-        """No successor will know of them. Without a link each stops its own channels, or holds its launches."""
+        """No successor will know of them. Without valved each stops itself once its lease is over, as after a kill."""
         for client in list(self._frozen):
             self._let_go(client, "valved ends, and no successor knows of it")
 

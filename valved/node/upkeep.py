@@ -64,8 +64,7 @@ class Upkeep:
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
         self._brake.hand_over()
-        await settled(self._gate.is_turning)
-        await settled(lambda: bool(self._brake.ladder.to_end()))
+        await settled(lambda: self._gate.is_turning() or bool(self._brake.ladder.to_end()))
         self._brake.ladder.let_all_go()
         await settled(self._brake.leaving.owes_signals)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
