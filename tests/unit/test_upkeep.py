@@ -131,9 +131,12 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
     def fails():
         raise RuntimeError("once more")
 
+    def settle(*, patience_over):
+        settled.append(patience_over)
+
     settled, looked = [], []
     gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(clients_changed=fails))
-    handover = types.SimpleNamespace(settle=lambda patience_over: settled.append(patience_over))
+    handover = types.SimpleNamespace(settle=settle)
     brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1))
     folder = types.SimpleNamespace(is_ours=lambda: True)
     monkeypatch.setattr(upkeep, "TICK_S", 0.0)
