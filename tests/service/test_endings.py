@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from fake_gate import FakeGate
 from node_world import World, successor
@@ -161,6 +163,57 @@ def test_nobody_runs_on_because_the_file_of_a_successor_cannot_be_written(world,
     world.ladder.end(client, "it broke a promise")
 
     assert world.signals[-1] == (300, "SIGKILL")
+
+
+def test_no_process_stands_for_ever_because_the_file_could_not_be_written_when_it_was_frozen(world, monkeypatch):
+    _, online = stopped(world)
+    world.handover.save()
+    write = state.save
+
+    def fail(path, saved):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(state, "save", fail)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(3500)
+    assert world.signals == [(300, "SIGSTOP")]
+    assert len(world.events(EventKind.NOTED)) == 1
+    monkeypatch.setattr(state, "save", write)
+    world.run(1500)
+
+    assert after_a_crash(world).signals == [(300, "SIGCONT")]
+
+
+def test_no_process_stands_for_ever_because_a_book_could_not_be_kept_when_it_was_to_die(world, monkeypatch):
+    client, _ = stopped(world)
+
+    def fail(entry, *, is_dead):
+        raise RuntimeError("a book makes no sense")
+
+    monkeypatch.setattr(world.register.listener, "client_left", fail)
+    with pytest.raises(RuntimeError):
+        world.ladder.end(client, "it broke a promise")
+
+    assert world.signals[-1] == (300, "SIGKILL")
+
+
+def test_no_process_stands_for_ever_because_valved_lost_its_folder(world):
+    _, online = stopped(world)
+    doomed = world.offline(pid=301, gpus=(1,))
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+    world.processes.slow_to_stop.add(301)
+    world.ladder.end(doomed, "it broke a promise")
+
+    world.brake.hand_over()
+    assert world.ladder.to_end()
+    world.processes.slow_to_stop.clear()
+    world.run(1000)
+    assert not world.ladder.to_end()
+    world.ladder.let_all_go()
+
+    assert [name for pid, name in world.signals if pid == 300] == ["SIGSTOP", "SIGCONT"]
+    assert [name for pid, name in world.signals if pid == 301] == ["SIGSTOP", "SIGKILL"]
 
 
 def test_no_process_stands_for_ever_because_valved_was_killed_while_it_waited_for_it_to_stand(world):

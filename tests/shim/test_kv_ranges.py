@@ -333,3 +333,18 @@ def test_an_online_process_that_finds_no_memory_is_never_silent_about_it(kv_worl
         engine.alloc(H, 0)
         client.expect(KV_RANGE)
         assert client.none_of(NOTE)
+
+
+def test_a_want_of_memory_is_never_kept_back_because_one_was_told_before_offline_work_came(kv_world):
+    world = kv_world(ONLINE)
+    world.begin()
+    engine, client = world.engine()
+    engine.alloc(1 << 40)
+    client.expect(NOTE)
+
+    def is_told_again() -> bool:
+        engine.alloc(1 << 40)
+        client.none_of(NOTE)
+        return sum(message.type == NOTE for message in client.seen) == 2
+
+    until(is_told_again)

@@ -127,6 +127,27 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
     notify.close()
 
 
+def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch):
+    def fails():
+        raise RuntimeError("once more")
+
+    def settle(*, patience_over):
+        settled.append(patience_over)
+
+    settled, looked = [], []
+    gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(clients_changed=fails))
+    handover = types.SimpleNamespace(settle=settle)
+    brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1))
+    folder = types.SimpleNamespace(is_ours=lambda: True)
+    monkeypatch.setattr(upkeep, "TICK_S", 0.0)
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=False).run())
+
+    assert settled == [True]
+    assert looked
+
+
 END = """
 import asyncio, types
 from valved import logs
@@ -134,7 +155,9 @@ from valved.node.upkeep import Upkeep
 logs.set_up("info")
 gate = types.SimpleNamespace(is_turning=lambda: False)
 leaving = types.SimpleNamespace(owes_signals=lambda: False)
-brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving)
+go = lambda: print("let go", flush=True)
+ladder = types.SimpleNamespace(to_end=set, let_all_go=go)
+brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving, ladder=ladder)
 asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
 """
 
@@ -145,3 +168,4 @@ def test_a_daemon_that_nobody_finds_any_more_never_ends_without_its_last_word(tm
 
         assert done.returncode != 0
         assert "the run folder was removed" in done.stderr
+        assert done.stdout == "let go\n"  # no frozen process stands for ever: the file that names it is gone

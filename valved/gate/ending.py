@@ -104,6 +104,8 @@ class Endings:
 
     def _end(self, process: ProcessId, end: _End) -> None:
         del self._under_way[process]
-        self._let_die(process)
-        if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
-            self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)
+        try:
+            self._let_die(process)
+        finally:  # it stands, and is in no book by which anybody would end it later
+            if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
+                self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)

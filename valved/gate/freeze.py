@@ -124,14 +124,22 @@ class Ladder:
             return
         ungated = self._gating.ungated()  # first: the stamps that this reads may come here themselves
         for client, frozen in list(self._frozen.items()):
-            if client not in self._frozen or frozen.gpus & ungated:
-                continue
-            self._forget(client)
-            if frozen.entry.process in self._endings:
-                continue
-            if self._signals.send(frozen.entry.process, signal.SIGCONT) is not Delivery.FAILED:
-                self._record(EventKind.THAWED, frozen.entry, "its GPUs are free again, or its channels are stopped")
-            self._gating.listener.frozen_changed()
+            if client in self._frozen and not frozen.gpus & ungated:
+                self._let_go(client, "its GPUs are free again, or its channels are stopped")
+
+    def let_all_go(self) -> None:
+        """No successor will know of them. Without valved each stops itself once its lease is over, as after a kill."""
+        for client in list(self._frozen):
+            self._let_go(client, "valved ends, and no successor knows of it")
+
+    def _let_go(self, client: ClientId, reason: str) -> None:
+        entry = self._frozen[client].entry
+        self._forget(client)
+        if entry.process in self._endings:
+            return
+        if self._signals.send(entry.process, signal.SIGCONT) is not Delivery.FAILED:
+            self._record(EventKind.THAWED, entry, reason)
+        self._gating.listener.frozen_changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:

@@ -46,6 +46,7 @@ from valved.state.saved import (
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
+AGAIN_NS = SECOND_NS  # after one that failed
 
 
 @dataclass(eq=False, repr=False)
@@ -72,6 +73,7 @@ class Handover:
         self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
+        self._problem = ""  # why it failed
         self._senseless: list[str] = []  # records of the predecessor's file
 
     # Writing
@@ -90,8 +92,12 @@ class Handover:
         began_ns = self._clock.now_ns()
         try:
             files.save(self._path, self.snapshot())
-        except (OSError, ValueError) as error:  # a full disk must not stop gating
-            self._journal.emit(EventKind.NOTED, reason=f"state file: {getattr(error, 'strerror', None) or error}")
+            self._problem = ""
+        except (OSError, ValueError) as error:  # a full disk must not stop gating; who is frozen stands in no file yet
+            self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
+            problem, self._problem = self._problem, f"state file: {getattr(error, 'strerror', None) or error}"
+            if self._problem != problem:
+                self._journal.emit(EventKind.NOTED, reason=self._problem)
         self._took_ns = self._clock.now_ns() - began_ns
 
     def snapshot(self) -> SavedState:

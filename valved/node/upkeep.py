@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
@@ -48,15 +49,14 @@ class Upkeep:
             ticks += 1
             if not self._folder.is_ours():
                 await self._end_unreachable()
-            try:
-                self._gating.listener.clients_changed()  # who has left channels off may have ended
-            finally:  # neither stands still because the other one fails
-                self._gating.resync()
-            self._handover.settle(patience_over=True)
-            if not self.has_watch:
-                self._brake.look_at_file()
-            if ticks % SAVE_EVERY_TICKS == 0:
-                self._handover.save()
+            with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails
+                if ticks % SAVE_EVERY_TICKS == 0:
+                    parts.callback(self._handover.save)
+                if not self.has_watch:
+                    parts.callback(self._brake.look_at_file)
+                parts.callback(self._handover.settle, patience_over=True)
+                parts.callback(self._gating.resync)
+                parts.callback(self._gating.listener.clients_changed)  # who has left channels off may have ended
 
     async def _end_unreachable(self) -> None:
         """No command finds us any more, and another valved may gate these GPUs soon: hand over and end.
@@ -64,7 +64,8 @@ class Upkeep:
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
         self._brake.hand_over()
-        await settled(self._gate.is_turning)
+        await settled(lambda: self._gate.is_turning() or bool(self._brake.ladder.to_end()))
+        self._brake.ladder.let_all_go()
         await settled(self._brake.leaving.owes_signals)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
         logging.shutdown()  # else the last line stays in the queue

@@ -1,16 +1,18 @@
 /*
- * note.c - things an operator should know, each once. Some are found before the link exists (the CUDA runtime asks
+ * note.c - things an operator should know, most of them once. Some are found before the link exists (the CUDA runtime asks
  * for its functions before the driver opens a device), so they wait in a short list.
  */
 #include "shim.h"
 
 #include <string.h>
 
-#define NOTES 32
+#define NOTES    32
+#define AGAIN_NS 1000000000u
 
 struct note {
 	uint32_t code, h_client, h_channel;
 	uint32_t sent;
+	uint64_t said_ns;
 	char text[96];
 };
 
@@ -25,6 +27,13 @@ static bool is_same(const struct note *one, const struct note *other)
 	       one->h_channel == other->h_channel && !strcmp(one->text, other->text);
 }
 
+/* What a want of memory means depends on who is there: valved hears of later ones, too. */
+static void say_again(struct note *note)
+{
+	if (note->code == VALVE_NOTE_NO_MEMORY && now_ns() - note->said_ns > AGAIN_NS)
+		note->sent = 0;
+}
+
 /* A list that is full drops: the first notes of a kind say what the later ones would. */
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text)
 {
@@ -37,6 +46,8 @@ void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char
 		i++;
 	if (i == notes.count && i < NOTES)
 		notes.note[notes.count++] = fresh;
+	else if (i < notes.count)
+		say_again(&notes.note[i]);
 	valve_unlock(&valve_shim.note_lock);
 	valve_note_flush();
 }
@@ -54,6 +65,7 @@ void valve_note_flush(void)
 		if (note->sent)
 			continue;
 		memcpy(message.text, note->text, sizeof(message.text));
+		note->said_ns = now_ns();
 		note->sent = !valve_link_send(&message, sizeof(message), VALVE_LINK_NOTE, -1);
 	}
 	valve_unlock(&valve_shim.note_lock);
