@@ -205,6 +205,6 @@ def test_a_plan_never_says_anything_else_than_what_would_be_worked_out_afterward
 
     planned = said(tmp_path / "planned")
     monkeypatch.setattr(MovePlan, "takes", lambda plan, columns: False)
-    monkeypatch.setattr(MovePlan, "gives", lambda plan, columns: False)
+    monkeypatch.setattr(MovePlan, "gives", False)
 
     assert planned == said(tmp_path / "afterwards")

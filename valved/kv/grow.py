@@ -90,8 +90,7 @@ class Growth:
             else:
                 await self._turn.while_turning()
             if self._books.is_attached(engine):
-                fitting = columns[: self._supply.fitting(engine, columns)]
-                orders += self._moves.give_columns(engine, fitting, plan)
+                orders += self._moves.give_columns(engine, columns, plan)
             if need is not None:
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])

@@ -38,17 +38,18 @@ class MovePlan:
     stages: list[list[Packed]]  # one after the other
     made_by: tuple[int, int] = (-1, -1)  # to take: changes of the engine's books
     blocks: Ints = field(default_factory=lambda: NOTHING)  # to take: that are lost
+    given: tuple[RangeSlots, ...] = ()  # to give: what earlier stages were
 
     def takes(self, columns: Ints) -> bool:
         """Just these columns, by the books as they are."""
         return self.engine.changes == self.made_by and np.array_equal(columns, self.columns)
 
-    def gives(self, columns: Ints) -> bool:
-        """Just what these columns lack. What came of earlier stages meanwhile changes nothing of that."""
-        slots = [part.slots for part in chain(*self.stages)]
-        lacking = sum(int(self.engine.bare_handles(gpu)[columns].sum()) for gpu in self.engine.gpus)
-        are_bare = all((one.standing() == NO_HANDLE).all() for one in slots)
-        return np.array_equal(columns, self.columns) and are_bare and sum(map(len, slots)) == lacking
+    @property
+    def gives(self) -> bool:
+        """Just what its columns lack. What became of earlier stages meanwhile changes nothing of that, if it came."""
+        left = [part.slots for part in chain(*self.stages)]
+        are_bare = all((slots.standing() == NO_HANDLE).all() for slots in left)
+        return are_bare and all((slots.standing() != NO_HANDLE).all() for slots in self.given)
 
 
 @dataclass(eq=False, repr=False)
@@ -61,18 +62,20 @@ class Moves:
     _counters: MemoryCounters
 
     def give_columns(self, engine: Engine, columns: Ints, plan: MovePlan | None = None) -> list[Order]:
-        if plan is not None and plan.gives(columns):
-            parts = list(chain(*plan.stages))
+        """As many of these as there is memory for, from the first on. `plan`: for what of them is left."""
+        parts = list(chain(*plan.stages)) if plan is not None else []
+        if plan is not None and plan.gives and self._is_free(engine, parts):
             return self.give([part.slots for part in parts], drafted=parts)
-        return self.give(engine.cells(columns, backed=False))
+        return self.give(engine.cells(columns[: self._supply.fitting(engine, columns)], backed=False))
 
     def give_ahead(self, plan: MovePlan) -> tuple[list[Order], MovePlan]:
         """All stages but the last, as far as their handles are free by now; and what is left of the plan."""
         orders: list[Order] = []
-        while len(plan.stages) > 1 and plan.gives(plan.columns) and self._is_free(plan.engine, plan.stages[0]):
+        while len(plan.stages) > 1 and plan.gives and self._is_free(plan.engine, plan.stages[0]):
             stage, *stages = plan.stages
-            orders += self.give([part.slots for part in stage], drafted=stage)
-            plan = replace(plan, stages=stages)
+            slots = [part.slots for part in stage]
+            orders += self.give(slots, drafted=stage)
+            plan = replace(plan, stages=stages, given=(*plan.given, *slots))
         return orders, plan
 
     def _is_free(self, engine: Engine, stage: list[Packed]) -> bool:
