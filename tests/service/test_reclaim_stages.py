@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import KvHow, KvNeed, KvOp
 from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
+from valved.kv.engines import Engine
 from valved.kv.moves import CUT_FROM, CUTS
 from valved.kv.slots import NOTHING
 from valved.model.events import EventKind
@@ -324,3 +325,21 @@ def test_a_stage_never_counts_one_free_handle_for_two_of_its_parts(world):
 
     assert moves.give_ahead(whole) == ([], whole)
     assert pool.free_handles(0) == free
+
+
+def test_who_gives_the_last_stage_never_looks_at_every_cell_again(world, monkeypatch):
+    """The first stage has changed the books, and the cells of an engine are many: a plan knows its own."""
+    offline, online = beside(world)
+    begun(world, offline, online)
+    before = len(online.shim.connection.sent)
+    looks = []
+
+    def look(engine, gpu, found=Engine.bare_handles):
+        looks.append(count(sent(online, KvOp.BACK, before)))
+        return found(engine, gpu)
+
+    monkeypatch.setattr(Engine, "bare_handles", look)
+    world.run(100)
+
+    assert looks
+    assert all(looks)
