@@ -9,7 +9,7 @@ from memory_walk import beside
 from memory_world import ORDERS, KvWorld, entries_of
 from msgspec.structs import replace
 
-from valved.abi.kv_link import KvNeed, KvOp, KvSpan
+from valved.abi.kv_link import KvHow, KvNeed, KvOp, KvSpan
 from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
 from valved.kv import orders
@@ -63,7 +63,7 @@ def test_planning_never_changes_the_books(world):
     columns = np.flatnonzero(offline.takeable())[:4]
     before = books_of(world)
 
-    taking = world.kv.moves.plan_taking(offline, columns)
+    taking = world.kv.moves.plan_taking(offline, columns, KvHow.AT_ONCE)
     coming = np.concatenate([part.slots.standing() for stage in taking.stages for part in stage])
     giving = world.kv.moves.plan_giving(online, online.bare_columns()[:4], [coming])
 
@@ -204,6 +204,7 @@ def test_a_plan_never_says_anything_else_than_what_would_be_worked_out_afterward
         ]
 
     planned = said(tmp_path / "planned")
-    monkeypatch.setattr(MovePlan, "is_for", lambda plan, columns: False)
+    monkeypatch.setattr(MovePlan, "takes", lambda plan, columns: False)
+    monkeypatch.setattr(MovePlan, "gives", False)
 
     assert planned == said(tmp_path / "afterwards")

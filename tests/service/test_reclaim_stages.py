@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace as replace_plan
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import KvHow, KvNeed, KvOp
 from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
+from valved.kv.engines import Engine
 from valved.kv.moves import CUT_FROM, CUTS
 from valved.kv.slots import NOTHING
 from valved.model.events import EventKind
@@ -116,11 +118,11 @@ def test_a_stage_that_was_planned_by_older_books_is_never_given(world):
     [engine] = world.kv.books.engines_with(Role.ONLINE)
     moves, columns = world.kv.moves, engine.bare_columns()[:4]
     plan = moves.plan_giving(engine, columns, [NOTHING, NOTHING])
-    engine.mark(columns[:1], going=True)
+    moves.give(engine.cells(columns[:1], backed=False))
 
     assert moves.give_ahead(plan) == ([], plan)
 
-    engine.mark(columns[:1], going=False)
+    world.run(100)
     orders, left = moves.give_ahead(moves.plan_giving(engine, columns, [NOTHING, NOTHING]))
     assert orders
     assert len(left.stages) == 1
@@ -247,3 +249,97 @@ def test_between_two_steps_nothing_is_ever_given_in_stages(tmp_path):
     assert not world.kv.books.orders.under_way(offline.shim.client)
     world.run(3000)
     world.check()
+
+
+@pytest.mark.parametrize("remap", WAYS)
+def test_a_column_never_stays_backed_in_part_where_a_later_stage_never_comes(tmp_path, remap):
+    """Its handles would serve nobody: an engine hears of whole columns."""
+    world, online = planes(tmp_path, remap)
+    offline = world.hooks[0]
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    rings(online, wanted=16)
+    world.run(2000)
+    rings(online, wanted=20)
+    until(world, lambda: len(np.flatnonzero(engine.bare_handles(0) % 16)) > 0)  # the first handles are on their way
+    offline.shim.hang_up()
+    online.book["wanted_blocks"] = 4
+    world.run(5000)
+
+    assert not engine.partial_columns().tolist()
+    offline.shim.die()
+    world.run(3000)
+    world.check()
+
+
+def test_an_order_for_the_place_between_two_steps_is_never_cut(tmp_path):
+    """What is given after all of it costs a packet and an answer more for each stage, and may miss the step."""
+    world, online = planes(tmp_path, Remap.HELPER)
+    offline = world.hooks[0]
+    world.kv.ways.unsafe.add(offline.shim.client)
+    offline.shim.steps = True
+    before = len(offline.shim.connection.sent)
+    rings(online, wanted=24)
+    until(world, lambda: world.events(EventKind.RECLAIMED)[-1].detail["how"] == "cooperative")
+
+    taken = sent(offline, KvOp.QUARANTINE, before)
+    assert {body.how for body in taken} == {KvHow.AT_STEP}
+    assert len(taken) == 1
+    assert count(taken) >= CUT_FROM
+    world.check()
+
+
+def test_a_stage_never_waits_because_the_one_before_was_answered(tmp_path):
+    """As it is where mapping is quicker than taking, or the stage before has several packets, as here."""
+    memory = replace(MEMORY, remap=Remap.HELPER, pool_mib=600, headroom_max_mib=2)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=300)
+    offline = world.engine("offline", columns=296)
+    world.run(500)
+    offline.hold(0, list(range(4, 250)))
+    online = world.engine("online", columns=296)
+    world.run(500)
+    before = len(offline.shim.connection.sent), len(online.shim.connection.sent)
+    rings(online, wanted=1040)
+    until(world, lambda: len(world.kv.books.orders.under_way(offline.shim.client)) == len(CUTS[Remap.HELPER]) + 1)
+    taken = count(sent(offline, KvOp.QUARANTINE, before[0]))
+    until(world, lambda: len(world.kv.books.orders.under_way(offline.shim.client)) == 1)  # the last
+
+    given = sent(online, KvOp.BACK, before[1])
+    assert len(given) > len(world.kv.books.orders.under_way(online.shim.client))
+    assert count(given) >= taken * CUTS[Remap.HELPER][-1] - 1
+    world.run(100)
+    world.check()
+
+
+def test_a_stage_never_counts_one_free_handle_for_two_of_its_parts(world):
+    """Handles would be made for it while those that come are of no use."""
+    beside(world)
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+    pool, moves, columns = world.kv.books.pool, world.kv.moves, engine.bare_columns()
+    pool.trim(0, 1)
+    world.kv.supply.see_cards({})  # there is room for one
+    free = pool.free_handles(0)
+    assert world.kv.supply.affordable(0) == free + 1
+    plan = moves.plan_giving(engine, columns[: free + 1], [NOTHING, NOTHING])
+    [stage], [rest] = plan.stages
+    whole = replace_plan(plan, stages=[[stage, rest], []])
+
+    assert moves.give_ahead(whole) == ([], whole)
+    assert pool.free_handles(0) == free
+
+
+def test_who_gives_the_last_stage_never_looks_at_every_cell_again(world, monkeypatch):
+    """The first stage has changed the books, and the cells of an engine are many: a plan knows its own."""
+    offline, online = beside(world)
+    begun(world, offline, online)
+    before = len(online.shim.connection.sent)
+    looks = []
+
+    def look(engine, gpu, found=Engine.bare_handles):
+        looks.append(count(sent(online, KvOp.BACK, before)))
+        return found(engine, gpu)
+
+    monkeypatch.setattr(Engine, "bare_handles", look)
+    world.run(100)
+
+    assert looks
+    assert all(looks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import all_of
@@ -53,11 +55,20 @@ class Growth:
                 left = columns[~engine.backed_columns()[columns]]
                 if not len(left) or not await self._grow_once(engine, left, rung_ns):
                     break
+            await self._let_parts_go(engine, columns)
         finally:
             self._moves.came(engine, columns)
         if not self._books.is_attached(engine):
             return 0
         return int(engine.backed_columns()[columns].sum())
+
+    async def _let_parts_go(self, engine: Engine, columns: Ints) -> None:
+        """Handles of a column that lacks others serve nobody: no engine was told of them, and no need may follow."""
+        parts = np.intersect1d(columns, engine.partial_columns())
+        if len(parts):
+            await self._turn.while_turning()
+        if len(parts) and self._books.is_attached(engine):
+            await all_of([order.settled for order in self._moves.unback(engine, parts)])
 
     async def _grow_once(self, engine: Engine, columns: Ints, rung_ns: int) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
@@ -79,8 +90,7 @@ class Growth:
             else:
                 await self._turn.while_turning()
             if self._books.is_attached(engine):
-                fitting = columns[: self._supply.fitting(engine, columns)]
-                orders += self._moves.give_columns(engine, fitting, plan)
+                orders += self._moves.give_columns(engine, columns, plan)
             if need is not None:
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])

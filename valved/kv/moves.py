@@ -14,7 +14,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.outside import Outside, Packed
-from valved.kv.slots import NOTHING, Ints, RangeSlots
+from valved.kv.slots import NO_HANDLE, NOTHING, Ints, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
@@ -36,12 +36,20 @@ class MovePlan:
     engine: Engine
     columns: Ints
     stages: list[list[Packed]]  # one after the other
-    made_by: tuple[int, int]  # changes of the engine's books
-    blocks: Ints = field(default_factory=lambda: NOTHING)  # that are lost
+    made_by: tuple[int, int] = (-1, -1)  # to take: changes of the engine's books
+    blocks: Ints = field(default_factory=lambda: NOTHING)  # to take: that are lost
+    given: tuple[RangeSlots, ...] = ()  # to give: what earlier stages were
 
-    def is_for(self, columns: Ints) -> bool:
-        """Of these columns, by the books as they are."""
+    def takes(self, columns: Ints) -> bool:
+        """Just these columns, by the books as they are."""
         return self.engine.changes == self.made_by and np.array_equal(columns, self.columns)
+
+    @property
+    def gives(self) -> bool:
+        """Just what its columns lack. What became of earlier stages meanwhile changes nothing of that, if it came."""
+        left = [part.slots for part in chain(*self.stages)]
+        are_bare = all((slots.standing() == NO_HANDLE).all() for slots in left)
+        return are_bare and all((slots.standing() != NO_HANDLE).all() for slots in self.given)
 
 
 @dataclass(eq=False, repr=False)
@@ -54,29 +62,33 @@ class Moves:
     _counters: MemoryCounters
 
     def give_columns(self, engine: Engine, columns: Ints, plan: MovePlan | None = None) -> list[Order]:
-        if plan is not None and plan.is_for(columns):
-            parts = list(chain(*plan.stages))
+        """As many of these as there is memory for, from the first on. `plan`: for what of them is left."""
+        parts = list(chain(*plan.stages)) if plan is not None else []
+        if plan is not None and plan.gives and self._is_free(engine, parts):
             return self.give([part.slots for part in parts], drafted=parts)
-        return self.give(engine.cells(columns, backed=False))
+        return self.give(engine.cells(columns[: self._supply.fitting(engine, columns)], backed=False))
 
     def give_ahead(self, plan: MovePlan) -> tuple[list[Order], MovePlan]:
         """All stages but the last, as far as their handles are free by now; and what is left of the plan."""
         orders: list[Order] = []
-        while len(plan.stages) > 1 and plan.is_for(plan.columns) and self._is_free(plan.engine, plan.stages[0]):
+        while len(plan.stages) > 1 and plan.gives and self._is_free(plan.engine, plan.stages[0]):
             stage, *stages = plan.stages
-            orders += self.give([part.slots for part in stage], drafted=stage)
-            plan = replace(plan, stages=stages, made_by=plan.engine.changes)
+            slots = [part.slots for part in stage]
+            orders += self.give(slots, drafted=stage)
+            plan = replace(plan, stages=stages, given=(*plan.given, *slots))
         return orders, plan
 
     def _is_free(self, engine: Engine, stage: list[Packed]) -> bool:
         """For this engine, and now."""
-        wanted: Counter[GpuIndex] = Counter()
+        wanted: Counter[tuple[GpuIndex, str]] = Counter()
         for part in stage:
-            book, count = part.slots.book, len(part.slots)
-            wanted[book.gpu] += count
-            if len(self._books.pool.next_rows(book.gpu, book.domain, count)) < count:
+            wanted[part.slots.book.gpu, part.slots.book.domain] += len(part.slots)
+        on_gpu: Counter[GpuIndex] = Counter()
+        for (gpu, domain), count in wanted.items():
+            on_gpu[gpu] += count
+            if len(self._books.pool.next_rows(gpu, domain, count)) < count:
                 return False
-        return all(count <= self._supply.affordable(gpu, engine.service) for gpu, count in wanted.items())
+        return all(count <= self._supply.affordable(gpu, engine.service) for gpu, count in on_gpu.items())
 
     def give(
         self, cells: Iterable[RangeSlots], how: KvHow = KvHow.AT_ONCE, drafted: Iterable[Packed] = ()
@@ -123,10 +135,12 @@ class Moves:
 
     # What can be worked out before
 
-    def plan_taking(self, engine: Engine, columns: Ints) -> MovePlan:
+    def plan_taking(self, engine: Engine, columns: Ints, how: KvHow) -> MovePlan:
+        """Between two steps nothing is given ahead: one stage."""
         stages: list[list[Packed]] = []
         for slots in engine.cells(columns, backed=True):
-            cuts = CUTS[self._ways.best(slots.book)] if len(slots) >= CUT_FROM else ()
+            is_cut = how is KvHow.AT_ONCE and len(slots) >= CUT_FROM
+            cuts = CUTS[self._ways.best(slots.book)] if is_cut else ()
             edges = dict.fromkeys([0, *(round(len(slots) * cut) for cut in cuts), len(slots)])
             for number, (first, last) in enumerate(pairwise(edges)):
                 stages += [[]] if number == len(stages) else []
@@ -155,7 +169,7 @@ class Moves:
                 stage += [self._pack(slots[:here], mine)] if here else []
                 rests += [slots[here:]] if here < len(slots) else []
             stages.append(stage)
-        return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes)
+        return MovePlan(engine=engine, columns=columns, stages=stages)
 
     def _pack(self, slots: RangeSlots, rows: Ints) -> Packed:
         drafts = self._books.orders.draft_back(slots[: len(rows)], rows)

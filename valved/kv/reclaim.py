@@ -221,7 +221,7 @@ class Reclaimer:
         """While the driver is busy: all that `_tell_and_take` would work out otherwise."""
         self._select(reclaim, engines)
         for victims in reclaim.victims:
-            victims.plan = self._moves.plan_taking(victims.engine, victims.columns)
+            victims.plan = self._moves.plan_taking(victims.engine, victims.columns, KvHow.AT_ONCE)
 
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[list[Order]]:
         """The orders of each stage, to all engines."""
@@ -229,9 +229,9 @@ class Reclaimer:
         plans: list[MovePlan] = []
         for victims in reclaim.victims:
             engine, plan = victims.engine, victims.plan
-            if plan is None or not plan.is_for(victims.columns):  # what was pinned since it was chosen stays
+            if plan is None or not plan.takes(victims.columns):  # what was pinned since it was chosen stays
                 victims.columns = victims.columns[engine.takeable()[victims.columns]]
-                plan = self._moves.plan_taking(engine, victims.columns)
+                plan = self._moves.plan_taking(engine, victims.columns, how)
             self._moves.lose(engine, victims.columns, plan.blocks)
             plans.append(plan)
         reclaim.told_ns = self._clock.now_ns()
