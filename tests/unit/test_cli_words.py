@@ -1,6 +1,7 @@
 """How the command line reads and writes: durations, histograms, subjects, environments."""
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -69,6 +70,24 @@ def test_a_time_that_is_none_is_never_taken_for_one(command, text, capsys):
         main.parser().parse_args([*command[:-1], f"{command[-1]}={text}"])
 
     assert f"{text} is not a time in seconds" in capsys.readouterr().err
+
+
+def test_a_setting_without_a_value_is_never_called_unknown():
+    with pytest.raises(CliError, match=r"^cooldown.floor_ms: no value$"):
+        policy.changes(["cooldown.floor_ms"])
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [("observe", True), ("harvest", False)])
+def test_a_mode_never_ends_offline_work_in_silence(monkeypatch, capsys, mode, is_said):
+    batch = node_pb2.Service(name="batch", role=node_pb2.ROLE_OFFLINE, pids=[7])
+    answer = node_pb2.Status(mode=policy.MODES[mode], services=[batch])
+    stub = SimpleNamespace(SetPolicy=None)
+    connection = SimpleNamespace(stub=stub, call=lambda *_: None, status=lambda: answer)
+    monkeypatch.setattr(policy, "node", lambda: contextlib.nullcontext(connection))
+
+    assert policy.mode(argparse.Namespace(mode=mode)) == 0
+
+    assert ("asked to end: batch (7)" in capsys.readouterr().out) is is_said
 
 
 def test_a_subject_of_several_words_is_never_named_otherwise_than_it_was_typed():

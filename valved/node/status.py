@@ -60,7 +60,7 @@ WORDS = {
 WORK = {
     Work.RUNNING: "offline work may run beside idle services",
     Work.HELD: "offline work is stopped on every GPU",
-    Work.LEAVING: "offline work is stopped and must end",
+    Work.LEAVING: "offline work stays stopped until it ends",
     Work.EMPTY: "offline work is refused",
 }
 
@@ -168,7 +168,7 @@ class Reporter:
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
         if not online.holding:
-            return "idle: offline work may run"
+            return "idle: offline work may run" if not self._brake.switches.is_closed else "idle"
         if online.away:
             return f"held: process {min(process.pid for process in online.away)} has not come back since the restart"
         if now_ns < online.breaker.open_until_ns:
@@ -181,7 +181,7 @@ class Reporter:
 
     def _offline_words(self, entry: ServiceEntry) -> str:
         if self._brake.switches.must_leave:
-            return f"leaving: {self._brake.refusal}; it stays stopped until it ends"
+            return f"leaving: {self._brake.refusal}"
         if not entry.clients:
             return "waiting: not connected yet"
         if not entry.compute_on:
