@@ -122,7 +122,7 @@ def gpus(answer: Any, history: History) -> RenderableType:
     if not answer.gpus:
         return no_gpus()
     columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
-    title = "GPUs: share of time in which offline work was allowed to run, newest right"
+    title = "GPUs: time in which offline work was allowed to run, newest right"
     table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
     for gpu in answer.gpus:
         shares = history.gpus[gpu.index]
