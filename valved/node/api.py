@@ -111,7 +111,9 @@ class Node:
         try:
             after = replace(before, **changes)  # type: ignore[arg-type]
         except ValueError as error:
-            raise InvalidRequest(str(error), field="cooldown") from None
+            raise InvalidRequest(
+                str(error), field="cooldown", next_step="valve policy shows these settings, in ms"
+            ) from None
         if after != before:
             self._set_cooldown(after, changes)
         if mode is not None:
