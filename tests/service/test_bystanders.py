@@ -93,6 +93,16 @@ def test_nobody_who_is_registered_or_comes_back_after_a_restart_closes_a_card(ri
     assert rig.guarded() == []
 
 
+def test_a_service_that_valve_run_started_is_never_said_to_be_without_valve(rig):
+    """It is not connected yet after a restart of valved, or its program is linked statically."""
+    rig.world.processes.add(600)
+    rig.world.node.launch(600, 6000, Role.ONLINE, "chat")
+    rig.look(600)
+
+    assert rig.guarded() == [0]
+    assert rig.guard.reason(GpuIndex(0)).endswith("was started with Valve and is not connected to valved")
+
+
 def test_an_offline_job_without_the_shim_never_runs_on(rig):
     """Its parent was claimed; the program itself is linked statically, say."""
     root = rig.world.processes.add(600)

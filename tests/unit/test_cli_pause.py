@@ -26,7 +26,7 @@ def test_a_pause_is_never_reported_as_failed_because_valved_hangs(folder, capsys
 
     assert (folder / "pause").exists()
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"the brake is on: {folder}/pause"
+    assert told[0] == f"paused: the file {folder}/pause is there"
     assert "answer" in told[1]
 
 

@@ -1,6 +1,7 @@
 """How the command line reads and writes: durations, histograms, subjects, environments."""
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -14,7 +15,22 @@ import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import client, doctor, explain, policy, record, remap, run, status, systemd, top, up, words
+from valved.cli import (
+    client,
+    doctor,
+    explain,
+    main,
+    policy,
+    record,
+    remap,
+    run,
+    status,
+    stream,
+    systemd,
+    top,
+    up,
+    words,
+)
 from valved.cli.exits import REFUSED, USAGE, CliError
 from valved.cli.tables import FittingTable
 from valved.paths import API_SOCKET
@@ -40,7 +56,89 @@ def test_an_empty_histogram_has_no_quantile():
     histogram = SimpleNamespace(bound_us=[100.0], count=[0, 0])
 
     assert words.quantile_us(histogram, 0.5) is None
-    assert words.at_most(None) == "-"
+    assert words.at_most(histogram, 0.5) == "-"
+
+
+def test_a_quantile_beyond_the_last_bucket_never_hides_how_long_that_is():
+    assert words.at_most(SimpleNamespace(bound_us=[100.0, 10_000.0], count=[0, 0, 1]), 0.99) == "> 10 ms"
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf"])
+@pytest.mark.parametrize("command", [["record", "file", "--for"], ["drain", "--timeout"]])
+def test_a_time_that_is_none_is_never_taken_for_one(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main.parser().parse_args([*command[:-1], f"{command[-1]}={text}"])
+
+    assert f"{text} is not a time in seconds" in capsys.readouterr().err
+
+
+def test_a_setting_without_a_value_is_never_called_unknown():
+    with pytest.raises(CliError, match=r"^cooldown.floor_ms: no value$"):
+        policy.changes(["cooldown.floor_ms"])
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [("observe", True), ("harvest", False)])
+def test_a_mode_never_ends_offline_work_in_silence(monkeypatch, capsys, mode, is_said):
+    batch = node_pb2.Service(name="batch", role=node_pb2.ROLE_OFFLINE, pids=[7])
+    answer = node_pb2.Status(mode=policy.MODES[mode], services=[batch])
+    stub = SimpleNamespace(SetPolicy=None)
+    connection = SimpleNamespace(stub=stub, call=lambda *_: None, status=lambda: answer)
+    monkeypatch.setattr(policy, "node", lambda: contextlib.nullcontext(connection))
+
+    assert policy.mode(argparse.Namespace(mode=mode)) == 0
+
+    assert ("asked to end: batch (7)" in capsys.readouterr().out) is is_said
+
+
+def test_a_subject_of_several_words_is_never_named_otherwise_than_it_was_typed():
+    with pytest.raises(CliError, match=r"^reclaim x: neither"):
+        explain.subject("reclaim x")
+    assert explain.subject("reclaim 120").reclaim == 120
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_next_step_and_never_a_traceback(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(CliError) as caught:
+        up.opened(tmp_path / "file" / "run" / "valved.log")
+
+    assert "VALVE_RUN_DIR" in caught.value.next_step
+
+
+def test_settings_that_a_running_valved_does_not_read_are_never_passed_over_in_silence(tmp_path, capsys):
+    options = argparse.Namespace(mode=None, config=tmp_path / "valved.toml", metrics_port=9400)
+
+    assert up.say_running(SimpleNamespace(mode=node_pb2.MODE_HARVEST), options, tmp_path) == 0
+
+    assert "reads --config and --metrics-port only at its start" in capsys.readouterr().out
+
+
+def test_events_that_valved_refuses_to_show_are_an_error_of_valved_and_never_a_traceback(tmp_path):
+    class Refused(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.INVALID_ARGUMENT
+
+        def details(self):
+            return "unknown kind of event: foo"
+
+        def trailing_metadata(self):
+            return ()
+
+    class Call:
+        def initial_metadata(self):
+            return ()
+
+        def __next__(self):
+            raise Refused
+
+        def cancel(self):
+            pass
+
+    node = SimpleNamespace(folder=tmp_path, stub=SimpleNamespace(Watch=lambda *_, **__: Call()))
+
+    for read in (stream.EventStream.kept, stream.EventStream.follow):
+        with pytest.raises(CliError, match="unknown kind of event: foo"):
+            list(read(stream.EventStream(node, ["foo"])))
 
 
 def test_a_sparkline_has_one_character_per_share_and_stays_in_range():

@@ -124,7 +124,7 @@ def test_a_job_that_nobody_measured_is_taken_to_hold_a_quarter_of_the_card() -> 
     found = explain(state, pod(), NOW_S)
 
     assert found.state == "unplaceable"
-    assert "would hold 19.5 (nobody measured it: a quarter of a card)" in found.advice
+    assert "would hold 19.5 (not measured: a quarter of a card)" in found.advice
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_pod_whose_bind_nobody_knows_is_never_called_placeable() -> None:
 
     for found in (lost, again):
         assert (found.state, found.node, found.candidates) == ("undecided", "n1", ())
-        assert "nobody knows yet whether the pod is there" in found.advice
+        assert "it is not known yet whether the pod is there" in found.advice
     assert world.bind() == ""
     placed = pod(node="n1", held=world.gpus())
     assert explain(world.state, told_by_kube_scheduler(placed, elsewhere), NOW_S).state == "placed"

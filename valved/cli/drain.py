@@ -9,6 +9,7 @@ from typing import Any
 
 from valve.v1 import node_pb2
 
+from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, CliError
 
@@ -22,7 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--stop", action="store_true", help="End valved when no offline process is left.")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=words.seconds,
         default=120.0,
         help="Wait this many seconds for the processes to end. Default: %(default)g.",
     )

@@ -15,7 +15,7 @@ from valved.cli.events import line
 from valved.cli.exits import OK, USAGE, CliError
 from valved.cli.stream import EventStream
 
-SUBJECT = r"(gpu|pid|service|reclaim)?:?(\d+)"
+SUBJECT = r"(gpu|pid|service|reclaim)?[: ]?(\d+)"
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,7 +68,7 @@ def explain(options: argparse.Namespace) -> int:
     with node() as connection:
         if options.subject == ["reclaims"]:
             return reclaims(connection)
-        wanted = subject("".join(options.subject)) if not is_name(options.subject) else None
+        wanted = subject(" ".join(options.subject)) if not is_name(options.subject) else None
         status = connection.status()
         now = status.monotonic_ns
         answer = connection.call(connection.stub.Explain, wanted or service_named(options.subject[0], status))
@@ -92,7 +92,7 @@ def reclaims(connection: NodeClient) -> int:
 
 
 def show(answer: Any, now_ns: int) -> None:
-    console = Console()
+    console = Console(soft_wrap=True)
     console.print(answer.summary, style="bold")
     for fact in answer.facts:
         console.print(f"  {fact}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def _who() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return "somebody"
+        return f"uid {os.getuid()}"
 
 
 def pause(_options: argparse.Namespace) -> int:
@@ -43,7 +44,7 @@ def pause(_options: argparse.Namespace) -> int:
         return _ask("Pause", node_pb2.PauseRequest(by=_who()))
     except OSError as error:
         raise _not_ours(path, error) from None
-    print(f"the brake is on: {path}", flush=True)  # whatever becomes of the rest: valved watches this file
+    print(f"paused: the file {path} is there", flush=True)  # whatever becomes of the rest: valved watches this file
     return _tell("Pause", node_pb2.PauseRequest(by=_who()), "valved stops offline work when it sees the file")
 
 
@@ -56,7 +57,7 @@ def resume(_options: argparse.Namespace) -> int:
         return _ask("Resume", node_pb2.ResumeRequest())
     except OSError as error:
         raise _not_ours(path, error) from None
-    print(f"the brake is off: {path} is gone", flush=True)
+    print(f"resumed: the files {PAUSE_FILE} and {DRAIN_FILE} are gone from {path.parent}", flush=True)
     return _tell("Resume", node_pb2.ResumeRequest(), "valved lets offline work run when it sees that the file is gone")
 
 
@@ -88,8 +89,6 @@ def _brake() -> Path:
     folder = run_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except PermissionError:
-        raise CliError(
-            f"cannot write in {folder}", next_step="use the user that runs valved, for example with sudo"
-        ) from None
+    except OSError as error:
+        raise _not_ours(folder, error) from None
     return folder / PAUSE_FILE

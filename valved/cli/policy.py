@@ -10,6 +10,7 @@ from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import node
+from valved.cli.drain import staying
 from valved.cli.exits import OK, USAGE, CliError
 
 MODES: dict[str, Any] = {word: value for value, word in words.MODES.items()}
@@ -43,7 +44,11 @@ def mode(options: argparse.Namespace) -> int:
     with node() as connection:
         if options.mode:
             connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=MODES[options.mode]))
-        print(f"mode: {words.mode(connection.status())}")
+        status = connection.status()
+    print(f"mode: {words.mode(status)}")
+    left = staying(status) if options.mode and status.mode != node_pb2.MODE_HARVEST else []
+    if left:
+        print(f"offline work is stopped and asked to end: {', '.join(left)}")
     return OK
 
 
@@ -63,7 +68,9 @@ def changes(settings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in settings:
         name, equals, text = word.partition("=")
-        if name not in SETTINGS or not equals:
+        if name in SETTINGS and not equals:
+            raise CliError(f"{name}: no value", USAGE, f"give a positive number, as in {name}=10")
+        if name not in SETTINGS:
             raise CliError(f"{word}: no such setting", USAGE, f"known: {', '.join(SETTINGS)}")
         field, scale = SETTINGS[name]
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from valved.cli import words
 from valved.cli.client import NodeClient, node
 from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.cli.stream import EventStream
@@ -29,7 +30,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--for",
         dest="seconds",
-        type=float,
+        type=words.seconds,
         default=0.0,
         help="End after this many seconds. 0 means: run until Ctrl-C. Default: %(default)g.",
     )

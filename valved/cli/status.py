@@ -47,7 +47,7 @@ def head(answer: Any) -> Text:
         ("valved ", "bold"), f"{answer.version}, pid {answer.pid}, mode ", (words.mode(answer), "bold"), "\n"
     )
     lock = f", {words.lock(driver)}" if len(answer.gpus) > 1 else ""
-    text.append(f"driver {driver.version}{known}{lock}\n")
+    text.append(f"driver {driver.version}{known}{lock}\n" if driver.version else "no driver found (observing only)\n")
     if answer.mode == node_pb2.MODE_OBSERVE:
         text.append(observed(answer))
     return text
@@ -91,7 +91,7 @@ def gpus(answer: Any) -> RenderableType:
     columns = ("gpu", "offline work", "reached by", "stops", "p50", "p99", "harvested")
     table = FittingTable("GPUs", columns, spare=("p50", "reached by", "p99"))
     for gpu in answer.gpus:
-        latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
+        latency = [words.at_most(gpu.preempt_latency, q) for q in (0.5, 0.99)]
         harvested = words.duration(gpu.harvest_ns)
         state = gpu_state(gpu)
         table.add_row(str(gpu.index), state, gpu.reach, str(gpu.preemptions), *latency, harvested)
@@ -154,7 +154,7 @@ def memory(answer: Any) -> list[RenderableType]:
         )
     totals = next((phase.latency for phase in kv.phases if phase.name == "total"), None)
     if totals is not None and sum(totals.count):
-        found = [words.at_most(words.quantile_us(totals, q)) for q in (0.5, 0.99)]
+        found = [words.at_most(totals, q) for q in (0.5, 0.99)]
         line.append(f"a reclaim took p50 {found[0]}, p99 {found[1]}\n")
     for one in remap.lines(kv):
         line.append(f"{one}\n")

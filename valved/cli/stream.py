@@ -75,7 +75,11 @@ class EventStream:
         return self._node.stub.Watch(request, timeout=timeout, wait_for_ready=wait)
 
     def _metadata(self, call: Any) -> dict[str, str]:
-        return {item.key: item.value for item in call.initial_metadata()}
+        """What valved says first. A call that valved refuses has none; then the refusal is raised."""
+        found = {item.key: item.value for item in call.initial_metadata()}
+        if "valve-kept" not in found:
+            next(call)
+        return found
 
     def _goes_on(self, error: Any) -> bool:
         if error.code() in GONE:

@@ -88,7 +88,9 @@ class History:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("top", help="Show a live view of this node.", epilog=f"keys: {HELP}")
+    parser = commands.add_parser(
+        "top", help="Show a live view of this node.", epilog=f"keys: {HELP.replace('   ', ', ')}"
+    )
     parser.add_argument(
         "--interval", type=interval, default=1.0, help="Refresh after this many seconds. Default: %(default)g."
     )
@@ -120,12 +122,12 @@ def gpus(answer: Any, history: History) -> RenderableType:
     if not answer.gpus:
         return no_gpus()
     columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
-    title = "GPUs: share of time in which offline work was allowed to run, newest right"
+    title = "GPUs: time in which offline work was allowed to run, newest right"
     table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
     for gpu in answer.gpus:
         shares = history.gpus[gpu.index]
         now = f"{shares[-1]:.0%}" if shares else "-"
-        p99 = words.at_most(words.quantile_us(gpu.preempt_latency, 0.99))
+        p99 = words.at_most(gpu.preempt_latency, 0.99)
         used = f"{words.gib(gpu.used_bytes)} of {words.gib(gpu.total_bytes)}" if gpu.total_bytes else "-"
         table.add_row(str(gpu.index), gpu_state(gpu), now, line(shares), str(gpu.preemptions), p99, used)
     return table

@@ -72,9 +72,8 @@ def up(options: argparse.Namespace) -> int:
     if options.foreground:
         argv = arguments(options, folder)
         os.execv(argv[0], argv)
-    folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / LOG_FILE
-    with log_path.open("ab") as log:
+    with opened(log_path) as log:
         began = log.tell()  # what earlier starts wrote stands before it
         child = start(arguments(options, folder), log)
     wait_until_up(child, folder, log_path, began)
@@ -90,8 +89,19 @@ def say_running(running: Any, options: argparse.Namespace, folder: Path) -> int:
     if options.mode and options.mode != mode:
         text = f"valved is already running in {folder}, in mode {mode}"
         raise CliError(text, REFUSED, f"valve mode {options.mode}")
-    print(f"valved is already running in {folder}")
+    unread = [name for name, value in (("--config", options.config), ("--metrics-port", options.metrics_port)) if value]
+    note = f"; it reads {' and '.join(unread)} only at its start" if unread else ""
+    print(f"valved is already running in {folder}{note}")
     return OK
+
+
+def opened(log_path: Path) -> IO[bytes]:
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        return log_path.open("ab")
+    except OSError as error:
+        step = f"set {ENV_RUN_DIR} to a folder that this user may write, or use sudo"
+        raise CliError(f"{error.filename}: {error.strerror}", FAILED, step) from None
 
 
 def start(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,10 +98,21 @@ def quantile_us(histogram: Any, q: float) -> float | None:
     return float("inf")
 
 
-def at_most(bound_us: float | None) -> str:
+def at_most(histogram: Any, q: float) -> str:
+    """The quantile in words; beyond the last bucket it is known to be longer than that."""
+    bound_us = quantile_us(histogram, q)
     if bound_us is None:
         return "-"
-    return "> last bucket" if bound_us == float("inf") else f"<= {duration(bound_us * 1e3)}"
+    beyond = bound_us == float("inf")
+    return f"> {duration(histogram.bound_us[-1] * 1e3)}" if beyond else f"<= {duration(bound_us * 1e3)}"
+
+
+def seconds(text: str) -> float:
+    """An option that is a time in seconds."""
+    value = float(text)
+    if not 0 <= value < float("inf"):  # false for nan, too
+        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
+    return value
 
 
 def sparkline(shares: Sequence[float]) -> str:

@@ -111,7 +111,9 @@ class Node:
         try:
             after = replace(before, **changes)  # type: ignore[arg-type]
         except ValueError as error:
-            raise InvalidRequest(str(error), field="cooldown") from None
+            raise InvalidRequest(
+                str(error), field="cooldown", next_step="valve policy shows these settings, in ms"
+            ) from None
         if after != before:
             self._set_cooldown(after, changes)
         if mode is not None:
@@ -129,7 +131,7 @@ class Node:
         self._journal.emit(EventKind.POLICY, reason=f"cooldown {words}")
 
     def pause(self, by: str) -> NodeState:
-        self._brake.pause(by or "somebody")
+        self._brake.pause(by or "an unnamed caller")
         return self.status()
 
     def resume(self) -> NodeState:
@@ -138,7 +140,7 @@ class Node:
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
         """Returns at once: offline processes may take their time to end."""
-        self._brake.drain(by or "somebody", self.stop if stop else None)
+        self._brake.drain(by or "an unnamed caller", self.stop if stop else None)
         return self.status()
 
     def explain(self, subject: str, number: int) -> Explanation:

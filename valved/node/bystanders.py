@@ -24,6 +24,8 @@ from valved.state.registry import GUARD_SERVICE, Books, ProcessClaim
 LOOK_S = 1.0  # while there is offline work to stop
 REST_S = 5.0  # before that: nobody is hurt yet, and NVML takes locks of the driver
 LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart of valved its shim comes back by itself
+UNHEARD = "uses the GPU without Valve (start it with valve run --online -- CMD)"
+NOT_CONNECTED = "uses the GPU, was started with Valve and is not connected to valved"
 Freeze = Callable[[ProcessId, str], bool]
 
 
@@ -44,10 +46,7 @@ class Bystanders:
 
     def reason(self, gpu: GpuIndex) -> str:
         """Why the guard closes this GPU; nothing where it does not."""
-        users = self._users.get(gpu, ())
-        return (
-            f"{', '.join(users)} uses the GPU without Valve (start it with valve run --online -- CMD)" if users else ""
-        )
+        return "; ".join(self._users.get(gpu, ()))
 
     async def run(self) -> None:
         """For as long as valved lives. In a thread: NVML may take milliseconds."""
@@ -79,7 +78,7 @@ class Bystanders:
                     started = self._processes.start_time(pid)
                 except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger
                     if pid not in by_pid or self._processes.is_gone(by_pid[pid]):
-                        users.append(f"process {pid}")
+                        users.append(f"process {pid} {UNHEARD}")
                     continue
                 if (
                     started is None
@@ -87,11 +86,11 @@ class Bystanders:
                     or (process := ProcessId(pid=pid, start_time=started)) in known
                 ):
                     continue
-                name = f"process {pid} ({self._processes.comm(pid)})"
-                if self._is_offline(process):
+                name, claim = f"process {pid} ({self._processes.comm(pid)})", self._claim_of(process)
+                if claim is not None and claim.role is Role.OFFLINE:
                     ungated[process] = name
                 else:
-                    users.append(name)
+                    users.append(f"{name} {UNHEARD if claim is None else NOT_CONNECTED}")
             self._set(gpu.index, tuple(users))
         self._stop(ungated)
         self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
@@ -102,10 +101,6 @@ class Bystanders:
             return
         self._users[gpu] = users
         self._journal.emit(EventKind.GUARD, gpus=(gpu,), reason=f"guarded: {self.reason(gpu)}" if users else "open")
-
-    def _is_offline(self, process: ProcessId) -> bool:
-        claim = self._claim_of(process)
-        return claim is not None and claim.role is Role.OFFLINE
 
     def _claim_of(self, process: ProcessId) -> ProcessClaim | None:
         """The claim on a process or on its parents. A pid alone would also match a later process of that number."""

@@ -28,6 +28,7 @@ from valved.model.states import (
 from valved.node.brake import Brake
 from valved.node.bystanders import Bystanders
 from valved.node.kv import Kv
+from valved.policy.stopping import Work
 from valved.policy.wake import WakeAction, WakeReason
 from valved.state.journal import Journal
 from valved.state.registry import (
@@ -42,7 +43,7 @@ from valved.state.registry import (
 
 EXPLAINED = 50  # events in one explanation
 STANDING = {
-    BRAKE_SERVICE: "the brake",
+    BRAKE_SERVICE: "the pause",
     GUARD_SERVICE: "the guard",
     MEMORY_SERVICE: "a move of memory",
     COME_BACK_SERVICE: "the start of valved, until online processes are back,",
@@ -54,7 +55,13 @@ WORDS = {
     WakeReason.OPEN_REQUESTS: "busy: open requests",
     WakeReason.WATCHER_DEAD: "held: its watcher is silent, so the GPU is not proven idle",
     WakeReason.NO_OFFLINE: "alone: there is no offline work on its GPUs",
-    WakeReason.BRAKED: "held: the brake is on",
+    WakeReason.BRAKED: "held: offline work may not run here",
+}
+WORK = {
+    Work.RUNNING: "offline work may run beside idle services",
+    Work.HELD: "offline work is stopped on every GPU",
+    Work.LEAVING: "offline work stays stopped until it ends",
+    Work.EMPTY: "offline work is refused",
 }
 
 
@@ -161,7 +168,7 @@ class Reporter:
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
         if not online.holding:
-            return "idle: offline work may run"
+            return "idle: offline work may run" if not self._brake.switches.is_closed else "idle"
         if online.away:
             return f"held: process {min(process.pid for process in online.away)} has not come back since the restart"
         if now_ns < online.breaker.open_until_ns:
@@ -174,7 +181,7 @@ class Reporter:
 
     def _offline_words(self, entry: ServiceEntry) -> str:
         if self._brake.switches.must_leave:
-            return f"leaving: {self._brake.refusal}; it stays stopped until it ends"
+            return f"leaving: {self._brake.refusal}"
         if not entry.clients:
             return "waiting: not connected yet"
         if not entry.compute_on:
@@ -184,7 +191,8 @@ class Reporter:
             return "running"
         holders = sorted(set().union(*(self._gating.gpus[gpu].holders for gpu in gated)))
         names = [self._name(ServiceId(holder)) for holder in holders]
-        return f"stopped: {', '.join(names) or 'the brake'} holds GPU {', '.join(map(str, gated))}"
+        verb = "hold" if len(names) > 1 else "holds"
+        return f"stopped: {', '.join(names) or STANDING[BRAKE_SERVICE]} {verb} GPU {', '.join(map(str, gated))}"
 
     def _name(self, service: ServiceId) -> str:
         if service in STANDING:
@@ -291,5 +299,5 @@ class Reporter:
             words.append(f"paused by {brake.paused_by}")
         if brake.is_draining:
             words.append("draining")
-        words.append(f"offline work: {brake.work.value}")
+        words.append(WORK[brake.work])
         return (", ".join(words),)

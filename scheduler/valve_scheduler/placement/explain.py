@@ -143,7 +143,7 @@ def crowded(fleet: Fleet, ranking: Ranking, job: Job) -> str:
     row = rows[least.argmin()]
     full = float(fleet.full_mib[row])
     held = held_mib(job.profile.fit_mib if job.profile else 0.0, full)
-    whose = "" if job.profile and job.profile.fit_mib else " (nobody measured it: a quarter of a card)"
+    whose = "" if job.profile and job.profile.fit_mib else " (not measured: a quarter of a card)"
     return (
         f"on {fleet.names[row]} online work uses up to {least.min() / 1024:.1f} GiB while it holds a GPU, and the job "
         f"would hold {held / 1024:.1f}{whose}: together at most {1 - SPARE_SHARE:.0%} of {full / 1024:.1f}. A smaller "

@@ -28,7 +28,8 @@ def undecided_node(pod: Object) -> str:
 def undecided_told(node: str) -> str:
     """For people."""
     told = (
-        f"the API server did not say whether it stored the last bind, to {node}: nobody knows yet whether the pod is "
-        f"there. Its GPUs are kept for it, for {ASSUMED_FOR_S:.0f} s at most, and kube-scheduler tries again by itself"
+        f"the API server did not say whether it stored the last bind, to {node}: it is not known yet whether the pod "
+        f"is there. Its GPUs are kept for it, for {ASSUMED_FOR_S:.0f} s at most, and kube-scheduler tries again "
+        "by itself"
     )
     return told
