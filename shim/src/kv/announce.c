@@ -174,8 +174,8 @@ bool valve_announce_rest(void)
 	if (now_ns() < again_ns)
 		return true;
 	for (uint32_t i = 0; is_linked() && (range = valve_range_at(i)); i++) {
-		if (load_acquire(&range->state) != RANGE_LIVE || range->generation != generation ||
-		    !range->untold_from)
+		if (load_acquire(&range->state) != RANGE_LIVE || !range->untold_from ||
+		    load_relaxed(&range->generation) != generation)
 			continue;
 		tell_held(range->id, generation, range->untold_from - 1);
 		is_left |= range->untold_from != 0;

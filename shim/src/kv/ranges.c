@@ -209,7 +209,7 @@ void valve_range_drop(struct valve_range *range)
 void valve_range_told(struct valve_range *range, uint32_t generation)
 {
 	valve_lock(&book.lock);
-	range->generation = generation;
+	store_relaxed(&range->generation, generation); /* announce.c reads it without the lock */
 	valve_unlock(&book.lock);
 }
 

@@ -30,6 +30,11 @@ void valve_say(const char *text)
 	(void)text;
 }
 
+void valve_note(uint32_t code, uint32_t a, uint32_t b, const char *text)
+{
+	(void)code, (void)a, (void)b, (void)text;
+}
+
 int valve_spawn(void *(*run)(void *))
 {
 	pthread_t thread;
