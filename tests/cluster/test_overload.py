@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ ACCOUNTS = "/api/v1/namespaces/default/serviceaccounts"
 BINDINGS = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 POLICIES = f"{names.API_PATH}/harvestpolicies"
+BOTH = ("extender", "controller")
 USER = "system:serviceaccount:default:ours"
 JAIL = "nobody-gets-in"
 NODE = node_name(7)
@@ -172,8 +173,17 @@ def logged(plane: ControlPlane, name: str, words: str) -> list[Json]:
     return [line for line in lines if words in line.get("error", "")]
 
 
+@pytest.fixture
+def order(control_plane: ControlPlane) -> Iterator[Callable[[], None]]:
+    """Gives a policy; it is gone afterwards, however the test ends: an uninstall in another one waits for that."""
+    policy = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": "meanwhile"}}
+    yield lambda: control_plane.api.post(POLICIES, policy | {"spec": {"reclaimsPerHour": 7}})
+    with contextlib.suppress(ApiRefused):
+        control_plane.api.delete(f"{POLICIES}/meanwhile")
+
+
 def test_clients_that_are_refused_with_429_back_off_and_go_on_where_they_were(
-    control_plane: ControlPlane, ours: Daemon, jail: Any
+    control_plane: ControlPlane, ours: Daemon, jail: Any, order: Callable[[], None]
 ) -> None:
     plane, api = control_plane, control_plane.api
     submit(api, 10)
@@ -183,15 +193,19 @@ def test_clients_that_are_refused_with_429_back_off_and_go_on_where_they_were(
     begin, undo = jail
     begin()
     wait_for("a refused report", lambda: ours.failed > 0)
-    # Watches that stand are left alone by the server; they end with it.
-    plane.kill("kube-apiserver")
-    plane.restart("kube-apiserver")
-    wait_for("the API server", lambda: api.get("/readyz"), 120)
-    policy = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": "meanwhile"}}
-    api.post(POLICIES, policy | {"spec": {"reclaimsPerHour": 7}})
-    submit(api, 10)
-    for name in ("extender", "controller"):
-        wait_for(f"429s of the {name}", lambda name=name: len(logged(plane, name, "429 ")) > 3)
+    # Watches that stand are left alone by the server; they end with it. A client that is back before the crowd has
+    # its watches again, and is not refused: then once more.
+    for attempt in range(4):
+        plane.kill("kube-apiserver")
+        plane.restart("kube-apiserver")
+        wait_for("the API server", lambda: api.get("/readyz"), 120)
+        if not attempt:
+            order()
+            submit(api, 10)
+        with contextlib.suppress(TimeoutError):
+            wait_for("429s of both", lambda: all(len(logged(plane, name, "429 ")) > 3 for name in BOTH), 40)
+            break
+    assert all(len(logged(plane, name, "429 ")) > 3 for name in BOTH)
     begin_s, before, failed = time.monotonic(), refused(plane), ours.failed
     wait_for("more of them", lambda: ours.failed > failed + 5)
     rate = (refused(plane) - before) / (time.monotonic() - begin_s)
@@ -202,7 +216,6 @@ def test_clients_that_are_refused_with_429_back_off_and_go_on_where_they_were(
     written = ours.written
     wait_for("reports again", lambda: ours.written > written + 1)
     wait_for("the policy at its node", lambda: any("resolved" in spec for spec in ours.heard[-3:]))
-    api.delete(f"{POLICIES}/meanwhile")
     # 15 watches, each at least the second apart that the server asks for and later five, a lease, a report and a round
     # of the controller a second: a dozen in all. One client that tried again at once would make hundreds.
     assert 0 < rate < 40, rate
@@ -232,14 +245,13 @@ def broken(control_plane: ControlPlane) -> Iterator[Any]:
 
 
 def test_clients_whose_writes_fail_with_500_make_them_good_once_the_server_can(
-    control_plane: ControlPlane, ours: Daemon, broken: Any
+    control_plane: ControlPlane, ours: Daemon, broken: Any, order: Callable[[], None]
 ) -> None:
     plane, api, (begin, undo) = control_plane, control_plane.api, broken
     failed = ours.failed
     begin()
     wait_for("a report refused", lambda: ours.failed > failed)
-    policy = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": "meanwhile"}}
-    api.post(POLICIES, policy | {"spec": {"reclaimsPerHour": 7}})
+    order()
     submit(api, 10)
     wait_for("500s of the controller", lambda: len(logged(plane, "controller", "500 InternalError")) > 3)
     wait_for("500s of the extender", lambda: logged(plane, "extender", "500 InternalError"))
@@ -251,4 +263,3 @@ def test_clients_whose_writes_fail_with_500_make_them_good_once_the_server_can(
     written = ours.written
     wait_for("reports again", lambda: ours.written > written + 1)
     wait_for("the policy at its node", lambda: any("resolved" in spec for spec in ours.heard[-3:]))
-    api.delete(f"{POLICIES}/meanwhile")
