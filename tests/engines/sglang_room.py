@@ -14,32 +14,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_campaign import Injector, start_engine
 from sglang_campaign import register as register_injector
+from sglang_campaign import start_engine
 from sglang_faults import begin
+from sglang_waiting import TAKEN, TOKENS, Taker
 
-TOKENS, TAKEN, LEFT = 900, range(300, 900), 20
+LEFT = 20
 RUNS, LONG = (440, 100), (300, 20)  # tokens of prompt and answer: the present memory would hold the long one
 
 
-class Shrinker(Injector):
-    """In the scheduler's process: takes and gives as the plan says."""
+class Shrinker(Taker):
+    """In the scheduler's process: takes what nothing runs in, too, and says what was asked for."""
 
-    def _before_layer(self, _module: Any, _arguments: Any) -> None:
-        layer = self.calls % self.layers
-        self.calls += 1
-        if layer == 0:
-            self.read_plan()
-            is_time = self.scheduler.chunked_req is not None and self.scheduler.running_batch.reqs and not self.taken
-            if self.plan.get("do") == "take a chunk's" and is_time:
-                self._take(self._starving()[LEFT:])
-                self._tell(has_taken=True)
-        for pages, _ in self.taken:
-            self._fill(pages, garbage=True)
-
-    def _idle(self) -> None:
-        self.read_plan()
-        self.on_idle()
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        is_time = self.scheduler.chunked_req is not None and self.scheduler.running_batch.reqs and not self.taken
+        if self.plan.get("do") == "take a chunk's" and is_time:
+            self._take(self._starving()[LEFT:])
+            self._tell(needs=self.node.needs, has_taken=True)
 
     def read_plan(self) -> None:
         seen = self.seen
@@ -50,13 +42,7 @@ class Shrinker(Injector):
             self._take(list(TAKEN))
         elif self.plan.get("do") == "give":
             self._give([pages for pages, _ in self.taken])
-        self._tell()
-
-    def _tell(self, *, has_taken: bool = False) -> None:
-        told = {"plan": self.plan["number"], "needs": self.node.needs, "has_taken": has_taken}
-        draft = self.report.with_suffix(".draft")
-        draft.write_text(json.dumps(told))
-        draft.replace(self.report.with_name("trial.json"))
+        self._tell(needs=self.node.needs, has_taken=False)
 
 
 def register() -> None:

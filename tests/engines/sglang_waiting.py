@@ -46,8 +46,11 @@ class Taker(Injector):
             self._give([pages for pages, _ in self.taken])
         else:
             self._take(list(TAKEN))
+        self._tell()
+
+    def _tell(self, **told: Any) -> None:
         draft = self.report.with_suffix(".draft")
-        draft.write_text(json.dumps({"plan": self.plan["number"]}))
+        draft.write_text(json.dumps({"plan": self.plan["number"], **told}))
         draft.replace(self.report.with_name("trial.json"))
 
 
