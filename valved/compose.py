@@ -1,6 +1,6 @@
 """Puts the daemon together from its outside: read it to see what the daemon is made of. Main and tests both use it.
 
-Each part gets whoever stands below it by constructor. News go up by one listener a room (node/news.py).
+Each part gets the parts below it by its constructor. News go up by one listener a room (node/news.py).
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class Admission:
         return given if isinstance(given, NotAdmitted) else self._no_room(peer, given, is_scarce) or given
 
     def _no_room(self, peer: Peer, given: Admitted, is_scarce: bool) -> NotAdmitted | None:
-        """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
-        online has room that nobody else can take."""
+        """Containers share users: what counts is the process, its control group or its claim. A process that is
+        claimed as online has room that no other process can take."""
         if given.service in self._gating.online:
             return None
         quota, books = self._quota, self._books
@@ -83,7 +83,7 @@ class Admission:
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
         connection.send(LinkType.REFUSED, RefusedMessage(code=why.code, text=why.text), seq)
         self._gating.counters.refuse(why.code.name.lower())
-        if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
+        if self._refused.pop(peer.process, None) != why.text:  # a refused process asks again, for life: told once
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
         self._refused[peer.process] = why.text
         if len(self._refused) > REFUSALS_KEPT:

@@ -1,8 +1,8 @@
 """What becomes of the channels of a client that leaves.
 
 A process that ends must have them enabled at once: the driver would wait seconds for it, under locks that online work
-needs. One that lives on keeps them as they are: whoever closes its own link beside a busy service, and whoever took a
-valved that hung for dead, has stopped channels until it is back, or ends.
+needs. A process that lives on keeps them as they are. If it closed its own link beside a busy service, or took a valved
+that hung for dead, its channels stay stopped until it is back, or ends.
 
 That end is looked for as long as there are such channels: a pidfd tells of it only after the driver's teardown, and
 that is what waits for them.
@@ -27,7 +27,7 @@ from valved.state.stats import NodeCounters
 EXIT = "exit"
 LOOK_NS = 100_000_000
 LOOKS = 64  # processes looked at in one turn: the others have theirs in the next ones
-ANEW = "claimed anew"  # for another role: it is not to be stopped as who it was
+ANEW = "claimed anew"  # for another role: what its old role had to suffer no longer counts
 
 
 @dataclass(eq=False, repr=False)

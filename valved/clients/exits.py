@@ -53,7 +53,7 @@ class Exits:
     def await_end(self, process: ProcessId, gone: Callable[[], None]) -> None:
         """`gone` once it has ended, at once if it has. Tried again for as long as it cannot be watched.
 
-        Who is watched goes on being so, for whoever asked first: its number may mean another process by now.
+        A watch that exists stays, for the first caller: the number may mean another process by now.
         """
         if process in self._fds:
             if self.has_ended(process):

@@ -67,7 +67,7 @@ class ClaimSource(Protocol):
     def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
     def trust_of(self, namespace: str) -> str:
-        """What its administrator says whom this namespace trusts; empty: only itself."""
+        """The namespaces that this one trusts, as its administrator says; empty: only itself."""
         ...
 
 
@@ -93,7 +93,7 @@ def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:
 def own_cgroup(pid: int, processes: ProcessPort) -> str:
     """The control group of a process if it was put into one of its own (a scope, a container), else nothing.
 
-    A group shared with its parent is a login session or a shell: whoever else lives there belongs to nobody.
+    A group shared with its parent is a login session or a shell: the other processes in it belong to no service.
     """
     chain = processes.ancestors(pid)
     mine = processes.cgroup(pid) or ""
@@ -102,11 +102,11 @@ def own_cgroup(pid: int, processes: ProcessPort) -> str:
 
 
 def trust_domain(peer: Peer, service: ServiceEntry, pods: ClaimSource | None) -> str:
-    """Whose memory this process may be given, and who may be given its: one user's, or one namespace's in a cluster,
-    or that of all namespaces with the same label. It counts as it stood when the process joined.
+    """The domain within which memory may pass between this process and others: one user, or in a cluster one namespace,
+    or all namespaces with the same label. It counts as it stood when the process joined.
 
-    There a claimed service is called NAMESPACE/POD; who belongs to no pod that we know, and could call itself anything,
-    trusts its own control group alone.
+    In a cluster a claimed service is called NAMESPACE/POD. A process of no pod that we know could call itself anything,
+    so it trusts its own control group alone.
     """
     if pods is None:
         return f"user {peer.uid}"

@@ -1,6 +1,6 @@
 """Channels that are off and in no plan of the gate: a predecessor left them off, or their client left and its process
-lives on. Nobody else remembers them: the driver keeps no record of who disabled what, so each must be enabled by us or
-taken over with its client.
+lives on. Nobody else remembers them: the driver does not record which process disabled what. So each must be enabled
+by us or taken over with its client.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from valved.fds import Fds
 
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
-MOST_FDS = 1024  # duplicates of ours: who handed them in may close them
+MOST_FDS = 1024  # duplicates of ours: the caller that handed them in may close its own
 PATIENCE_S = 5.0  # a peer that takes nothing for so long is stopped, frozen or hostile
 _SO_SNDBUFFORCE = 32
 
@@ -93,7 +93,7 @@ class Outbox:
         return True
 
     def _watch(self, taken: int) -> None:
-        """One watch at a time: whoever is told that a packet has arrived may send within a flush, and begin to wait."""
+        """One watch at a time: a caller that hears within a flush that its packet arrived may send more and wait."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(PATIENCE_S, self._look, taken)
@@ -123,7 +123,7 @@ class Outbox:
                 os.close(fd)
             if arrived is not None:
                 arrived()
-        if not self._queue:  # who was told may have sent more
+        if not self._queue:  # a caller that was told may have sent more
             self._stop_writing()
 
     def _stop_writing(self) -> None:

@@ -1,9 +1,9 @@
 """Which process owns which RM client: no channel counts before its sender has shown the file that owns it.
 
-A channel is a pair of numbers that anybody can say. RM binds a client to the nvidiactl file it was made on, so whoever
-passes that file (RM_CLIENT), and has a subdevice on the card in question, is taken at its word: the process itself, or
-a child that inherited the file. What comes before the proof waits, in no book; its sender learns nothing from the
-answer but that a proof is missing.
+A channel is a pair of numbers that anybody can say. RM binds a client to the nvidiactl file it was made on, so
+valved believes a process that passes that file (RM_CLIENT) and has a subdevice on the card in question: the process
+itself, or a child that inherited the file. What comes before the proof waits, in no book. Its
+sender learns nothing from the answer but that a proof is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from valved.model.ids import ChannelRef, ClientId, GpuIndex
 PATIENCE_NS = 1_000_000_000  # how long an ACK waits for a proof: half of what the shim waits for the ACK
 OFFERS = 64  # of one client, not yet looked at
 
-Take = Callable[[int], None]  # who keeps a descriptor that was found to be its sender's
+Take = Callable[[int], None]  # takes over a descriptor that was found to be its sender's
 
 
 @dataclass(slots=True, kw_only=True)

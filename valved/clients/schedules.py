@@ -63,8 +63,8 @@ class Schedules:
         self._gating.want_prompt("schedules", True)
 
     def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
-        """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process. Who ends a
-        stop of its own waits out a grant as well: the end of that may fall between our answer and what it enables."""
+        """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process. A process
+        that ends its own stop waits out a grant as well: the grant may end between our answer and its enable."""
         known = entry.rm_gpus.get(h_client)
         of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
         gpus = of_channels or ({known} if known is not None else entry.gpus() | set(entry.rm_gpus.values()))

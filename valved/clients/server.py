@@ -46,7 +46,7 @@ PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet; the oldest 
 PENDING = 512
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
-    0.05  # while descriptors pile up that nobody can close, only those who have said HELLO to an online role speak
+    0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
 )
 SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
 CREDENTIALS = struct.Struct("3i")
@@ -92,7 +92,7 @@ class LinkConnection:
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
-        self.sender = self.pid  # who sent the last packet: a socket can be passed on, or inherited
+        self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why))
         widen(sock)
 
@@ -115,7 +115,7 @@ class LinkConnection:
             raise EOFError from error
         fds = _descriptors(ancillary)
         self.sender = _sender(ancillary, self.sender)
-        if flags & socket.MSG_CTRUNC:  # there is room for all that can be sent: it is us who had none for them
+        if flags & socket.MSG_CTRUNC:  # all that can be sent fits: valved itself was out of them
             self._server.closer.close(fds)
             raise EOFError("valved is out of descriptors")
         if flags & socket.MSG_TRUNC:
@@ -173,7 +173,7 @@ class LinkServer:
     def _bind(self, listener: socket.socket) -> None:
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # who sends, not only who connected
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # of each packet, not only of the connection
         with contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)  # until HELLO; connections inherit both
         listener.bind(str(fresh))

@@ -1,7 +1,7 @@
 """Tells trainers of this machine which online services let their weights be mapped: a file in the run folder.
 
 A trainer lives in an environment of its own, without gRPC, and reads the file at each tile. Every user may read it, so
-who shares nothing has no name there: its processes alone, so that a file which they map is known as theirs.
+a service that shares nothing has no name there, only its processes, so that a file which they map is known as theirs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A GPU is grantable while all offline work there would end a grant by itself, should valved be gone: each process says so
 as it joins, and uses one GPU alone, for its own stop takes all of its channels. A process of an older shim may come by
-channels anywhere, so beside it nothing is granted on the whole node. Who does not qualify is looked at before it is
-answered.
+channels anywhere, so beside it nothing is granted on the whole node. A process that does not qualify is looked at
+before it is answered.
 """
 
 from __future__ import annotations

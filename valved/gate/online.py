@@ -24,7 +24,7 @@ from valved.policy.wake import WakeDecision
 from valved.state.registry import ClientEntry
 from valved.state.stats import Histogram
 
-MOST_LEFT = 256  # of so many that left it is asked who has ended; if none has, the oldest is not expected back
+MOST_LEFT = 256  # when so many have left, those that ended are dropped; if none has, the oldest is not expected back
 AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
 
 
@@ -60,7 +60,7 @@ class OnlineService:
     epoch_delay_ns: int = 0
     latency: Histogram = field(default_factory=Histogram)
     tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
-    left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # who may come back and count on
+    left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # they may come back and count on
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
     leaked: int = 0  # of them, that nobody believes in
@@ -161,7 +161,7 @@ class OnlineService:
         tally, key = self.tallies.pop(client.id, None), (client.process, client.role)
         if tally is None or not tally.is_heard:
             return
-        if key in self.left:  # of another engine in the process: nobody could tell who comes back
+        if key in self.left:  # of another engine in the process: which of them comes back could not be told
             self.past_requests.absorb(self.left.pop(key))
         self.left[key] = tally
         if len(self.left) > MOST_LEFT:

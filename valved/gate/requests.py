@@ -70,8 +70,8 @@ class RequestTally:
         self._finish(done)
 
     def preempted_amid(self, started: int, ended: int) -> None:
-        """A preemption, and the totals read after it. Whoever started and ended since the last look may have been open
-        when it came: counted as hit, because a promise of "at most" must not be helped by looking late."""
+        """A preemption, and the totals read after it. A request that started and ended since the last look may have
+        been open when it came: it counts as hit, because a promise of "at most" must not be helped by looking late."""
         if self._is_sound(started, ended):
             self._begin(started)
         self.preempted()
@@ -86,7 +86,7 @@ class RequestTally:
             self._open_run(self._preemptions - self._unclaimed, begun)
             self.most = max(self.most, self._unclaimed)
         if self._open:
-            self._unclaimed = 0  # theirs: who begins from here on was not there
+            self._unclaimed = 0  # theirs: a request that begins from here on was not there
 
     def _open_run(self, base: int, count: int) -> None:
         if self._open and self._open[-1][0] == base:

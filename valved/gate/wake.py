@@ -182,8 +182,8 @@ class GateService:
         return self._gate.channels.reach(gpu)[0]
 
     def ungated(self) -> frozenset[GpuIndex]:
-        """Somebody holds these, and offline work may run there all the same: the driver refuses, or hangs. All of one
-        moment: whoever asked for one after the other would believe what the stamps read in between have changed."""
+        """GPUs that are held, and on which offline work may run all the same: the driver refuses, or hangs. All of one
+        moment: the stamps read between two single questions would change the answer to the first."""
         self.drain()
         held = [gpu for gpu, account in self.gpus.items() if account.holders]
         return frozenset(gpu for gpu in held if not self._gate.is_stopped(gpu))

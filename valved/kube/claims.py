@@ -2,8 +2,8 @@
 
 The scheduler writes an allocation before it binds the pod, and it stays as it is while a pod uses the claim; so each
 claim is read once per pod, and asked for again until the API server has told it. A result names a driver, a pool and a
-device; the slices of this node give the UUID. What cannot be told is unknown, and whoever may hold it guards every GPU:
-a service must never run unheard because an answer is late or refused. Nobody waits for a read.
+device; the slices of this node give the UUID. What cannot be told is unknown, and a pod that may hold it guards every
+GPU: a service must never run unheard because an answer is late or refused. Nothing waits for a read.
 """
 
 from __future__ import annotations

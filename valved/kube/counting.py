@@ -22,7 +22,7 @@ from valved.state.stats import GpuAccount
 
 log = logging.getLogger("valved.kube")
 
-BEAT_S = 0.1  # who is busy: fine enough for the overlap of GPUs, 0.02 % of a core
+BEAT_S = 0.1  # between looks at which services are busy: fine enough for the overlap of GPUs, 0.02 % of a core
 BOOK_S = 1.0
 SECOND_NS = 1_000_000_000
 SAVE_NS = 60 * SECOND_NS  # what a crash may lose of the series

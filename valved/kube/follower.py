@@ -24,7 +24,7 @@ from valved.node.kv import Kv
 
 log = logging.getLogger("valved.kube")
 
-BY = "GPUHarvestNode"  # who pauses and sets modes, in the pause file and on record
+BY = "GPUHarvestNode"  # the author of pauses and modes, in the pause file and on record
 FLEET = f"HarvestPolicy {BRAKE}"
 COOLDOWN = {"startMilliseconds": "start_ns", "minMilliseconds": "floor_ns", "maxMilliseconds": "ceiling_ns"}
 MOST_RECLAIMS = 1e6  # an hour, as the daemon's own configuration has it

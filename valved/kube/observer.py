@@ -66,8 +66,8 @@ class Observer:
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[HeldDevices, ...]) -> list[Holder]:
-        """Whoever was given a GPU: by the kubelet's word, and by the allocations of claims, which some kubelets leave
-        out and which stand before a container does."""
+        """The containers that were given a GPU: by the kubelet's word, and by the allocations of claims. Some
+        kubelets leave these out, and they exist before a container does."""
         heard = self._heard_pods()
         found = []
         for holding in holdings:

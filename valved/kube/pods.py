@@ -33,7 +33,7 @@ class Pod:
     mode: str = ""  # annotation mode: how far Valve may go with its GPUs
     said: Said = SILENT  # annotations slo and grant
     gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
-    gpu_containers: frozenset[str] | None = None  # who asks for GPUs, by a resource or a claim; None: nobody told us
+    gpu_containers: frozenset[str] | None = None  # those that ask for GPUs, by a resource or a claim; None: not told
     claims: Mapping[str, frozenset[str]] = field(default_factory=dict)  # ResourceClaim -> containers that use it
     asks_by_name: bool = False  # for whole GPUs, by a resource
     host_pid: bool = False

@@ -1,9 +1,9 @@
 """Everything valved does on a Kubernetes node, put together and kept going.
 
 Order of a start, so that a crash or an upgrade under running pods loses nothing: every GPU is guarded; the link opens
-and shims come back; pods are listed; the kubelet says who holds what; GPUs whose users are all heard are let go; only
-then are slots offered. Any of these may be missing for a while: what was last known stands, and in doubt a GPU stays
-guarded. Nothing here is asked when an online pod starts, except NRI, and that may stay away.
+and shims come back; pods are listed; the kubelet says which pod holds what; GPUs whose users are all heard are let go;
+only then are slots offered. Any of these may be missing for a while: what was last known stands, and in doubt a GPU
+stays guarded. Nothing here is asked when an online pod starts, except NRI, and that may stay away.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Room(PodsListener):
         )
         self.book.listener = self
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
-        # From here on, before any shim is heard: nobody has said yet who uses what.
+        # From here on, before any shim is heard: nobody has said yet which process uses what.
         host.gating.permits.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
         host.gating.set_standing(GUARD_SERVICE, frozenset(gpu.index for gpu in self._gpus))
         self.counting.adopt()

@@ -1,6 +1,6 @@
 """Decides whether an offline container may start: its pod, the GPUs of that pod, whether it may have them now.
 
-PreStart names slots, nobody says for whom. By then the kubelet's pod resources list the pod that holds them, and the
+PreStart names slots but not their pod. By then the kubelet's pod resources list the pod that holds them, and the
 pod's placement was written together with its binding: identity without a lock and without a second write. Whatever is
 not as it should be keeps the container from starting; the kubelet tries again.
 """

@@ -1,8 +1,8 @@
 """Sees to it that one valved manages a GPU: a lock on the card's own device node, held for the life of the process.
 
 Two daemons in different run folders would each let offline work run beside the online services of the other. The node
-is what both must open, whoever starts them and with whatever folder; containers with nodes of their own are not seen.
-Everybody may lock a file that he may open, so a lock of some other user does not keep root's valved from starting.
+is what both must open, whichever user starts them and in whichever folder. Containers with nodes of their own are not
+seen. A user may lock any file that it may open, so a lock of some other user does not keep root's valved from starting.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ value, never an error: it may vanish between any two lines. One that cannot be l
 never gone.
 
 But a machine may hide processes of other users (hidepid), and one of those may get the number of a process that we knew
-and that has ended. Whoever is known was readable once, so it was ours. It may hide itself later (not dumpable), and may
-still be signalled then: one that may not is another's, and the one that we knew is gone. Where the number went to a
-hidden process of our own user, that one must end first.
+and that has ended. A process that we know was readable once, so it was ours. It may hide itself later (not dumpable),
+and may still be signalled then. A process that may not be signalled is another user's, so the one that we knew is gone.
+Where the number went to a hidden process of our own user, that one must end first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Signals to a process that is certainly the one meant: through a pidfd, after its start time was compared.
 
 None is lost for want of a descriptor: a process that was stopped and is not continued stands for ever, and one that was
-to be killed runs on beside online work. So a signal that cannot be sent now waits, and is sent as soon as it can. Who
-goes on only with a process that stands asks for `Delivery.DONE`.
+to be killed runs on beside online work. So a signal that cannot be sent now waits, and is sent as soon as it can. A
+caller that needs the process stopped before it goes on asks for `Delivery.DONE`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class EventKind(enum.Enum):
     ENABLED_LEFTOVER = "enabled-leftover"  # channels that a predecessor left off
 
 
-# Who was stopped, why, and what was changed by whom: these lines are kept as audit records.
+# What was stopped and why, and what was changed and by which user: these lines are kept as audit records.
 AUDITED = frozenset(
     {
         EventKind.STARTED,

@@ -41,7 +41,7 @@ class GpuState:
     preempt_latency: HistogramState
     total_bytes: int
     used_bytes: int
-    guarded_because: str = ""  # who uses it without Valve
+    guarded_because: str = ""  # the processes that use it without Valve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

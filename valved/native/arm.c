@@ -94,7 +94,7 @@ static bool send(struct gpu *gpu, struct mail *mail)
 	return true;
 }
 
-/* Whoever asks these asks again. To an issuer that hangs they are not sent: as many would lie there as processes think of. */
+/* The callers of these ask again. To an issuer that hangs they are not sent: as many would lie there as processes think of. */
 static bool can_be_lost(enum mail_kind kind)
 {
 	return kind == MAIL_OFF || kind == MAIL_CID || kind == MAIL_ENABLE_UNLESS_HELD || kind == MAIL_SLICE;

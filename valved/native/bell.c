@@ -1,8 +1,8 @@
 /*
  * bell.c - rings the order eventfd of a client. Whether a write to an eventfd waits is a property of the open file, and
- * the client has that file, too: it can take O_NONBLOCK away, fill the counter, and keep whoever writes next for ever.
- * The kernel itself, when it signals an eventfd, never waits (a full counter stays full). So nobody here writes: a read
- * of nothing is submitted, whose completion rings.
+ * the client has that file, too: it can take O_NONBLOCK away, fill the counter, and block the next writer for ever.
+ * The kernel itself, when it signals an eventfd, never waits (a full counter stays full). So valved writes nothing here: it
+ * submits a read of nothing, whose completion rings.
  */
 #include "internal.h"
 

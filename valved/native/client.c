@@ -186,7 +186,7 @@ int valve_client_take_fd(struct valve_client *client, int fd)
 	return -EMFILE;
 }
 
-/* 0: its client has not filled it in yet. 1: it makes sense. Else it is nobody's whom we understand. */
+/* 0: its client has not filled it in yet. 1: it makes sense. Else we do not understand it. */
 static int region_state(const struct valve_region *region)
 {
 	uint64_t magic = load_acquire(&region->magic);
@@ -265,8 +265,8 @@ static void read_gaps(struct valve_client *client, struct valve_view *out)
 	client->gaps_seen = total;
 }
 
-/* One look. 0, or -EPROTO for a region that makes no sense (out is zero then). A gap is handed out once, to whoever asks
- * for gaps. */
+/* One look. 0, or -EPROTO for a region that makes no sense (out is zero then). A gap is handed out once, to the
+ * first look that asks for gaps. */
 int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps)
 {
 	const struct valve_region *region = client->region;

@@ -37,7 +37,8 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 }
 
 /* Issuer: a GPU whose channels run, or may after a stop that was refused, is held: nobody enables more of it first. A hold
- * whose stop was tried is no reason to wait: it may fail for as long as the hold lasts, and who leaves is to be enabled. */
+ * whose stop was tried is no reason to wait: it may fail for as long as the hold lasts, and channels that leave are
+ * to be enabled. */
 bool gpu_is_awaited(const struct gpu *gpu)
 {
 	uint64_t holders = load_full(&gpu->holders);
@@ -227,7 +228,7 @@ uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t index)
 }
 
 /* A stop or an enable is under way here, or about to begin. Not one that has been given up, and not the rest between
- * two tries: whoever waits for those may wait for ever. */
+ * two tries: a caller that waits for those may wait for ever. */
 static bool is_turning(const struct gpu *gpu)
 {
 	uint32_t state = load_acquire(&gpu->state);

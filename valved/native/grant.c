@@ -92,7 +92,7 @@ static enum valve_grant_answer open_for(struct valve_gate *gate, uint32_t index,
 	until_ns = until_ns > now + most_ns ? now + most_ns : until_ns;
 	store_relaxed(&service->granted_since_ns, now);
 	store_relaxed(&service->granted_until_ns,
-	              until_ns); /* before the epoch opens: who closes it finds it */
+	              until_ns); /* before the epoch opens: the thread that closes it finds it */
 	set_until(gate, mask, until_ns);
 	if (service_wake(gate, index) == VALVE_WOKEN) {
 		store_relaxed(&service->grants, load_relaxed(&service->grants) + 1);
@@ -192,7 +192,7 @@ uint64_t grant_turn(struct valve_gate *gate, uint32_t index, uint64_t now)
 	return service->wish_ns && service->wish_look_ns < next ? service->wish_look_ns : next;
 }
 
-/* Called by whoever has just taken the hold. Says what the hold ended. */
+/* Called by the thread that has just taken the hold. Says what the hold ended. */
 enum valve_cause grant_close(struct service *service, bool by_launch, uint64_t seen_ns)
 {
 	uint64_t since_ns = load_relaxed(&service->granted_since_ns);

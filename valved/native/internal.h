@@ -4,8 +4,8 @@
  * Threads
  *   listener   one: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):
  *              looks, words opened, holds dropped.
- *   issuer     one per GPU: whoever sits at its seat, and nobody else, switches that GPU's channels.
- *              These are workers (worker.c), who swap places: at a ring the listener sits down at the first GPU that
+ *   issuer     one per GPU: the worker at its seat, and no other, switches that GPU's channels.
+ *              The workers (worker.c) swap places: at a ring the listener sits down at the first GPU that
  *              it has to close, if its issuer sleeps, and that one goes to listen.
  *   watchdog     one: heartbeat of all control pages; notices calls of issuers that do not come back.
  *   caller     valved's Python thread: everything in gate.h.
@@ -93,7 +93,7 @@ struct mail {
 	uint32_t h_client, h_channel; /* MAIL_CID; MAIL_SLICE: of the group */
 	uint32_t slice_us;            /* MAIL_SLICE */
 	int fd;                       /* MAIL_SLICE: passed by ... */
-	struct valve_client *client;  /* ... whom this mail keeps; NULL: it uses nothing of a client's */
+	struct valve_client *client;  /* ... that this mail keeps; NULL: it uses nothing of a client's */
 	uint32_t cid;                 /* out */
 	struct plan *old;             /* out: the plan that this one replaced */
 	uint32_t was_off, *was; /* out: whether something of that one may be off; where its sender hears it */
@@ -123,12 +123,12 @@ struct gpu {
 
 	_Alignas(64) uint32_t kick; /* futex: anyone increments and wakes it when the issuer must look */
 
-	/* Who holds: closings << 32 | closer << 16 | count. Listener and caller, by compare-and-swap. The closer is
+	/* The holders: closings << 32 | closer << 16 | count. Listener and caller, by compare-and-swap. The closer is
 	 * the service that made the count leave 0; closings rises each time that happens. */
 	_Alignas(64) uint64_t holders;
 
 	uint64_t until_ns; /* of the grant open here, 0: none; by its service's opener and closer */
-	uint32_t sliced;   /* its one holder shares it in slices (slice.c): whoever holds it clears it, too */
+	uint32_t sliced;   /* its one holder shares it in slices (slice.c): each holder clears it, too */
 	uint64_t told_until_ns; /* issuer's alone: the end that its clients were told */
 	bool was_sliced;        /* issuer's alone: that is why it let the channels run */
 
@@ -164,7 +164,8 @@ struct service {
 	 * "looks" below is the listener's; else the caller opens, and both may close. */
 	uint32_t permitted;
 
-	/* Odd: open. Odd to even (the hold is taken) by whoever wins the swap; even to odd by whom `permitted` names. */
+	/* Odd: open. Odd to even (the hold is taken) by the thread that wins the swap; even to odd by the one that
+	 * `permitted` names. */
 	_Alignas(64) uint32_t epoch;
 	uint32_t settled; /* last even epoch whose hold was counted on all GPUs */
 	uint32_t stamped; /* last even epoch that a GATE or HOLD stamp reported */
@@ -184,7 +185,7 @@ struct service {
 	uint32_t said_reason; /* the last decision, for the caller: hinted << 16 | action << 8 | reason */
 	uint64_t said_quiet_ns, said_leaked;
 
-	/* granted time (grant.c). The caller writes most and rest; the others are of whoever opens and closes */
+	/* granted time (grant.c). The caller writes most and rest; the others are of the thread that opens and closes */
 	uint64_t grant_most_ns,
 	        grant_rest_ns; /* the longest grant, 0: no consent; and from one's beginning to the next */
 	uint64_t granted_since_ns, granted_until_ns; /* of the grant that is open; until 0: none is */

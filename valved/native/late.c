@@ -6,7 +6,7 @@
  *   a list of run_now    an enable; where the driver refuses it, the issuer keeps the mail and asks again: nobody else would
  *   neither              nothing
  *
- * So who comes (back) into the plan is taken off all lists at that moment, and who has run is taken off at once. A list is no
+ * So a channel that comes (back) into the plan is taken off all lists at that moment, and one that has run at once. A list is no
  * plan: running it takes back no order, but those of processes that are in no plan any more.
  */
 #include "internal.h"
@@ -65,7 +65,7 @@ static bool is_over(int status)
 	return !status || status == NV_ERR_GPU_IS_LOST;
 }
 
-/* Try once. What stays in the list is owed. In its own turn (`seen`) the list waits for whoever kicks, elsewhere for a stop:
+/* Try once. What stays in the list is owed. In its own turn (`seen`) the list waits for the next kick, elsewhere for a stop:
  * none waits for more than the call that is under way. */
 void late_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen)
 {

@@ -50,7 +50,7 @@ static int change_plan(struct gpu *gpu, const struct mail *mail)
 	gpu->owed |= late_join(gpu);
 	if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED) {
 		status = walk_stop(gpu, mail->stop_now);
-		/* A newer plan, taken already, may not name who was held for this one. */
+		/* A newer plan, taken already, may not name the channels that were held for this one. */
 		order_move(gpu, mail->stop_now, gpu->plan);
 	}
 	if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)

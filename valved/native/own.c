@@ -1,7 +1,7 @@
 /*
  * own.c - the RM client that an issuer speaks through. A status of "no such object" may speak of the channels that a
  * call names or of the caller itself: after a reset of the card or a reload of the driver our client is gone, and every
- * list would look like channels that have ended, that is like a stop that went well. So whoever is told that everything
+ * list would look like channels that have ended, that is like a stop that went well. So code that is told that everything
  * is stale asks here first. The GPU's issuer alone.
  */
 #include "internal.h"
@@ -23,8 +23,8 @@ bool own_revived(struct gpu *gpu)
 	return rm_open(&gpu->gate->os, &info, &gpu->own) == 0;
 }
 
-/* A status that says "stale": does it speak of the channel? Asked in the name of whoever made the call, and where that
- * one has no say any more (a workload's file without its client), through our own client. */
+/* A status that says "stale": does it speak of the channel? Asked in the name of the client that made the call. Where
+ * that one has no say any more (a workload's file without its client), through our own client. */
 bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_client, uint32_t h_channel)
 {
 	uint32_t cid;

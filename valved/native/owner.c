@@ -1,7 +1,7 @@
 /*
- * owner.c - what a descriptor is that a stranger sent, and whether an RM client is its own. Called on threads that may
+ * owner.c - what a descriptor from a stranger is, and whether an RM client is its own. Called on threads that may
  * wait, knows no gate. Nothing is asked of the file before it is known to be the driver's: statx without a sync
- * answers from the kernel's own memory, whoever serves the file.
+ * answers from the kernel's own memory, whatever serves the file.
  */
 #include "internal.h"
 

@@ -138,8 +138,8 @@ void order_leave(struct gpu *gpu, const struct plan *leaving)
 	}
 }
 
-/* A new plan: who has left it has nothing on this GPU that an order could be for, and no enable to come would find it.
- * Whose process goes on without us has channels still, and keeps the order that it was given. */
+/* A new plan: a process that has left it has nothing on this GPU that an order could be for, and no enable to come would
+ * find it. A process that goes on without us still has channels, and keeps the order that it was given. */
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
 {
 	for (uint32_t i = 0; old && i < old->steps; i++) {

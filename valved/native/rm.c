@@ -229,7 +229,7 @@ int rm_slice(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_ts
 	return rc ? rc : slice.timesliceUs == us ? 0 : -ERANGE;
 }
 
-/* The driver's own number of a channel, whoever owns it: the control resolves foreign pairs without asking
+/* The driver's own number of a channel, also of a foreign one: the control resolves foreign pairs without asking
  * (kernel_fifo_ctrl.c, QueryChannelUniqueId). It takes the API lock in write mode: at registration only. */
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,
                  uint32_t h_channel, uint32_t *cid)

@@ -1,6 +1,6 @@
 /*
  * slice.c - granted time by time slices: the other rung beside grant.c. While it goes on, offline work stays enabled beside a
- * service that holds, with a shorter slice than the service's own; the card runs whoever has work, so the pause between two
+ * service that holds, with a shorter slice than the service's own; the card runs the side that has work, so the pause between two
  * steps is the grant, and no call is made for it.
  *
  * The service goes on holding and its words stay closed, so its launches ring nobody. What ends it is therefore said
@@ -8,11 +8,11 @@
  * hook moves that on as long as it steps, and no further than the stated gap from the last step that it told of, so that a
  * hook that hangs or errs shares no reader's wait beyond what the owner consented to; a second process of the service
  * launches; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and slice_break tells of it);
- * the caller takes permission or consent back. A service that lets go ends it too, before its hold is dropped: who launches
- * after that finds no slices.
+ * the caller takes permission or consent back. A service that lets go ends it too, before its hold is dropped: a process that
+ * launches after that finds no slices.
  *
- * Who opens and closes it is whoever opens and closes its service (hold.c). The end is told to the offline clients as that of a
- * grant, and each time that it moves.
+ * The thread that opens and closes its service opens and closes it too (hold.c). The end is told to the offline clients as
+ * that of a grant, and each time that it moves.
  */
 #include "internal.h"
 
@@ -109,7 +109,7 @@ enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *serv
 	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		if (is_mine(service, i))
 			store_full(&gate->gpu[i].sliced, 1);
-	if (!is_alone(gate, service)) { /* whoever held meanwhile may not have seen the slices */
+	if (!is_alone(gate, service)) { /* another service that held meanwhile may not have seen the slices */
 		slice_close(gate, service, now, false);
 		return VALVE_GRANT_OTHERS;
 	}
@@ -152,7 +152,7 @@ uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t n
 	return until_ns > now + RENEW_NS ? until_ns - RENEW_NS : until_ns;
 }
 
-/* By whoever has just counted a hold of a GPU that was sliced: its issuer stops it, and the listener hears of it. */
+/* By the thread that has just counted a hold of a GPU that was sliced: its issuer stops it, and the listener hears of it. */
 void slice_break(struct gpu *gpu)
 {
 	store_full(&gpu->sliced, 0);

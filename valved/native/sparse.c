@@ -1,11 +1,11 @@
 /*
  * sparse.c - memory of another process made sparse, on a descriptor of its uvm file: whatever is mapped there is unmapped,
  * reads give zero, writes are dropped, and nothing faults. The driver asks for an initialised file and a range of it,
- * not for who calls (uvm_map_external_sparse, kernel-open/nvidia-uvm/uvm_map_external.c); its page tables are
+ * not for the caller (uvm_map_external_sparse, kernel-open/nvidia-uvm/uvm_map_external.c); its page tables are
  * written on channels of its own, so the owner's may be off.
  *
- * A call may take milliseconds, or never come back, so each process has a thread (a door). It is native because whoever
- * waits for a reclaim would wait for Python's lock twice, before the calls and after them.
+ * A call may take milliseconds, or never come back, so each process has a thread (a door). It is native because
+ * a reclaim would wait for Python's lock twice, before the calls and after them.
  */
 #include "internal.h"
 
@@ -30,7 +30,7 @@ struct valve_door {
 	pthread_cond_t asked;
 	struct queue todo, answers;
 	bool is_closed;
-	int owners; /* the caller, and the thread until it ends: whoever leaves last frees it */
+	int owners; /* the caller, and the thread until it ends: the last to leave frees it */
 	int fd, bell;
 	uint8_t uuid[16];
 };

@@ -43,8 +43,8 @@ void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns)
 	gpu->told_until_ns = until_ns;
 }
 
-/* A new plan while channels run for a grant: its clients hear the end, and who has left it no longer needs one. Whose process
- * goes on without us has channels in no plan: it must stop them itself. */
+/* A new plan while channels run for a grant: its clients hear the end, and those that have left it no longer need one. A
+ * process that goes on without us has channels in no plan: it must stop them itself. */
 void until_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
 {
 	uint64_t until_ns = gpu->state <= VALVE_GPU_WATCHED ? load_full(&gpu->until_ns) : 0;

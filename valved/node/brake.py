@@ -1,6 +1,6 @@
 """Applies mode, pause and drain: the one place that turns them into what the gate, the register and the ladder do.
 
-What becomes of offline work is decided in policy/stopping.py; who must leave is ended in node/leaving.py.
+policy/stopping.py decides what becomes of offline work. node/leaving.py ends the processes that must leave.
 
 | switch | offline work | its processes | newcomers that `valve run --offline` brings |
 |---|---|---|---|
@@ -119,7 +119,7 @@ class Brake:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
         self._is_handed_over = True  # no switch takes this back
-        self._gating.permits.is_braked = True  # nobody who comes from here on is woken
+        self._gating.permits.is_braked = True  # no process that comes from here on is woken
         self.leaving.take_back()  # a drain is its successor's: nobody stays stopped for it
         self._gating.set_standing(
             BRAKE_SERVICE, frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared()

@@ -3,9 +3,9 @@
 A valved that was killed leaves a state file that may be a moment old, and offline work whose channels it switched off.
 Its successor would switch these channels on as soon as their process is back, beside an online service of which it has
 not heard. So it holds until each online process that lived (state/lived.py) has come back and told of its channels, or
-has ended, and until the guard (node/bystanders.py) has looked who uses a GPU without Valve. It waits for nobody longer
-than `come_back_s`. Services that the state file names keep their GPUs all the same (node/handover.py), and the guard
-finds whoever uses a GPU without Valve.
+has ended, and until the guard (node/bystanders.py) has looked for processes that use a GPU without Valve. It waits no
+longer than `come_back_s`. Services that the state file names keep their GPUs all the same (node/handover.py), and the
+guard finds the processes that use a GPU without Valve.
 """
 
 from __future__ import annotations
@@ -89,4 +89,4 @@ class ComeBack:
         return self._bystanders is None or self._bystanders.has_looked
 
     def _is_alive(self, process: ProcessId) -> bool:
-        return not self._processes.is_ending(process.pid, process.start_time)  # who cannot be read lives
+        return not self._processes.is_ending(process.pid, process.start_time)  # one that cannot be read counts as alive

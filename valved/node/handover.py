@@ -93,7 +93,7 @@ class Handover:
         try:
             files.save(self._path, self.snapshot())
             self._problem = ""
-        except (OSError, ValueError) as error:  # a full disk must not stop gating; who is frozen stands in no file yet
+        except (OSError, ValueError) as error:  # a full disk must not stop gating; the frozen are not in it yet
             self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
             problem, self._problem = self._problem, f"state file: {getattr(error, 'strerror', None) or error}"
             if self._problem != problem:
@@ -246,7 +246,7 @@ class Handover:
             self.save_soon()
         for online in list(self._gating.online.values()):
             self._settle_service(online, patience_over)
-        here = {client.process for client in self._books.clients.values()}  # whoever ends leaves: not looked for here
+        here = {client.process for client in self._books.clients.values()}  # one that ends leaves: not looked for here
         self._register.lived.keep(lambda process: process in here or not self._processes.is_gone(process))
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:

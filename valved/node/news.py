@@ -46,7 +46,7 @@ class GateNews(GateListener):
     def drained(self) -> None:
         try:
             self.opened()
-        finally:  # a reclaim waits for its stop, whoever could not be let go
+        finally:  # a reclaim waits for its stop, also where a process could not be let go
             if self._kv is not None:
                 self._kv.turn.gate_drained()
 

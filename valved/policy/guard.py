@@ -54,9 +54,9 @@ class GpuVerdict:
     gpu: GpuIndex
     reason: str  # why it is not harvested; empty when it is
     is_guarded: bool  # offline work that is there already must stop, too
-    is_heard: bool  # everybody who uses it runs with the shim
-    online: tuple[str, ...]  # who holds it
-    risk: str = ""  # who will never be heard: no memory can be given back to it in time
+    is_heard: bool  # every process that uses it runs with the shim
+    online: tuple[str, ...]  # the services that hold it
+    risk: str = ""  # a process that will never be heard: no memory can be given back to it in time
 
     @property
     def is_harvestable(self) -> bool:

@@ -31,7 +31,7 @@ def choose_column(free_by_column: Sequence[int], current: int | None) -> int | N
 class FullestColumn:
     """Finds the column with the most free blocks, the lowest of equals.
 
-    Whoever frees blocks says so (`file`); blocks that were taken show when the column is met. Growing by a block,
+    The code that frees blocks says so (`file`). Blocks that were taken show when the column is met. Growing by a block,
     which a request does all the time, then costs nothing here.
     """
 

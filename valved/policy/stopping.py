@@ -1,4 +1,4 @@
-"""Decides what becomes of offline work on a node: it runs, is held, leaves, or has gone. Pure.
+"""Decides whether offline work on a node runs, is held, leaves, or has gone. Pure.
 
 | switch | offline work ends in | who ends the job |
 |---|---|---|

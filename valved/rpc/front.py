@@ -1,8 +1,8 @@
 """Accepts API connections: counts them per user, and passes each on to the gRPC server behind.
 
-gRPC does not say who called over a unix socket, and it accepts without end. This listener reads the peer's uid before
-anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have more,
-and places that nobody else can take. So no user can use up the descriptors of valved, or another user's calls.
+gRPC does not say which user called over a unix socket, and it accepts without end. This listener reads the peer's uid
+before anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have
+more, and places that nobody else can take. So no user can use up the descriptors of valved, or another user's calls.
 """
 
 from __future__ import annotations

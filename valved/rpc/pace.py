@@ -1,8 +1,8 @@
 """How many calls a user may make in a second: what goes beyond it is put off, never refused.
 
-Root and valved's own user are never put off. Each other user has a line of its own, and who is first in it goes to the
-line of all users. A call takes from an account at its turn alone: one that is given up before took nothing, and who
-calls without end stands in its own line.
+Root and valved's own user are never put off. Each other user has a line of its own, whose first call goes to the
+line of all users. A call takes from an account only when its turn comes: a call that is given up before took nothing,
+and a user that calls without end waits in its own line.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from valved.node.api import Node
 from valved.rpc.front import Crowd, Front, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 
-API_MODE = 0o660  # whoever may call this may claim roles and stop the harvest
+API_MODE = 0o660  # every caller of this may claim roles and stop the harvest
 CONNECTIONS = Places(per_user=8, others=64, own=64)  # a command has one, an exporter one
 CALLS_PER_CONNECTION = 8  # `valve record` has two at a time; further ones wait in the client or are refused
 OPTIONS = (
@@ -54,7 +54,7 @@ async def serve(node: Node, path: Path, group: str = "") -> GrpcServer:
 
 
 async def serve_view(node: Node, path: Path, group: str) -> GrpcServer:
-    """The same for those who may look: what would change anything is refused."""
+    """The same for users who may only look: what would change anything is refused."""
     everybody = group == EVERYBODY
     return await start(ViewServicer(node), path, 0o666 if everybody else API_MODE, group_id("" if everybody else group))
 

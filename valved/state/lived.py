@@ -22,7 +22,7 @@ class Lived:
         self._known: set[ProcessId] = set()
 
     def read(self) -> set[ProcessId]:
-        """Whom predecessors welcomed, as far as nobody has removed them. OSError: that cannot be told."""
+        """The processes that predecessors welcomed and nobody has removed. OSError: that cannot be told."""
         for name in os.listdir(self._folder) if self._folder.exists() else ():
             pid, _, start_time = name.partition("-")
             if pid.isdecimal() and start_time.isdecimal():

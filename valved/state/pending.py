@@ -1,6 +1,6 @@
 """Claims in files: `valve run --online` leaves one when no valved answers in time, and the next valved picks it up.
 
-A file in the folder `claims`, which only those may write who may call the API as well. Nothing but an online claim
+A file in the folder `claims`. Only users who may call the API may write there. Nothing but an online claim
 is taken from a file.
 """
 
@@ -84,7 +84,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _read_plain(path: Path) -> bytes:
-    """Whoever may write there could leave a pipe, a folder or a link instead of a claim."""
+    """A user who may write there could leave a pipe, a folder or a link instead of a claim."""
     with Fds() as fds:
         fd = fds.own(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -27,7 +27,7 @@ class ProcessClaim:
     root: ProcessId
     role: Role
     service: ServiceId
-    cgroup: str = ""  # a control group of the claimed process's own: whoever is inside belongs to it
+    cgroup: str = ""  # a control group of the claimed process's own: every process in it belongs to the claim
 
 
 @dataclass(slots=True, kw_only=True)

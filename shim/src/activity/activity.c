@@ -105,8 +105,8 @@ void valve_ring(void)
 
 /*
  * The pages and the bell have just changed hands. Launches of other threads meanwhile were counted in a page that is gone,
- * read its closed word, or rang where no bell was yet: one count and one ring speak for all of them. Who never launched
- * owns no slot.
+ * read its closed word, or rang where no bell was yet: one count and one ring speak for all of them. A thread that
+ * never launched owns no slot.
  */
 void valve_speak_for_the_past(void)
 {

@@ -1,6 +1,6 @@
 /*
  * contexts.h - what the observers keep for the watcher. All of it under probe_lock, which no thread holds across a driver call:
- * the watcher says which context it is asking about, and only who wants to destroy that one, or to capture in it, waits.
+ * the watcher says which context it is asking about. Only a thread that wants to destroy that one, or to capture in it, waits.
  */
 #ifndef VALVE_CONTEXTS_H
 #define VALVE_CONTEXTS_H

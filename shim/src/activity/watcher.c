@@ -67,8 +67,8 @@ static enum verdict can_probe(void)
 }
 
 /*
- * From here to end_asking() the context at `index` is not destroyed, and none captures in it: whoever wants to waits for this
- * call, and nobody else does. An event may be asked about in a capture; nothing may be recorded there.
+ * From here to end_asking() the context at `index` is not destroyed, and none captures in it: a thread that wants to
+ * waits for this call, and no other thread does. An event may be asked about in a capture; nothing may be recorded there.
  */
 static enum verdict begin_asking(size_t index, uint32_t generation, bool records, struct valve_context *out)
 {
@@ -329,7 +329,7 @@ static void *watch(void *unused)
 static void stop(void)
 {
 	store_relaxed(&valve_shim.stopping, 1);
-	generation_now(); /* whoever held the lock has said by now that it asks */
+	generation_now(); /* a thread that held the lock has said by now that it asks */
 	for (int i = 0; i < EXIT_WAIT && (load_acquire(&valve_contexts.asking) & 1); i++)
 		sleep_ns(NAP_NS);
 }

@@ -70,7 +70,7 @@ static bool fill_batch(bool disable, enum valve_gate_set set, const struct rm_ob
 		if (!is_wanted(channel, disable, set) || rm_device_of(&valve_rm, channel) != device)
 			continue;
 		channel->held =
-		        1; /* to enable as well: until that came back, it may be off by whoever is gone */
+		        1; /* to enable as well: until that came back, a valved that is gone may have it off */
 		batch.cid[list->numChannels] = channel->cid;
 		list->hClientList[list->numChannels] = channel->h_client;
 		list->hChannelList[list->numChannels++] = channel->handle;

@@ -59,7 +59,7 @@
 	T(Z2Z, cuStreamBeginCapture) T(Z, cuStreamBeginCaptureToGraph) T(Z, cuStreamEndCapture) \
 	VALVE_MEMORY_BASES(T)
 
-/* Calls about device memory, in the form that CUDA 3.2 gave them (VALVE_MEMORY_SINCE): a caller who asks
+/* Calls about device memory, in the form that CUDA 3.2 gave them (VALVE_MEMORY_SINCE): a caller that asks
  * cuGetProcAddress for an older version gets the driver's own. */
 #define VALVE_MEMORY_BASES(T) \
 	T(V, cuMemAlloc) T(V, cuMemFree) T(V, cuMemGetInfo) T(V, cuMemGetAddressRange) \
