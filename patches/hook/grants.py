@@ -1,7 +1,8 @@
 """Asking for pauses: a service that is ahead of its stated target lets offline work run between two of its steps.
 
 An engine tells what happens to its requests and asks `wants` between two steps; where that says yes, and its GPU work
-is done, `pause` asks valved and waits on the engine's own input. Whoever has not consented costs a step one word.
+is done, `pause` asks valved and waits on the engine's own input. A service that has not consented costs a step one
+word.
 
 What one grant costs is measured here: how long valved takes to open (`wake`), how much later than predicted the next
 step ends (`damage`), and how long before that step the grant has to end so that its stop is not felt (`lead`).

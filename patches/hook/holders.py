@@ -1,7 +1,7 @@
 """Which request holds a block, answered from the block: a loss then costs what it hits, not what runs.
 
 For each block the number of its holders and the sum of their numbers: with one holder the sum is its number. Where a
-block has several, nobody is named, and whoever asks looks at all requests. What comes and goes is only noted (`note`);
+block has several, none is named, and the caller looks at all requests. What comes and goes is only noted (`note`);
 the sums are brought up to date when somebody asks, or by the link's thread.
 """
 

@@ -28,15 +28,15 @@ MOST_TOLD = 256  # blocks that are looked at for it: most are of requests that w
 MOST_WAITING = 64  # notes, and rows, that wait for the link's thread; beyond, each step does its own and a few more:
 MORE_NOTED = 2  # requests
 MORE_TURNED = 4  # rows: a request that comes and goes has two, and a third one if blocks were kept for it
-TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
+TENDED = 8  # requests whose rows are brought up to date at a time: a step meanwhile waits for them at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """The requests that a loss hits."""
 
-    running: dict[str, int]  # who holds blocks now: how many of them, from the first, are sound
-    left: frozenset[str]  # who held them when a step in flight was launched
+    running: dict[str, int]  # requests that hold blocks now: how many of them, from the first, are sound
+    left: frozenset[str]  # requests that held them when a step in flight was launched
     bad: Blocks  # every block whose content must not be used
 
 
@@ -70,11 +70,11 @@ class Step:
 
 
 Noted = tuple[int, Collection[str], Collection[str], Sequence[tuple[str, Sequence[Any]]]]
-"""Steps launched by then; who has ended; who was sent back, if he held anything; who starts, with whose blocks."""
+"""Steps launched by then; requests that ended, that were sent back with blocks, and that start, with their blocks."""
 
 
 class LedgerLock:
-    """Whoever raises while he holds it leaves the ledger half changed, for whoever waits for it meanwhile, too."""
+    """A thread that raises while it holds this leaves the ledger half changed, also for threads that wait for it."""
 
     def __init__(self) -> None:
         self._is_whole = True
@@ -101,7 +101,7 @@ class Ledger:
     in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     believed: int = 0  # steps, ever: with those in flight, all that were launched
-    left: list[tuple[int, Held]] = field(default_factory=list)  # who left when so many had been launched
+    left: list[tuple[int, Held]] = field(default_factory=list)  # left when so many had been launched
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     grown: OrderedDict[int, str] | None = None  # new blocks, not read yet, and whose; None: the engine does not tell
@@ -109,16 +109,16 @@ class Ledger:
     _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
     noted: deque[Noted] = field(default_factory=deque)  # not taken in yet
-    _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, by who tends
+    _turned: deque[Held] = field(default_factory=deque)  # whose rows are to be opened or closed, in tending
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
-    _lock: LedgerLock = field(default_factory=LedgerLock)  # who tends is another thread than who schedules
+    _lock: LedgerLock = field(default_factory=LedgerLock)  # one thread tends, another one schedules
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
         with self._lock:
             self.book = book
             self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
-            for held in self._turned:  # who left, too: a step in flight may keep it
+            for held in self._turned:  # those that left, too: a step in flight may keep its own
                 held.row = -1
             self._turned.clear()
             for held in (*self.held.values(), *self.kept.values()):
@@ -147,7 +147,7 @@ class Ledger:
         self._turned.append(held)
 
     def _take_in(self, most: int = 1 << 30) -> None:
-        """What was noted, in its order, under the lock: of so many requests, and of who goes in the last one's step."""
+        """What was noted, in its order, under the lock: of so many requests, and those that go in its last step."""
         while self.noted and most > 0:
             launched, ended, preempted, started = self.noted.popleft()
             for name in ended:

@@ -336,7 +336,7 @@ class Link:
                 raise NotYet("valved has not heard of the engine's ranges yet")
             number = self.session.number + 1 if self.session is not None else 1
             self.sessions.begin(fresh := Session(number=number, table=table, book=book))
-            self.session = fresh  # last: who sees that we are attached finds the table in the queue
+            self.session = fresh  # last: a thread that sees that we are attached finds the table in the queue
             self.said = ""
         finally:
             close(fds)

@@ -1,10 +1,9 @@
 """What a loss of blocks means: which requests are hit and which other blocks are no good either. Pure.
 
 A request is hit when one of its blocks is bad. What it wrote in steps whose output has not been believed yet was
-computed from bad blocks, so those blocks are bad too, although their memory is sound; whoever shares them is hit in
-turn, and so on until nothing changes. A request that has left meanwhile (aborted, or preempted for want of memory)
-counts like any other: its blocks are free, hashed, and would be found by the next prompt with the same beginning.
-"""
+computed from bad blocks, so those blocks are bad too, although their memory is sound; a request that shares them is hit
+in turn, and so on until nothing changes. A request that has left meanwhile (aborted, or preempted for want of memory)
+counts like any other: its blocks are free, hashed, and would be found by the next prompt with the same beginning."""
 
 from __future__ import annotations
 

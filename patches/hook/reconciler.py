@@ -31,7 +31,7 @@ class EngineAdapter(Protocol):
 
     def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
         """Send requests back to waiting, newest first, their output in flight dropped. `running`: how many blocks of
-        each are sound. Who was sent back, and which of its sound blocks are kept until it comes back.
+        each are sound. Returns the requests sent back, each with its sound blocks that are kept until it comes back.
         """
 
     def forget(self, blocks: Blocks) -> int:
@@ -86,7 +86,7 @@ class Reconciler:
     ledger: Ledger
     blocks: int
     mode: Mode
-    agree: Callable[[bool], bool] = bool  # whether all went well for everybody who decides alike; alone: for us
+    agree: Callable[[bool], bool] = bool  # whether all went well in every process that decides alike; alone: here
     lends: bool = True  # False: valved is told NONE; what it had begun by then is acted on in `mode` all the same
     is_sure: bool = True  # False after any failure: what the ledger says may be wrong
     receipts: Receipts = field(default_factory=Receipts)
@@ -296,7 +296,7 @@ class Reconciler:
     # ---- parts of publish ----
 
     def _offer(self, session: Session, wanted: int) -> bool:
-        """Whole free columns until what is left fits the target, or who waits. Nobody is preempted for it."""
+        """Whole free columns until what is left fits the target, or the requests that wait. It preempts none."""
         given: list[int] = []
         for column in self.engine.free_columns():
             own = [int(block) for block in self._column_blocks[column] if not self.withheld[block]]

@@ -5,7 +5,7 @@ a wait. Each step moves the end on by a store in shared memory, no further than 
 token: so whatever happens, no reader's wait beyond that gap is shared. Anything but a step ends it by a ring.
 
 valved ends it, too, for reasons of its own, and says until when it stands in the control page. That word is a time: it
-runs out by itself, whoever is dead.
+runs out by itself, whichever process is dead.
 """
 
 from __future__ import annotations

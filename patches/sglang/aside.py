@@ -7,8 +7,8 @@ more stands aside, too, because the pages that it holds would be of no use: the 
 or what is free of it does not hold its next chunk, for which SGLang would end itself. If the whole range could not hold
 a request, SGLang itself ends it with an error when it comes in.
 
-Whom SGLang sends back while it chooses, for want of memory or for a request that goes first, is no newcomer: the
-queue's limit is lifted for so long.
+A request that SGLang sends back while it chooses, for want of memory or for a request that goes first, is no newcomer:
+the queue's limit is lifted for so long.
 """
 
 from __future__ import annotations

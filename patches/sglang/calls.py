@@ -264,9 +264,9 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 
 def sparing(batch: Any) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
-    """Before ScheduleBatch.retract_decode, and what it returns is called with whom that retracted and aborted: while we
-    withhold pages, who finds no memory waits for them. Who was to end anyway, as its client has left, ends now and for
-    that reason: SGLang would write its own over it.
+    """Called before ScheduleBatch.retract_decode. What it returns is called with the requests that this retracted and
+    aborted. While we withhold pages, a request that finds no memory waits for them. One that was to end anyway, as its
+    client has left, ends now and for that reason: SGLang would write its own over it.
     """
     if _current is None or not _current.engine.free_pages.taken_pages:
         return lambda retracted, aborted: (retracted, aborted)

@@ -93,7 +93,7 @@ def refuse_configuration(config: Any) -> None:
             "speculative decoding": config.speculative_algorithm is not None,
             "LoRA": bool(getattr(config, "enable_lora", None) or getattr(config, "lora_paths", None)),
             "streaming sessions": config.enable_streaming_session,
-            "giving the hidden states of an answer": (  # of who was sent back SGLang gives those of a prompt in between
+            "giving the hidden states of an answer": (  # of one sent back SGLang gives those of a prompt in between
                 bool(getattr(config, "enable_return_hidden_states", None))
                 or getattr(config, "return_hidden_states_mode", None) == "full"
             ),

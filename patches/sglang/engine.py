@@ -5,8 +5,8 @@ What is easily got wrong here:
 - the decode path skips retracted requests only with overlap on: without it the flag is set for the call;
 - a request that was retracted may run again before the output of its last step comes in, which must not be believed:
   each step knows whose output of it is dropped;
-- a request whose last token is in flight stands in no queue any more: dropping that token would lose it, so whoever
-  was dropped is retracted by name, wherever it stands;
+- a request whose last token is in flight stands in no queue any more: dropping that token would lose it, so a
+  request that was dropped is retracted by name, wherever it stands;
 - when the last running request finds no memory it is aborted, which with a pool made small by us would fail offline
   work: it goes back to the queue instead (calls.spare).
 """
@@ -226,14 +226,14 @@ class SglangEngine:
         return {each.rid: each for each in dict.fromkeys(everybody) if each.kv.holds_kv and not each.finished()}
 
     def _retract(self, requests: Iterable[Any]) -> None:
-        """Back to the queue; a limit of the queue is for newcomers. Who was to end anyway ends here."""
+        """Back to the queue; a limit of the queue is for newcomers. A request that was to end anyway ends here."""
         requests = list(requests)
         if not requests:
             return
         self.may_have_sent_back = True
         try:
             self._take_back(requests)
-        finally:  # whoever has no pages any more stands nowhere else
+        finally:  # a request without pages stands nowhere else
             with self._unlimited_queue():
                 for each in requests:
                     if not (each.kv.holds_kv or ends(self.scheduler, each)):

@@ -3,7 +3,7 @@
 What of them stands in the radix cache is found again when they come back, unless the cache has given it up meanwhile.
 So whenever it is about to give up something, those beginnings are used anew first, oldest first: by SGLang's own order
 (LRU) they are the last to go. Nothing is locked, so nobody waits or is retracted for it. They are a quarter of the
-memory at most; beyond it who was sent back first is dropped.
+memory at most; beyond it the request sent back first is dropped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def key_of(request: Any, tokens: int) -> Any:
 
 
 def held_by_others(tree: Any, request: Any) -> int:
-    """Tokens at the beginning of a waiting request's prompt that stand in the cache and that somebody who runs holds.
+    """Tokens at the beginning of a waiting request's prompt that stand in the cache and that a running request holds.
     Locks reach from a node to the root: pinned for this moment, the prefix tells by what becomes unavailable.
     """
     core: Any = getattr(tree, "tree_core", None)

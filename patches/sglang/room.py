@@ -52,7 +52,7 @@ class AnswerRoom:
         return held + rest + sum(prompts)
 
     def free_or_cached(self) -> int:
-        """Pages that are free, or cached for nobody who runs."""
+        """Pages that are free, or cached for no running request."""
         free = self._scheduler.token_to_kv_pool_allocator.available_size()
         return int(free + self._tree.evictable_size()) // self._page
 
@@ -76,7 +76,7 @@ class AnswerRoom:
         return -(-(len(request.origin_input_ids) + len(request.output_ids)) // self._page)
 
     def _shared_pages(self, request: Any) -> int:
-        """Of its prompt, those that somebody who runs holds: they are neither free nor cached for nobody."""
+        """Of its prompt, those that a running request holds: they are not in `free_or_cached`."""
         return held_by_others(self._tree, request) // self._page
 
     def _reserved(self, requests: int) -> int:

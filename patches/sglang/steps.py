@@ -102,7 +102,7 @@ class Holders:
 class StepLedger(Ledger):
     """A ledger that keeps no accounts: it looks at the engine's page table when asked, and at what steps have kept."""
 
-    requests: Callable[[], list[Any]]  # who holds pages now
+    requests: Callable[[], list[Any]]  # those that hold pages now
     page_table: Any
     flying: list[Launched] = field(default_factory=list)
     ended: int = 0  # requests, ever

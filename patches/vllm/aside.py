@@ -21,7 +21,7 @@ class Aside:
 
     def __init__(self, scheduler: Any, engine: VllmEngine) -> None:
         self._scheduler, self._engine = scheduler, engine
-        self.requests: list[Any] = []  # who stands aside in this step
+        self.requests: list[Any] = []  # those that stand aside in this step
         self._told: set[str] = set()
 
     def before_schedule(self) -> None:

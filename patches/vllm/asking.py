@@ -1,8 +1,8 @@
 """Which request asks for a block: vLLM's own function tells the queue of free blocks, and which requests have grown.
 
 vLLM calls `allocate_new_blocks` for each running request in each step, and most of them need no block. Those are
-answered here, with what vLLM would answer and in less time than it takes. Whoever needs a block goes on to vLLM's own
-function.
+answered here, with what vLLM would answer and in less time than it takes. A request that needs a block goes on to
+vLLM's own function.
 
 Only where that function is, statement by statement, the one that was read (KNOWN). Else it stays as it is, the log
 names it, and the queue looks at frames.

@@ -121,7 +121,7 @@ class VllmHook:
         if not self.is_quiet():
             self._look_whole()
         if has_waiting(self.scheduler):
-            self._is_aside = True  # before it: who was moved is moved back whatever happens in there
+            self._is_aside = True  # before it: a request that was moved is moved back whatever happens in there
             self.aside.before_schedule()
         return self.reconciler.session is not None
 

@@ -46,10 +46,10 @@ class Calm:
     scheduler: Any
     tables: Mapping[str, Sequence[Any]]  # the engine's own lists of blocks
     block_tokens: int
-    is_asked: bool  # for blocks: who ends may leave a column free
+    is_asked: bool  # for blocks: a request that ends may leave a column free
 
     def fits(self) -> bool:
-        """Before a step is scheduled: whoever waits first. Who does not fit has to stand aside."""
+        """Before a step is scheduled: the request that waits first. One that does not fit has to stand aside."""
         waiting = self.scheduler.waiting
         try:
             first = getattr(waiting, "_heap", waiting)[0]  # a priority queue is copied to be walked

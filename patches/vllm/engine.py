@@ -103,8 +103,8 @@ class VllmEngine:
         return worth
 
     def withhold(self, blocks: Blocks) -> None:
-        """A reference of our own takes a block out of the free queue. Who holds one by now is nobody we know; only when
-        all requests have ended with an error is it enough that nobody gets it after them.
+        """A reference of our own takes a block out of the free queue. The requests that hold one by now are unknown to
+        us; only when all requests have ended with an error is it enough that none gets it after them.
         """
         new = set(blocks.tolist()) - self.withheld - {self.pool.null_block.block_id}
         forgotten, self._forgotten = self._forgotten, set()
@@ -235,8 +235,8 @@ class VllmEngine:
     # ---- what a step says ----
 
     def record(self, ledger: Ledger, output: Any) -> int:
-        """Note the requests that come and go with a step. Returns how many tokens are computed a second time by those
-        who come back.
+        """Note the requests that come and go with a step. Returns how many tokens the requests that come
+        back compute a second time.
         """
         ended, cached, again = output.finished_req_ids, output.scheduled_cached_reqs, 0
         started = [(new.req_id, self._table(new.req_id)) for new in output.scheduled_new_reqs]

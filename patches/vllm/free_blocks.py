@@ -71,7 +71,7 @@ class ColumnQueue:
         self._kept: dict[int, int] = {}  # block: for how many
         self._kept_free: dict[int, Block] = {}
         self.num_free_blocks = 0
-        self.is_told = False  # who asks
+        self.is_told = False  # which request asks
         self.asker: Sequence[Block] | None = None  # the blocks of the request for which blocks are being taken
         self.found_owner = 0  # times the asking request was known from a frame
         self.append_n(list(free))

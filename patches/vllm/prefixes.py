@@ -1,10 +1,9 @@
 """What is kept for requests that lost KV and were sent back: their sound beginnings, and what they compute again.
 
 A request that comes back finds its beginning in the prefix cache, unless somebody took those blocks meanwhile. So they
-are the last that a queue gives up (free_blocks.py), for at most a quarter of the blocks that have memory; beyond it
-who was sent back first is dropped. What a loss cost is known when the request runs again: what it had computed, less
-what it found.
-"""
+are the last that a queue gives up (free_blocks.py), for at most a quarter of the blocks that have memory; beyond it the
+request sent back first is dropped. What a loss cost is known when the request runs again: what it had computed, less
+what it found."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Prefixes:
     computed: dict[str, int] = field(default_factory=dict)  # request: tokens it had, until it comes back
     _kept: dict[str, list[Block]] = field(
         default_factory=dict
-    )  # request: its beginning; who was sent back first, first
+    )  # request: its beginning; the one sent back first, first
     _blocks: int = 0
 
     def use(self, queue: ColumnQueue) -> None:

@@ -17,7 +17,7 @@ from valve_hook.link import Link
 log = logging.getLogger("valve")
 MOST_ROWS = 256  # steps whose tokens wait to be counted
 Row = tuple[Any, Sequence[int]]
-"""A step's sampled tokens, and the places of those who have ended since it was launched."""
+"""A step's sampled tokens, and the places of the requests that have ended since it was launched."""
 
 
 def tokens_of(sampled: Any, late: Sequence[int]) -> int:

@@ -25,8 +25,8 @@ class StepRows:
         self, scheduled: Collection[str], batches: Collection[Any], reading: Collection[str]
     ) -> tuple[list[Row], int, Collection[str]]:
         """What is out of the ordinary in a step's output, how many of `reading` got one token and go on, and, unless
-        all of them did, whom the output is for: one that is at its prompt again is in the step, and gets none.
-        """
+        all of them did, the requests that the output is for: one that is at its prompt again is in the step, and gets
+        none."""
         names, count = list(scheduled), sum(len(batch.outputs) for batch in batches)
         is_whole = count == len(names) == len(reading)
         if is_whole and self._reading is reading and names == self._steady:
@@ -40,7 +40,7 @@ class StepRows:
             ]
         self._steady, self._reading = names if is_whole and not odd else [], reading
         plain = count - len(odd)
-        # Whoever ends is a reader who got a token: no reason to look at all others by name.
+        # A request that ends got a token: no reason to look at all others by name.
         if plain + sum(tokens > 0 and name in reading for name, tokens, _ in odd) >= len(reading):
             return odd, plain, ()
         return odd, plain, {each.request_id for batch in batches for each in batch.outputs}

@@ -64,7 +64,7 @@ class WorkerHook:
             self._is_warming_up = False
 
     def before_step(self, runner: Any, output: Any) -> None:
-        if self._is_warming_up:  # the shim asks valved before the first step who heeds the table: nobody can yet
+        if self._is_warming_up:  # before the first step the shim asks valved which rank heeds the table: none can yet
             return
         if self._between_steps is not None:
             self._between_steps()

@@ -26,7 +26,7 @@ class Access:
     port: int
     tls: ssl.SSLContext | None
     authorization: Callable[[], str]
-    namespace: str = "default"  # of who asks, where a command names none
+    namespace: str = "default"  # of the caller, where a command names none
 
 
 def in_cluster(environment: dict[str, str], account: Path = SERVICE_ACCOUNT) -> Access:

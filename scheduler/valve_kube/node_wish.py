@@ -1,6 +1,6 @@
 """Which nodes a pod may use, whatever their GPUs: cordons, taints and labels, as kube-scheduler judges them. Pure.
 
-kube-scheduler has judged this before it asks the extender. Whoever looks at the fleet without being asked by it (the
+kube-scheduler has judged this before it asks the extender. Code that looks at the fleet without being asked by it (the
 controller, `valve explain`) must judge it too, or counts places that the pod never gets."""
 
 import re

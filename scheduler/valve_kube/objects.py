@@ -298,7 +298,7 @@ def node_report(harvest_node: Object) -> NodeReport:
 
 
 def _written_at_s(metadata: Object) -> float | None:
-    """When the status was written last, as the API server keeps it for each who writes."""
+    """When the status was written last, as the API server keeps it for each writer."""
     times = [entry["time"] for entry in metadata.get("managedFields") or [] if entry.get("subresource") == "status"]
     return max(map(_seconds, times), default=None)
 

@@ -1,6 +1,6 @@
 """The owner of a pod, as rounds know it: a UID in its namespace. Pure.
 
-Whoever makes a pod writes its owner, and the UID of another tenant's Job is no secret."""
+The tenant that makes a pod writes its owner, and the UID of another tenant's Job is no secret."""
 
 from collections.abc import Mapping
 from typing import Any

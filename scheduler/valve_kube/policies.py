@@ -2,7 +2,7 @@
 
 One policy rules a node: of those that say something of nodes and whose nodeSelector matches its labels the one with the
 most keys, then the first by name. Namespaces and the eviction budget belong to the whole cluster, so they are read from
-policies without a selector, the first by name. Who is overruled is for `shadows.py` to say.
+policies without a selector, the first by name. `shadows.py` says which policies are overruled.
 A policy that is not valid is refused by the API server's schema; what gets past it is left out by name.
 """
 
@@ -19,7 +19,7 @@ _DRIVER_LABELS = ("nvidia.com/gpu.deploy.client", "nvidia.com/gpu.deploy.device-
 BRAKE = "valve-pause"  # every daemon and every extender watches it
 # What a node's daemon obeys, as it stands in the policy.
 _FOR_NODES = ("mode", "alignmentThreshold", "allowCrowded", "slotsPerGPU", "reclaimsPerHour", "cooldown", "granted")
-# Whoever says none of these (a pause, a drain, caps of namespaces) rules no node and overrules nobody.
+# A policy that says none of these (but a pause, a drain, caps of namespaces) rules no node and overrules no other.
 _RULING = frozenset({*_FOR_NODES, "sla"})
 
 # What a GPUHarvestNode takes of namespaces, as its CRD says. With more, those that harvest anyway are left out first.

@@ -214,7 +214,7 @@ class NodeShape(_TypedShape):
 
 
 class ReportShape(Shape):
-    """GPUHarvestNodes as the rows that Valve judges by, and what else they say but for who wrote them: as objects the
+    """GPUHarvestNodes as the rows that Valve judges by, and what else they say except their writers: as objects the
     figures of one node with eight GPUs take thirty kilobytes."""
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ class PublishedAdapters:
     def __init__(self, aliases: Collection[str]) -> None:
         """`aliases`: names that stand for the newest of their versions."""
         self.aliases = aliases
-        self.names: frozenset[str] = frozenset()  # clients get these only from who has them
+        self.names: frozenset[str] = frozenset()  # clients get these only from replicas that have them
         self._newest: dict[tuple[str, Base], ListedAdapter] = {}
         self._told: set[str] = set()  # of the aliases: a version was there, and never is there none again
 

@@ -1,8 +1,7 @@
 """What an engine says of itself at /v1/models: its base, its adapters, and by which names clients mean them.
 
-`chat-v3` is a version. Who asks for `chat` gets the newest `chat-vN` of the chosen replica, where the operator gave
-that name. The request that goes on names the version, and so does the answer.
-"""
+`chat-v3` is a version. A client that asks for `chat` gets the newest `chat-vN` of the chosen replica, where the
+operator gave that name. The request that goes on names the version, and so does the answer."""
 
 from __future__ import annotations
 

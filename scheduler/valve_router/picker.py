@@ -158,7 +158,7 @@ def bracketed(host: str) -> str:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """A key and a certificate: no third party can read along, but a client cannot tell whom it reached."""
+    """A key and a certificate: no third party can read along, but a client cannot tell which server it reached."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "valve endpoint picker")])
     now = datetime.datetime.now(datetime.timezone.utc)

@@ -98,9 +98,9 @@ class Replicas:
         self.all: list[Replica] = []
         self.recent: deque[tuple[float, int]] = deque(maxlen=100_000)  # when requests came, and their tokens
         self._left: list[Replica] = []
-        self._has_begun = False  # who was there at the start missed nothing, as far as anybody knows
+        self._has_begun = False  # replicas of the start are taken to have missed nothing
         self.follow({url: url for url in settings.replicas})
-        self.is_told = settings.service is None  # who they are
+        self.is_told = settings.service is None  # which they are
 
     def follow(self, pods: Mapping[str, str]) -> None:
         """From now on these: URL and pod. What runs in one that is left out may end there. A pod that was not ready for

@@ -102,7 +102,7 @@ struct valve_shim {
 	uint32_t role;            /* valve_role that valved gave */
 	uint32_t daemon_features; /* valve_feature bits */
 	uint32_t driver;          /* as in valve_link_hello */
-	uint32_t pid;             /* the process that registered: a vfork child shares this memory and is not it */
+	uint32_t pid; /* the process that registered: a vfork child shares this memory and is not it */
 	struct valve_own_fd own[VALVE_OWNS];
 	uint32_t link_generation; /* rises with every valved that took us */
 	uint32_t next_seq;

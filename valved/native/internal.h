@@ -127,8 +127,8 @@ struct gpu {
 	 * the service that made the count leave 0; closings rises each time that happens. */
 	_Alignas(64) uint64_t holders;
 
-	uint64_t until_ns; /* of the grant open here, 0: none; by its service's opener and closer */
-	uint32_t sliced;   /* its one holder shares it in slices (slice.c): each holder clears it, too */
+	uint64_t until_ns;      /* of the grant open here, 0: none; by its service's opener and closer */
+	uint32_t sliced;        /* its one holder shares it in slices (slice.c): each holder clears it, too */
 	uint64_t told_until_ns; /* issuer's alone: the end that its clients were told */
 	bool was_sliced;        /* issuer's alone: that is why it let the channels run */
 
@@ -164,8 +164,7 @@ struct service {
 	 * "looks" below is the listener's; else the caller opens, and both may close. */
 	uint32_t permitted;
 
-	/* Odd: open. Odd to even (the hold is taken) by the thread that wins the swap; even to odd by the one that
-	 * `permitted` names. */
+	/* Odd: open. Odd to even (the hold is taken) by the swap's winner; even to odd by the thread in `permitted`. */
 	_Alignas(64) uint32_t epoch;
 	uint32_t settled; /* last even epoch whose hold was counted on all GPUs */
 	uint32_t stamped; /* last even epoch that a GATE or HOLD stamp reported */

@@ -126,7 +126,7 @@ class TrainingApi:
         if task is None:
             await asyncio.to_thread(self._ledger.seen, trainer, time.time())
             return {"wait": True}
-        self._out[trainer] = (replica, task)  # before the ledger says so: who gives the trainer up meanwhile finds it
+        self._out[trainer] = (replica, task)  # before the ledger says so: giving the trainer up meanwhile finds it
         try:
             number = await asyncio.to_thread(self._ledger.take, job, trainer, version, time.time())
         except BaseException:

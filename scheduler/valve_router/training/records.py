@@ -24,8 +24,8 @@ class Joined:
     tokens: int  # in that push
     steps: int
     kept: int  # micro-batches of the job so far, of all trainers
-    silent_s: float  # who says nothing for so long is given up
-    given_up: tuple[int, ...] = ()  # who had its name
+    silent_s: float  # a trainer that says nothing for so long is given up
+    given_up: tuple[int, ...] = ()  # the trainers that had its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -317,7 +317,7 @@ async def _cluster(client: KubeClient) -> ClusterState:
         items, _ = await view.listed()
         view.sink.replace(items)
     nodes = grounds_view(client, {}, state.asked.grounds)
-    with contextlib.suppress(ApiError):  # who may not read nodes is told all but what they say
+    with contextlib.suppress(ApiError):  # a user who may not read nodes is told all the rest
         nodes.sink.replace((await nodes.listed())[0])
 
     return state

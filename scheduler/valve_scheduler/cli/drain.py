@@ -1,7 +1,7 @@
 """Before an uninstall: webhooks gone, nodes off and unmarked, no offline pod running; then the chart may go.
 
 Nodes are off by a HarvestPolicy that an object of the release owns. The garbage collector takes it when the release has
-gone, so whoever installs again finds the nodes with the modes they had.
+gone, so a new installation finds the nodes with the modes they had.
 """
 
 import asyncio

@@ -56,8 +56,8 @@ class Belief:
         return -math.inf if self._from_s is None else self._from_s
 
     async def is_young(self, now_s: float) -> bool:
-        """A profile that was stored now would never be believed; it is a matter of a minute. By our own clock: whoever
-        stores one looks at the API server's, too."""
+        """A profile that was stored now would never be believed; it is a matter of a minute. By our own clock: the code
+        that stores one looks at the API server's, too."""
         if not self._has_looked:
             await self.look()
         return not self._has_looked or (self._from_s is not None and now_s < self._from_s)

@@ -11,7 +11,7 @@ from valve_scheduler.controller.conditions import Told
 
 # A node that registers anew under its name meanwhile keeps what a person has set for it.
 FORGET_AFTER_S = 300.0
-# Who leaves for these harms online work now, and goes before all whom a budget may keep.
+# A pod that leaves for these harms online work now, and goes before all that a budget may keep.
 HARMFUL = (Told.OFFLINE_UNGATED, Told.ONLINE_AT_RISK)
 
 

@@ -28,7 +28,7 @@ class PolicyWords:
         its daemon follows."""
         caches, now_s = self._caches, self._now_s()
         policies, theta = caches.state.policies, caches.state.settings.theta
-        # Whoever judges a node knows the default; what differs from it stands in the node.
+        # Code that judges a node knows the default; what differs from it stands in the node.
         defaults = {} if theta == PlacementSettings().theta else {"alignmentThreshold": theta}
         patches = []
         for name, node in caches.nodes_by_name().items():

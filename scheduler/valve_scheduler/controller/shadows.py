@@ -1,6 +1,6 @@
 """Finds the parts of a HarvestPolicy that hold nowhere, because another policy or a node overrules them. Pure.
 
-The rules are those of `policies.py`; here their losers are named, so that who wrote one need not guess.
+The rules are those of `policies.py`; here their losers are named, so that the author of one need not guess.
 """
 
 import enum

@@ -39,11 +39,11 @@ def choose(
     spent: Mapping[str, int] = MappingProxyType({}),
     late: Callable[[Track], int] = lambda _: 0,
 ) -> list[Track]:
-    """Who goes now: of all namespaces those that were promised something, then best effort from what is left, then who
-    is `late`.
+    """The pods that go now: of all namespaces those that were promised something, then best effort from what is left,
+    then those that are `late`.
 
-    Who is denied its devices has a budget of its own, a quarter of that one: a tenant can make a container fail with
-    any words, and takes nothing of others. `spent`: by owner, how many moves of late were from that budget."""
+    A pod that is denied its devices has a budget of its own, a quarter of that one: a tenant can make a container fail
+    with any words, and takes nothing of others. `spent`: by owner, how many moves of late were from that budget."""
     budget = max(1, int(settings.budget_share * running))
     own = sum(min(count, _recent(owners[uid], now_s, settings)) for uid, count in spent.items() if uid in owners)
     after, homes = dict(owners), dict(namespaces)

@@ -16,7 +16,7 @@ class Grounds:
     """Nodes as the watch shows them. Answers are kept until a node changes in what is asked of it."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, Ground] | None = None  # nobody follows them: who asks has judged them before
+        self._nodes: dict[str, Ground] | None = None  # None: not followed, the caller has judged them before
         self._closed: OrderedDict[NodeWish, frozenset[str]] = OrderedDict()
         self._version = -1
 

@@ -1,6 +1,6 @@
 """On which nodes online pods serve which base: finetuning of that base goes there, among nodes of about equal worth.
 
-Only pods that carry the label are followed. Whoever writes it draws finetuning to a node, and can do no more."""
+Only pods that carry the label are followed. A tenant that writes it draws finetuning to a node, and can do no more."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """The whole cluster in numpy arrays: a row of figures for each node that reports, and which of its GPUs are taken.
 
-One asyncio loop owns it; events and requests come one at a time. A report recomputes its own row only. Who holds the
-GPUs is known by `holdings.py`, what a pod asks for by `asked.py`."""
+One asyncio loop owns it; events and requests come one at a time. A report recomputes its own row only. `holdings.py`
+knows the holders of GPUs, `asked.py` what a pod asks for."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace

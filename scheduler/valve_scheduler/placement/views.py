@@ -52,7 +52,7 @@ def _prune(item: Json) -> None:
     item["metadata"] = {key: item["metadata"][key] for key in kept if key in item["metadata"]}
 
 
-Tee = Callable[[Sink], Sink]  # whoever wants to see the objects, too, of the sink that a view has
+Tee = Callable[[Sink], Sink]  # adds a reader that sees the objects of a view's sink, too
 
 # A whole list now and then: what a watch was never told of is found by it.
 RELIST_S = 600.0

@@ -1,7 +1,7 @@
 """Which weights a trainer may map: valved writes the services that consent into a file of its run folder.
 
 A service is found by its name, its weights by what its processes map. A file that a service maps is that service's,
-however it was named. Who may see neither (another user) cannot open the file either: it is its owner's alone.
+however it was named. A user who may see neither cannot open the file either: it is its owner's alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENV_RUN_DIR = "VALVE_RUN_DIR"
 SYSTEM_RUN_DIR = Path("/run/valve")
 NAME = "weights.json"
 SOCKETS = ("link.sock", "valved.sock")  # of a valved (valved/paths.py)
-LOOK_S = 1.0  # between two looks at who maps a file: each reads all of /proc
+LOOK_S = 1.0  # between two looks for the processes that map a file: each reads all of /proc
 MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
 DAEMONS = ("vllm_weight_cache_", "sglang_weight_cache_")  # how the engines name their sockets, one a GPU
 HOW = "the owner consents by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
@@ -52,7 +52,7 @@ class SharingService:
     processes: tuple[tuple[int, int], ...]  # pid, start time
 
     def __str__(self) -> str:
-        return f"service {self.id}" + (f" ({self.name})" if self.name else "")  # who shares nothing is not named
+        return f"service {self.id}" + (f" ({self.name})" if self.name else "")  # one that shares nothing is not named
 
 
 class Owners:

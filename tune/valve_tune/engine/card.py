@@ -1,6 +1,6 @@
 """Turns for tiles on a card: launched on a stream of low priority in a share of its processors, at most two in flight.
 
-Needs no torch: whoever opens it says how a tile finds its stream. No card has run it yet.
+Needs no torch: the caller says how a tile finds its stream. No card has run it yet.
 """
 
 from __future__ import annotations

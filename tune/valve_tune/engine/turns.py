@@ -166,7 +166,7 @@ class TileTurns:
         return True
 
     def inside(self, ask: Callable[[], None]) -> None:
-        """A question in the middle of a tile: whoever pauses the job there is no tile that hangs."""
+        """A question in the middle of a tile: a job that is paused there is no tile that hangs."""
         with self._changed:
             began, self._began = self._began, 0.0
             self._changed.notify_all()

@@ -207,7 +207,7 @@ class AutogradPass:
         return hidden
 
     def run(self, tile: Tile, ask: Callable[[], None] = nothing) -> None:
-        """Left before any layer, and in backward before any operator: whoever wrote it need know nothing of it."""
+        """Left before any layer, and in backward before any operator: the model's author need not know of it."""
         self.ask = ask
         self.frontier.take(tile)
         if tile.phase is Phase.FORWARD:

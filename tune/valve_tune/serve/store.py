@@ -1,8 +1,7 @@
 """The service's memory in SQLite: files, jobs, events, checkpoints. Service and workers open the same database.
 
-Every change is one transaction and names the states it may start from, so that whoever dies leaves a whole row, and two
-who change one job at once leave the state of one of them.
-"""
+Every change is one transaction and names the states it may start from, so that a process that dies leaves a whole row,
+and two that change one job at once leave the state of one of them."""
 
 from __future__ import annotations
 

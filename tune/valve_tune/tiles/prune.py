@@ -52,7 +52,7 @@ def backward_of(graph: ForwardGraph) -> list[BackwardNode]:
         node.refresh()
         for tensor in before - node.reads:
             readers[tensor] -= 1
-            queue.extend(writers[tensor])  # whoever made it may now work for nobody
+            queue.extend(writers[tensor])  # its maker may now work for nothing
     return [node for node in nodes if node.writes]
 
 

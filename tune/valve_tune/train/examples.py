@@ -80,7 +80,7 @@ class Encoder:
             return ids, [True] * len(ids)
         said = [begin >= len(prompt) and end > begin for begin, end in encoded["offset_mapping"]]
         said += [True] * (len(ids) - len(said))
-        said[-1] = True  # the end token, whoever added it
+        said[-1] = True  # the end token, whichever side added it
         return ids, said
 
     def _messages(self, values: Mapping[str, Any]) -> tuple[list[int], list[bool]]:

@@ -1,7 +1,7 @@
 """A trainer's part of a fleet job: the micro-batches it is handed, from one version of the adapter on.
 
-A micro-batch's sums are added once, with its last tile. Its number says its data and its dropout, so whoever computes
-it computes the same. An optimizer step ends with as many micro-batches as the job's steps have, or with the round.
+A micro-batch's sums are added once, with its last tile. Its number says its data and its dropout, so every trainer
+computes the same. An optimizer step ends with as many micro-batches as the job's steps have, or with the round.
 """
 
 from __future__ import annotations
