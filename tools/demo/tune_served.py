@@ -4,8 +4,10 @@ the base, and the adapter is published to it while it decodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -72,5 +74,6 @@ def serve(engines: Path, python: str, folder: Path, adapter: Path) -> bool:
         print(f"  {answer['model']} goes on after w1 w2 w3 w4 with:{answer['choices'][0]['text']}")
         return bool(answer["model"] == "demo-v1")
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine and its workers outlive their server
         process.wait()
