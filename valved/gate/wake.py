@@ -141,7 +141,6 @@ class GateService:
         account = self.gpus[gpu]
         came_or_went = (channels > 0) != (account.channels > 0)
         account.set_channels(channels, self._clock.now_ns())
-        self.listener.clients_changed()
         if came_or_went:
             self.permits.look_at_all()
 
