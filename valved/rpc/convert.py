@@ -30,7 +30,8 @@ Bounds = tuple[int, int] | None
 
 def fill(message: Any, value: Any) -> Any:
     """Copy each field of a dataclass into the message's field of the same name."""
-    for name, bounds in _fields(type(value), message.DESCRIPTOR):
+    kind: Any = type(value)
+    for name, bounds in _fields(kind, message.DESCRIPTOR):
         _set(message, name, getattr(value, name), bounds)
     return message
 
