@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from node_world import MS, SECOND
 
 from valved.abi.link import Feature
 from valved.gate.online import MOST_LEFT
-from valved.gate.permits import rule_of
 from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, Role
@@ -560,17 +558,6 @@ def test_what_one_of_two_engines_of_a_process_counted_is_never_lost_when_both_le
         world.register.leave(hook, "its link broke")
 
     assert world.gating.online[world.service_of(chat)].request_figures()[0] == 3
-
-
-def test_a_permission_never_costs_more_calls_than_its_own(world):
-    """It is made for each service four times a second, and dataclasses.asdict copies each number by a call."""
-    online = world.gating.online[world.service_of(world.online())]
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    rule_of(online, world.gating.settings.wake)
-    sys.setprofile(None)
-
-    assert calls == ["rule_of", "__init__"]
 
 
 def test_a_tick_that_fails_is_never_the_last(world, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
+
 import numpy as np
 from memory_world import KvWorld
 from valve.v1 import node_pb2
@@ -73,11 +75,10 @@ def test_a_number_that_was_saved_by_an_older_valved_never_breaks_the_next(tmp_pa
 
 
 def test_a_field_that_does_not_fit_never_fails_the_whole_answer():
-    status = node_pb2.Service()
+    figures = make_dataclass("Figures", ["open_requests", "useful_tokens", "preemptions"])
 
-    convert._set(status, "open_requests", 1 << 40)
-    convert._set(status, "useful_tokens", 1 << 70)
-    convert._set(status, "useful_tokens", -5)
+    status = convert.fill(node_pb2.Service(), figures(1 << 40, 1 << 70, -5))
 
     assert status.open_requests == 2**32 - 1
-    assert status.useful_tokens == 0
+    assert status.useful_tokens == 2**64 - 1
+    assert status.preemptions == 0

@@ -37,7 +37,7 @@ def test_a_process_without_the_file_never_stops_anybodys_channels(world):
     assert added(world) == before  # the driver was not even asked
     assert not world.gate.clients[hostile].channels
     assert not world.books.clients[hostile].channels
-    assert world.books.offline_channels(GpuIndex(0)) == 0
+    assert world.books.offline_on[GpuIndex(0)] == 0
 
 
 def test_a_file_that_owns_another_rm_client_proves_nothing(world):
@@ -73,7 +73,7 @@ def test_a_channel_that_the_driver_does_not_know_is_in_no_book(world):
 
     assert answers(world, offline, seq) == [REFUSED]
     assert not world.books.clients[offline].channels
-    assert world.books.offline_channels(GpuIndex(0)) == 0
+    assert world.books.offline_on[GpuIndex(0)] == 0
 
 
 def test_a_channel_of_an_online_process_is_never_armed_for_another(world):

@@ -135,4 +135,4 @@ def test_a_process_under_mps_is_never_stopped(world):
 
     assert not world.gate.off
     assert ("give_up", offline) in world.gate.calls
-    assert world.books.offline_channels(GpuIndex(0)) == 1  # seen, and known not to be reached
+    assert world.books.offline_on[GpuIndex(0)] == 1  # seen, and known not to be reached

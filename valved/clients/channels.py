@@ -178,10 +178,13 @@ class Channels:
             self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
+        is_seen = channel.gpu in entry.channels_on and not self.keeps_files
         if self._books.put_channel(entry, channel):
             self.gpus_changed(entry.service)
         elif entry.role is Role.OFFLINE:
             self._count_offline(entry.service, channel.gpu)
+            if not is_seen:
+                self._gating.listener.places_changed()
         self._journal.emit(
             EventKind.CHANNEL_ADDED,
             service=entry.service,
@@ -221,6 +224,8 @@ class Channels:
             self.gpus_changed(entry.service)
         elif entry.role is Role.OFFLINE:
             self._count_offline(entry.service, channel.gpu)
+            if channel.gpu not in entry.channels_on:
+                self._gating.listener.places_changed()
         self._journal.emit(
             EventKind.CHANNEL_GONE,
             service=entry.service,
@@ -239,10 +244,11 @@ class Channels:
         elif entry.role is Role.OFFLINE:
             for gpu in self._gating.gpus:
                 self._count_offline(service, gpu)
+            self._gating.listener.places_changed()
         self.lease.refresh()
 
     def _count_offline(self, service: ServiceId, gpu: GpuIndex) -> None:
-        self._gating.set_offline_channels(gpu, self._books.offline_channels(gpu))
+        self._gating.set_offline_channels(gpu, self._books.offline_on[gpu])
         self.harvest.present(service, gpu, self._books.services[service].compute_on[gpu] > 0, self._clock.now_ns())
 
     def forget(self, client: ClientId) -> None:

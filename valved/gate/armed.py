@@ -1,16 +1,20 @@
-"""The books of armed channels: which exist, which rung of the ladder reaches each, and why not a better one.
+"""The books of armed channels: which exist, which rung of the ladder reaches each, and the plan of each GPU.
 
-Nothing here talks to the driver; reaching.py does, and writes down what it learned.
+Nothing here talks to the driver; reaching.py does, and writes down what it learned. A node has thousands of channels:
+whoever asks for one, or for those of a client, looks at no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from valved.machine.ports import ClientFds
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+from valved.native._gate import ffi
 
 LADDER = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF, Reach.LAUNCH_GATE)
 
@@ -36,7 +40,10 @@ class GateClient:
     rm_clients: dict[int, RmNumbers] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+Place = tuple[int, bool, ClientId, int, int]  # in a plan: neighbours share a step (gate.h, struct valve_entry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArmedChannel:
     """One channel of an offline client."""
 
@@ -57,21 +64,77 @@ class ArmedChannel:
         """A run includes it: what the application switched off itself is not ours to switch on."""
         return self.is_armed and not self.app_disabled
 
+    @property
+    def is_kept_off(self) -> bool:
+        """Left out when channels are run. A process that switches its own knows its own."""
+        return self.app_disabled and self.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)
+
+    @property
+    def place(self) -> Place:
+        return LADDER.index(self.reach), self.is_kept_off, self.client, self.ref.h_client, self.ref.h_channel
+
+
+class Plan:
+    """What valve_arm is told of one GPU, in order. A channel that comes or goes moves bytes."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self.entries = ffi.new("struct valve_entry[]", 64)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def put(self, place: Place, entry: dict[str, Any]) -> None:
+        at, count = bisect_left(self._places, place), len(self)
+        if count == len(self.entries):
+            before, self.entries = self.entries, ffi.new("struct valve_entry[]", 2 * count)
+            ffi.memmove(self.entries, before, ffi.sizeof(before))
+        self._move(at + 1, at, count - at)
+        self._places.insert(at, place)
+        self.entries[at] = entry
+
+    def drop(self, place: Place) -> None:
+        at = bisect_left(self._places, place)
+        self._move(at, at + 1, len(self) - at - 1)
+        del self._places[at]
+
+    def _move(self, to: int, start: int, count: int) -> None:
+        ffi.memmove(self.entries + to, self.entries + start, count * ffi.sizeof("struct valve_entry"))
+
 
 @dataclass(slots=True)
 class ArmedChannels:
-    """All channels, by client and handles."""
+    """All channels, by client and handles. One that changes is put again."""
 
-    _by_key: dict[tuple[ClientId, int, int], ArmedChannel] = field(default_factory=dict)
+    _of: dict[ClientId, dict[tuple[int, int], ArmedChannel]] = field(default_factory=dict)
+    _rungs: defaultdict[GpuIndex, Counter[Reach]] = field(default_factory=lambda: defaultdict(Counter))  # of compute
+    _plans: defaultdict[GpuIndex, Plan] = field(default_factory=lambda: defaultdict(Plan))
 
-    def put(self, channel: ArmedChannel) -> None:
-        self._by_key[channel.client, channel.ref.h_client, channel.ref.h_channel] = channel
+    def put(self, channel: ArmedChannel, entry: dict[str, Any] | None) -> None:
+        """`entry`: for the plan, if it is armed."""
+        ref = channel.ref
+        self.pop(channel.client, ref.h_client, ref.h_channel)
+        self._of.setdefault(channel.client, {})[ref.h_client, ref.h_channel] = channel
+        if ref.compute:
+            self._rungs[ref.gpu][channel.reach] += 1
+        if entry is not None:
+            self._plans[ref.gpu].put(channel.place, entry)
 
     def get(self, client: ClientId, h_client: int, h_channel: int) -> ArmedChannel | None:
-        return self._by_key.get((client, h_client, h_channel))
+        return self._of.get(client, {}).get((h_client, h_channel))
 
     def pop(self, client: ClientId, h_client: int, h_channel: int) -> ArmedChannel | None:
-        return self._by_key.pop((client, h_client, h_channel), None)
+        mine = self._of.get(client, {})
+        channel = mine.pop((h_client, h_channel), None)
+        if channel is None:
+            return None
+        if not mine:
+            del self._of[client]
+        if channel.ref.compute:
+            self._rungs[channel.ref.gpu][channel.reach] -= 1
+        if channel.is_armed:
+            self._plans[channel.ref.gpu].drop(channel.place)
+        return channel
 
     def pop_client(self, client: ClientId) -> list[ArmedChannel]:
         mine = self.of(client)
@@ -80,16 +143,18 @@ class ArmedChannels:
         return mine
 
     def of(self, client: ClientId) -> list[ArmedChannel]:
-        return [channel for channel in self if channel.client == client]
+        return list(self._of.get(client, {}).values())
 
-    def armed(self, gpu: GpuIndex) -> list[ArmedChannel]:
-        return [channel for channel in self if channel.ref.gpu == gpu and channel.is_armed]
+    def plan(self, gpu: GpuIndex) -> Plan:
+        return self._plans[gpu]
+
+    def weakest(self, gpu: GpuIndex) -> Reach | None:
+        """The rung that bounds what may be promised."""
+        return max((reach for reach, count in self._rungs[gpu].items() if count), key=_ORDER.index, default=None)
 
     def __iter__(self) -> Iterator[ArmedChannel]:
-        return iter(self._by_key.values())
-
-    def __len__(self) -> int:
-        return len(self._by_key)
+        for mine in self._of.values():
+            yield from mine.values()
 
 
 _ORDER = (*LADDER, Reach.NONE)
@@ -97,8 +162,3 @@ _ORDER = (*LADDER, Reach.NONE)
 
 def is_worse(one: Reach, other: Reach) -> bool:
     return _ORDER.index(one) > _ORDER.index(other)
-
-
-def weakest(reaches: Iterable[Reach]) -> Reach | None:
-    """The rung that bounds what may be promised."""
-    return max(reaches, key=_ORDER.index, default=None)

@@ -41,14 +41,17 @@ class Edges:
 
     def take(self, stamp: Stamp) -> None:
         online = self._online.get(stamp.service)
+        gpus = online.gpus if online is not None else frozenset[GpuIndex]()
         match stamp.kind:
             case StampKind.GATE:
                 self._closed(online, stamp)
             case StampKind.HOLD:
                 self._held(online, stamp)
-                self._records.edge(EventKind.HOLD, stamp, tuple(self._gpus_of(stamp.service)), why(stamp))
+                self._records.edge(EventKind.HOLD, stamp, tuple(gpus), why(stamp))
             case StampKind.WAKE:
                 self._woken(online, stamp)
+                reason = reason_of(stamp.status)
+                self._records.edge(EventKind.WAKE, stamp, tuple(gpus), reason.value if reason else "")
             case StampKind.WAKE_REFUSED:
                 self._counters.wake_refused += 1
                 self._records.edge(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
@@ -105,18 +108,18 @@ class Edges:
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
         self._counters.wakes += 1
         at_ns = stamp.done_ns or self._clock.now_ns()
-        for gpu in self._gpus_of(stamp.service):
+        if online is None:
+            return
+        for gpu in online.gpus:
             self._gpus[gpu].release(stamp.service, at_ns)
-        if online is not None:
-            online.end_hold(at_ns)
-            online.woken_epoch = stamp.epoch
-            for client, requests in online.tallies.items():
-                if client == stamp.teller:
-                    requests.report(stamp.requests_started, stamp.requests_ended)
-                requests.woken()
+        online.end_hold(at_ns)
+        online.woken_epoch = stamp.epoch
+        for client, requests in online.tallies.items():
+            if client == stamp.teller:
+                requests.report(stamp.requests_started, stamp.requests_ended)
+            requests.woken()
+        if stamp.channels != online.leaked:
             self._records.leak(online, stamp.channels)
-        reason = reason_of(stamp.status)
-        self._records.edge(EventKind.WAKE, stamp, tuple(self._gpus_of(stamp.service)), reason.value if reason else "")
 
     def _judge(self, online: OnlineService, tally: Tally) -> None:
         now_ns = self._clock.now_ns()
@@ -127,10 +130,6 @@ class Edges:
             self._permits.withdraw(online)
             self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
             self._permits.look_soon(online)
-
-    def _gpus_of(self, service: ServiceId) -> frozenset[GpuIndex]:
-        online = self._online.get(service)
-        return online.gpus if online is not None else frozenset()
 
 
 def _is_before(epoch: int, other: int) -> bool:

@@ -21,7 +21,10 @@ class GateListener:
         """Other holds than those of services and of moving memory."""
 
     def clients_changed(self) -> None:
-        """Clients, channels or consents changed. Called before any of them is answered."""
+        """Clients or consents changed. Called before any of them is answered."""
+
+    def places_changed(self) -> None:
+        """An offline process uses another set of GPUs, or may have a new channel group. Called as early."""
 
     def about_to_freeze(self) -> None:
         """Processes are told to stand next. A successor must know of them: nobody else would let them go."""

@@ -39,6 +39,7 @@ class OnlineService:
     gpus: frozenset[GpuIndex] = frozenset()
     cooldown_state: CooldownState
     cooldown: Cooldown
+    looked_ns: int = 0  # when its clients' regions were last read
     read_ns: int = 0  # when the cooldown was last read off its state
     breaker: BreakerState
     holding: bool = True  # from birth, so that no launch precedes its gate
@@ -88,10 +89,8 @@ class OnlineService:
 
     def _age_mark(self, at_ns: int, held_ns: int) -> None:
         """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
-        old = self.cooldown_state
-        self.cooldown_state = CooldownState(
-            mark_ns=old.mark_ns, age_ns=old.age_ns + held_ns, seen_ns=max(at_ns, old.seen_ns), gaps=old.gaps
-        )
+        mark_ns, age_ns, seen_ns, gaps = self.cooldown_state
+        self.cooldown_state = CooldownState(mark_ns, age_ns + held_ns, max(at_ns, seen_ns), gaps)
 
     def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
         """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.

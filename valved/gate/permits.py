@@ -17,6 +17,7 @@ from valved.state.registry import Books, ClientEntry
 from valved.state.stats import GpuAccount
 
 TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when nobody asks for them
+SELDOM_NS = 20 * TICK_NS  # between looks at a service of short holds: a mark ages by 4 % meanwhile
 LEAST_CHANGE = 50  # a cooldown that has shrunk by less than this part is not worth telling
 
 # As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: nobody has looked yet.
@@ -104,6 +105,7 @@ class Permits:
         obstacle = self._obstacle(online, now_ns)
         self._set_watch(online, obstacle is None)
         if online.holding:
+            online.looked_ns = now_ns
             online.observe(self._views(online.id), now_ns, self._settings.cooldown)
         else:
             online.cooldown = read_cooldown(online.cooldown_state, self._settings.cooldown)
@@ -144,8 +146,9 @@ class Permits:
         permitted = [online for online in self._online.values() if online.rule is not None]
         if not permitted:
             self._ticker.stop()
+        now_ns = self._clock.now_ns()
         for online in permitted:
-            if online.holding or is_new:
+            if is_new or (online.holding and is_due(online, now_ns)):
                 self._look(online)
 
     def _has_offline(self, online: OnlineService) -> bool:
@@ -166,6 +169,11 @@ class Permits:
     def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
         clients = self._books.clients_of(service)
         return [(client, self._gate.view(client.id, with_gaps=True)) for client in clients]
+
+
+def is_due(online: OnlineService, now_ns: int) -> bool:
+    """It is not just passing through a short hold, or nobody has looked for long."""
+    return now_ns - online.since_ns >= TICK_NS // 4 or now_ns - online.looked_ns >= SELDOM_NS
 
 
 def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:

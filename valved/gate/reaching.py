@@ -14,7 +14,7 @@ from typing import Any
 from valve_abi import Feature
 
 from valved.gate import readings
-from valved.gate.armed import LADDER, ArmedChannel, ArmedChannels, GateClient, RmNumbers, is_worse, weakest
+from valved.gate.armed import LADDER, ArmedChannel, ArmedChannels, GateClient, RmNumbers, is_worse
 from valved.machine.ports import ArmResult, LeftOff
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.native._gate import ffi, lib
@@ -47,25 +47,29 @@ class NativeChannels:
         if self._refusal or not 0 <= channel.gpu < len(self._infos):
             return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
         numbers = holder.rm_clients.setdefault(channel.h_client, RmNumbers())
-        entry = ArmedChannel(ref=channel, client=client, reach=numbers.reach or Reach.CHANNEL_OWN)
         if holder.is_given_up:
-            entry.reach = Reach.NONE
-            self._channels.put(entry)
+            self._put(ArmedChannel(ref=channel, client=client, reach=Reach.NONE))
             return ArmResult(status=_NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
         known = self._channels.get(client, channel.h_client, channel.h_channel)
-        entry.app_disabled = known is not None and known.app_disabled and known.ref.cid == channel.cid
+        is_off = known is not None and known.app_disabled and known.ref.cid == channel.cid
+        reach = numbers.reach or Reach.CHANNEL_OWN
+        entry = ArmedChannel(ref=channel, client=client, reach=reach, app_disabled=is_off)
         status = 0 if known is not None and known.ref == channel else self._verify(channel)
         if status != 0:
             return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False, is_known=False)
         if channel.compute:
-            status = self._climb(holder, numbers, entry)
-        self._channels.put(entry)
+            status, entry = self._climb(holder, numbers, entry)
+        else:
+            self._put(entry)
         return ArmResult(
             status=status,
             reach=entry.reach,
             want_fd=numbers.fd < 0 and is_worse(entry.reach, Reach.CHANNEL_FD),
             gated=entry.is_armed and self._is_stopping(channel.gpu),
         )
+
+    def _put(self, channel: ArmedChannel) -> None:
+        self._channels.put(channel, self._entry(channel) if channel.is_armed else None)
 
     def _verify(self, channel: ChannelRef) -> int:
         """Does the driver know this channel under the number that the shim was given? 0, or an RM status."""
@@ -77,34 +81,35 @@ class NativeChannels:
 
     def _climb(
         self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, start: Reach = Reach.CHANNEL_OWN
-    ) -> int:
-        """Arm on the best rung that works, from the one this RM client is known to need. Sets entry.reach."""
+    ) -> tuple[int, ArmedChannel]:
+        """Arm on the best rung that works, from the one this RM client is known to need. It is in the books then."""
         status = 0
         for reach in LADDER[LADDER.index(numbers.reach or start) :]:
             missing = self._missing(holder, numbers, reach)
             if missing is None:
-                entry.reach = reach
+                entry = replace(entry, reach=reach)
                 status = self._try_and_arm(entry, is_tested=reach is numbers.reach)
                 if status in (0, -errno.ETIMEDOUT):  # a driver that hangs now has refused nothing
                     numbers.reach = reach
-                    return status
+                    return status, entry
                 missing = readings.status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and self._is_failing(entry.ref.gpu):
-            return self._arm_untested(holder, numbers, entry, status)
-        tried = replace(entry)  # on its last rung: takes back what the tries left
-        entry.reach = Reach.NONE
-        self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [tried])
-        return status
+            return status, self._arm_untested(holder, numbers, entry)
+        given_up = replace(entry, reach=Reach.NONE)
+        self._put(given_up)
+        self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [entry])  # takes back what the tries left
+        return status, given_up
 
-    def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, status: int) -> int:
+    def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel) -> ArmedChannel:
         """A GPU that nobody can stop now is no judge of a rung: take the best that lacks nothing, which is tried again
         with all others.
         """
-        entry.reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
-        self._channels.put(entry)
+        reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
+        untested = replace(entry, reach=reach)
+        self._put(untested)
         self._arm(entry.ref.gpu)
-        return status
+        return untested
 
     def _missing(self, holder: GateClient, numbers: RmNumbers, reach: Reach) -> str | None:
         """What this rung lacks, before anything is tried."""
@@ -123,7 +128,7 @@ class NativeChannels:
             status = lib.valve_gpu_try(self._gate, gpu, native)
         if status not in (0, -errno.ETIMEDOUT):
             return status
-        self._channels.put(entry)  # also where the driver hangs: the mail is read when it comes back
+        self._put(entry)  # also where the driver hangs: the mail is read when it comes back
         return self._arm(gpu, stop_now=[entry]) or status
 
     def _entry(self, channel: ArmedChannel, leaving: GateClient | None = None) -> dict[str, Any]:
@@ -138,7 +143,7 @@ class NativeChannels:
             "fd": numbers.fd if by_fd else -1,
             "h_target": channel.ref.h_client if by_fd else 0,
             "h_subdevice": numbers.h_subdevice if by_fd else 0,
-            "keep_off": int(_is_kept_off(channel)),
+            "keep_off": int(channel.is_kept_off),
         }
 
     def _arm(
@@ -150,13 +155,11 @@ class NativeChannels:
         was_off: Any = ffi.NULL,
     ) -> int:
         """Hand the issuer its new list. 0, or what stopping `stop_now` met (only while the GPU is stopped)."""
-        groups = [
-            [self._entry(channel) for channel in sorted(self._channels.armed(gpu), key=_step_order)],
-            [self._entry(channel) for channel in stop_now],
-            [self._entry(channel, leaving) for channel in sorted(run_now, key=_step_order)],
-        ]
-        arguments: list[Any] = []
-        for group in groups:
+        plan = self._channels.plan(gpu)
+        stops = [self._entry(channel) for channel in stop_now]
+        runs = [self._entry(channel, leaving) for channel in sorted(run_now, key=lambda channel: channel.place)]
+        arguments = [plan.entries, len(plan)]
+        for group in (stops, runs):
             arguments += [ffi.new("struct valve_entry[]", group), len(group)]
         return int(lib.valve_arm(self._gate, gpu, *arguments, was_off))
 
@@ -182,8 +185,7 @@ class NativeChannels:
             self._reasons[gpu, Reach.CHANNEL_OWN] = f"{Reach.CHANNEL_OWN.value}: {why}"
             self._arm(gpu, run_now=[channel for channel in gone if channel.is_armed])
         for channel in mine:
-            channel.reach = Reach.NONE
-            self._channels.put(channel)
+            self._put(replace(channel, reach=Reach.NONE))
 
     def give_rm_client(
         self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
@@ -191,16 +193,19 @@ class NativeChannels:
         del gpu, h_device  # each channel names its GPU; a call needs client and subdevice only
         holder = self._clients[client]
         numbers = holder.rm_clients.setdefault(h_client, RmNumbers())
+        before = replace(numbers)
         numbers.h_subdevice = h_subdevice
-        if fd < 0:
+        if fd >= 0 and lib.valve_client_take_fd(holder.native, fd) == 0:
+            numbers.fd = fd  # else it has more RM clients than a process has any use for; the fd is closed
+        if numbers == before:
             return
-        if lib.valve_client_take_fd(holder.native, fd) != 0:
-            return  # more RM clients than a process has any use for; the fd is closed
-        numbers.fd = fd
-        mine = [c for c in self._channels if c.client == client and c.ref.h_client == h_client and c.ref.compute]
-        for channel in mine:
-            if is_worse(channel.reach, Reach.CHANNEL_FD):
+        for channel in self._channels.of(client):
+            if channel.ref.h_client != h_client or not channel.ref.compute:
+                continue
+            if numbers.fd != before.fd and is_worse(channel.reach, Reach.CHANNEL_FD):
                 self._upgrade(holder, numbers, channel)
+            else:
+                self._put(channel)  # its entry names them
 
     def _upgrade(self, holder: GateClient, numbers: RmNumbers, channel: ArmedChannel) -> None:
         """The fd has come: climb again from its rung. Orders that the old rung gave stand until the next wake, which
@@ -212,7 +217,8 @@ class NativeChannels:
         channel = self._channels.get(client, h_client, h_channel)
         if channel is None or channel.app_disabled == disabled:
             return
-        channel.app_disabled = disabled
+        channel = replace(channel, app_disabled=disabled)
+        self._put(channel)
         self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
 
     def _is_failing(self, gpu: GpuIndex) -> bool:
@@ -225,7 +231,7 @@ class NativeChannels:
     def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
         if self._refusal:
             return Reach.NONE, self._refusal
-        used = weakest(channel.reach for channel in self._channels if channel.ref.gpu == gpu and channel.ref.compute)
+        used = self._channels.weakest(gpu)
         status = self._infos[gpu].status
         if used is None:
             note = f"own RM client: {readings.status_text(status)}" if status else "not tested: no offline channel yet"
@@ -234,8 +240,8 @@ class NativeChannels:
         return used, "; ".join(filter(None, better))
 
     def disabled(self) -> tuple[ChannelRef, ...]:
-        gpus = filter(self._is_gated, map(GpuIndex, range(len(self._infos))))  # also those about to be stopped
-        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu) if channel.is_ours_to_run)
+        """Also those about to be."""
+        return tuple(one.ref for one in self._channels if one.is_ours_to_run and self._is_gated(one.ref.gpu))
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
         return sum(self._enable(channel, unless_held=False) == 0 for channel in channels)
@@ -278,16 +284,6 @@ class NativeChannels:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
 
 
-def _is_kept_off(channel: ArmedChannel) -> bool:
-    """Left out when channels are run. A process that switches its own knows its own."""
-    return channel.app_disabled and channel.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)
-
-
 def _can_wait(gone: Sequence[ArmedChannel]) -> list[ArmedChannel]:
     """Whose client is gone, and we can enable them later all the same: other rungs go through the client itself."""
     return [channel for channel in gone if channel.reach is Reach.CHANNEL_OWN]
-
-
-def _step_order(channel: ArmedChannel) -> tuple[int, bool, int, int]:
-    """Neighbours share a step: gate.h, struct valve_entry."""
-    return LADDER.index(channel.reach), _is_kept_off(channel), channel.client, channel.ref.h_client

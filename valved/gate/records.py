@@ -18,11 +18,10 @@ class GateRecords:
     def edge(self, kind: EventKind, stamp: Stamp, gpus: tuple[GpuIndex, ...], reason: str) -> None:
         at_ns = stamp.done_ns or stamp.seen_ns
         if kind in (EventKind.HOLD, EventKind.WAKE):  # the many; no driver call belongs to them
-            more = {"launch_ns": stamp.launch_ns} if stamp.launch_ns else {}
-            service, client = stamp.service, stamp.client
-            self._journal.emit(
-                kind, service=service, client=client, gpus=gpus, reason=reason, t_ns=at_ns, epoch=stamp.epoch, **more
-            )
+            detail = {"epoch": stamp.epoch}
+            if stamp.launch_ns:
+                detail["launch_ns"] = stamp.launch_ns
+            self._journal.put(kind, stamp.service, stamp.client, gpus, reason, at_ns, detail)
             return
         self._journal.emit(
             kind,

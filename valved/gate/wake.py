@@ -141,7 +141,6 @@ class GateService:
         account = self.gpus[gpu]
         came_or_went = (channels > 0) != (account.channels > 0)
         account.set_channels(channels, self._clock.now_ns())
-        self.listener.clients_changed()
         if came_or_went:
             self.permits.look_at_all()
 
@@ -262,12 +261,13 @@ class GateService:
         """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
         or a caller that waits for the wake would wait on."""
         self.drain()
+        gated = frozenset(filter(self._gate.is_gated, self.gpus))
         for online in self.online.values():
             if online.holding:
                 if not self._gate.look(online.id).holds:
                     self._woken_unseen(online, self._clock.now_ns())
                 continue
-            closed = [gpu for gpu in online.gpus if self._gate.is_gated(gpu)]
+            closed = online.gpus & gated
             if closed and not any(self.gpus[gpu].holders for gpu in closed):
                 online.begin_hold(self._clock.now_ns())
                 book_hold(self.gpus, online.id, online.gpus, self._clock.now_ns())

@@ -130,10 +130,14 @@ def consent_of(places: Iterable[Said]) -> Consent:
     for said in places:
         slo, grant = slo or said.slo, grant or said.grant
         share_weights = share_weights or said.share_weights
-    return replace(_of_pauses(slo, grant), weights=share_weights)
+    return _consent(slo, grant, share_weights)
 
 
 @lru_cache(maxsize=64)  # a node has few different ones, and asks for each service's all the time
+def _consent(slo_text: str, grant_text: str, weights: str) -> Consent:
+    return replace(_of_pauses(slo_text, grant_text), weights=weights)
+
+
 def _of_pauses(slo_text: str, grant_text: str) -> Consent:
     try:
         slo = read_slo(slo_text) if slo_text else None

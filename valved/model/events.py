@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 
 class EventKind(enum.Enum):
     """Every kind of event, with what its `service`, `client` and `gpus` mean where that is not plain."""
+
+    __hash__ = object.__hash__  # there is one of each; Enum's own is a call of Python
 
     STARTED = "started"
     TAKEN_OVER = "taken-over"  # state of a predecessor was found and used
@@ -75,8 +78,7 @@ AUDITED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """`seq` is the decision id: it names this line in traces, logs and audit records."""
 
     seq: int
@@ -86,7 +88,7 @@ class Event:
     client: int = 0
     gpus: tuple[int, ...] = ()
     reason: str = ""
-    detail: Mapping[str, str | int] = field(default_factory=dict)
+    detail: Mapping[str, str | int] = MappingProxyType({})
 
     def as_record(self) -> dict[str, object]:
         """One line of a recorded trace (proto/trace/event.schema.json)."""

@@ -64,9 +64,12 @@ class GateNews(GateListener):
 
     def clients_changed(self) -> None:
         try:
-            self._granting.refresh()
+            self.places_changed()
         finally:  # a consent that was taken back stands in no file because something else failed
             self._sharing.refresh()
+
+    def places_changed(self) -> None:
+        self._granting.refresh()
 
     def about_to_freeze(self) -> None:
         try:

@@ -8,7 +8,8 @@ keeps its hold, so nothing can preempt it again, and rests. Each further trip so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from valved.policy.cooldown import SECOND
 
@@ -28,8 +29,7 @@ class BreakerSettings:
             raise ValueError("breaker least_gates, window and rest must be greater than 0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class Tally(NamedTuple):
     """Sums over a stretch of time."""
 
     delay_ns: int = 0
@@ -44,8 +44,7 @@ class Tally:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerState:
+class BreakerState(NamedTuple):
     since_ns: int  # start of the newer half window
     newer: Tally = Tally()
     older: Tally = Tally()
@@ -53,8 +52,7 @@ class BreakerState:
     open_until_ns: int = 0  # 0: closed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerDecision:
+class BreakerDecision(NamedTuple):
     is_open: bool
     tripped: bool  # with this very observation
     share: float
@@ -100,4 +98,4 @@ def _forget(state: BreakerState, now_ns: int, settings: BreakerSettings) -> Brea
     older = state.newer if age_ns < 2 * half_ns else Tally()
     long_closed = now_ns - state.open_until_ns > settings.rest_most * settings.rest_ns
     trips = 0 if state.open_until_ns and long_closed else state.trips
-    return replace(state, since_ns=now_ns, newer=Tally(), older=older, trips=trips)
+    return state._replace(since_ns=now_ns, newer=Tally(), older=older, trips=trips)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -25,16 +25,27 @@ BOUNDS = {
 }
 
 
+Bounds = tuple[int, int] | None
+
+
 def fill(message: Any, value: Any) -> Any:
     """Copy each field of a dataclass into the message's field of the same name."""
-    for item in dataclasses.fields(value):
-        _set(message, item.name, getattr(value, item.name))
+    kind: Any = type(value)
+    for name, bounds in _fields(kind, message.DESCRIPTOR):
+        _set(message, name, getattr(value, name), bounds)
     return message
 
 
-def _set(message: Any, name: str, value: Any) -> None:
-    if dataclasses.is_dataclass(value):
-        fill(getattr(message, name), value)
+@cache
+def _fields(kind: Any, descriptor: Any) -> tuple[tuple[str, Bounds], ...]:
+    """With what a number may be. A status has thousands of fields of a few kinds."""
+    names = [item.name for item in dataclasses.fields(kind)]
+    return tuple((name, BOUNDS.get(descriptor.fields_by_name[name].cpp_type)) for name in names)
+
+
+def _set(message: Any, name: str, value: Any, bounds: Bounds) -> None:
+    if isinstance(value, (int, str, float)):
+        setattr(message, name, _scalar(value, bounds))
     elif isinstance(value, Mapping):
         getattr(message, name).update(value)
     elif isinstance(value, tuple):
@@ -43,21 +54,20 @@ def _set(message: Any, name: str, value: Any) -> None:
             if dataclasses.is_dataclass(item):
                 fill(target.add(), item)
             else:
-                target.append(_fit(message, name, item))
+                target.append(_scalar(item, bounds))
+    elif dataclasses.is_dataclass(value):
+        fill(getattr(message, name), value)
     elif value is not None:  # an optional field that nobody can fill yet
-        setattr(message, name, _fit(message, name, _scalar(value)))
+        setattr(message, name, _scalar(value, bounds))
 
 
-def _fit(message: Any, name: str, value: Any) -> Any:
+def _scalar(value: Any, bounds: Bounds) -> Any:
     """A number that its field does not hold must not fail the whole answer."""
-    bounds = BOUNDS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type) if type(value) is int else None
-    return min(max(value, bounds[0]), bounds[1]) if bounds else value
-
-
-def _scalar(value: Any) -> Any:
     if isinstance(value, Mode):
         return MODE_TO[value]
-    return int(value) if isinstance(value, enum.IntEnum) else value
+    if isinstance(value, int) and not isinstance(value, bool) and bounds:
+        return min(max(int(value), bounds[0]), bounds[1])
+    return value
 
 
 def event(value: Event, epoch: int, lost: int = 0) -> Any:

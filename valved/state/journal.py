@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from valved.machine.clock import Clock, TimerHandle
 from valved.model.events import AUDITED, Event, EventKind
@@ -95,22 +95,27 @@ class Journal:
         t_ns: int = 0,
         **detail: str | int,
     ) -> Event:
+        return self.put(kind, service, client, gpus, reason, t_ns, detail)
+
+    def put(
+        self,
+        kind: EventKind,
+        service: int,
+        client: int,
+        gpus: tuple[int, ...],
+        reason: str,
+        t_ns: int,
+        detail: Mapping[str, str | int],
+    ) -> Event:
+        """The same for whoever has hundreds a second."""
         self._seq += 1
-        event = Event(
-            seq=self._seq,
-            t_ns=t_ns or self._clock.now_ns(),
-            kind=kind,
-            service=service,
-            client=client,
-            gpus=gpus,
-            reason=reason,
-            detail=detail,
-        )
-        (self._edges if kind in QUIET else self._rest).append(event)
+        event = Event(self._seq, t_ns or self._clock.now_ns(), kind, service, client, gpus, reason, detail)
+        is_quiet = kind in QUIET
+        (self._edges if is_quiet else self._rest).append(event)
         for watcher in self._watchers:
             watcher.offer(event)
         self._write(event)
-        if kind not in QUIET:
+        if not is_quiet:
             log.log(logging.WARNING if kind in LOUD else logging.INFO, kind.value, extra={"event": event})
         return event
 

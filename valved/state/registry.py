@@ -48,6 +48,7 @@ class ClientEntry:
     driver: int = 0
     joined_ns: int = 0
     channels: dict[tuple[int, int], ChannelRef] = field(default_factory=dict)
+    channels_on: Counter[GpuIndex] = field(default_factory=Counter)
     rm_gpus: dict[int, GpuIndex] = field(default_factory=dict)  # h_client -> GPU
     notes: list[str] = field(default_factory=list)
     app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
@@ -56,7 +57,7 @@ class ClientEntry:
     lease_flag: bool | None = None  # what set_online_registered was last told
 
     def gpus(self) -> set[GpuIndex]:
-        return {channel.gpu for channel in self.channels.values()}
+        return set(self.channels_on)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class Books:
         self.services: dict[ServiceId, ServiceEntry] = {}
         self.claims: dict[ProcessId, ProcessClaim] = {}
         self.holders: dict[tuple[int, int], set[ClientId]] = {}  # of each channel that is in a book
+        self.offline_on: Counter[GpuIndex] = Counter()  # compute channels of all offline services
         self.per_process: Counter[ProcessId] = Counter()
         self.per_home: Counter[tuple[int, str]] = Counter()  # by user and control group
         self.next_client = 1
@@ -152,31 +154,33 @@ class Books:
         service = self.services[client.service]
         known = client.channels.get(key)
         if known is not None:
-            self._uncount(service, known)
+            self._uncount(client, service, known)
         client.channels[key] = channel
         self.holders.setdefault(key, set()).add(client.id)
-        service.channels_on[channel.gpu] += 1
-        if channel.compute:
-            service.compute_on[channel.gpu] += 1
+        for book in self._counts(client, service, channel):
+            book[channel.gpu] += 1
         return service.refresh_gpus()
 
     def drop_channel(self, client: ClientEntry, key: tuple[int, int]) -> bool:
         service = self.services[client.service]
-        self._uncount(service, client.channels.pop(key))
+        self._uncount(client, service, client.channels.pop(key))
         self.holders[key].discard(client.id)
         if not self.holders[key]:
             del self.holders[key]
         return service.refresh_gpus()
 
-    def _uncount(self, service: ServiceEntry, channel: ChannelRef) -> None:
-        books = (service.channels_on, service.compute_on) if channel.compute else (service.channels_on,)
-        for book in books:
-            book[channel.gpu] -= 1
-            if not book[channel.gpu]:
-                del book[channel.gpu]
+    def _uncount(self, client: ClientEntry, service: ServiceEntry, channel: ChannelRef) -> None:
+        for book in self._counts(client, service, channel):
+            _count_down(book, channel.gpu)
 
-    def offline_channels(self, gpu: GpuIndex) -> int:
-        return sum(service.compute_on[gpu] for service in self.services.values() if service.role is Role.OFFLINE)
+    def _counts(self, client: ClientEntry, service: ServiceEntry, channel: ChannelRef) -> Iterator[Counter[GpuIndex]]:
+        """The counters in which this channel stands."""
+        yield client.channels_on
+        yield service.channels_on
+        if channel.compute:
+            yield service.compute_on
+            if service.role is Role.OFFLINE:
+                yield self.offline_on
 
     # Questions
 
@@ -204,6 +208,9 @@ class Books:
             held = Counter(c.gpu for client in self.clients_of(service_id) for c in client.channels.values())
             assert service.channels_on == held, "channel book is off"
             assert service.gpus == service.kept_gpus.union(held)
+        assert all(c.channels_on == Counter(one.gpu for one in c.channels.values()) for c in self.clients.values())
+        offline = [service.compute_on for service in self.services.values() if service.role is Role.OFFLINE]
+        assert self.offline_on == sum(offline, Counter()), "offline channels are off"
         told = {(key, client.id) for client in self.clients.values() for key in client.channels}
         assert told == {(key, client) for key, holders in self.holders.items() for client in holders}
         for root, claim in self.claims.items():

@@ -59,8 +59,10 @@ class GpuAccount:
 
     def advance(self, now_ns: int) -> None:
         """Book the time since the last change. Stamps may lie a little in the past: time never runs backwards."""
-        elapsed_ns = max(0, now_ns - self.since_ns)
-        self.since_ns = max(now_ns, self.since_ns)
+        elapsed_ns = now_ns - self.since_ns
+        if elapsed_ns <= 0:
+            return
+        self.since_ns = now_ns
         if self.holders <= self.standing:
             self.left_ns += elapsed_ns
         if self.holders:
