@@ -111,8 +111,8 @@ static int start_threads(struct valve_gate *gate)
 
 	for (uint32_t i = 0; i < gate->gpu_count && rc == 0; i++)
 		rc = worker_start(gate, &gate->worker[i], &gate->gpu[i]);
-	if (rc == 0)
-		rc = worker_start(gate, &gate->worker[gate->gpu_count], NULL);
+	for (uint32_t i = 0; i < LISTENERS && rc == 0; i++)
+		rc = worker_start(gate, &gate->worker[gate->gpu_count + i], NULL);
 	return rc ? rc : watchdog_start(gate);
 }
 
@@ -189,8 +189,9 @@ void valve_gate_let(struct valve_gate *gate, uint32_t mask)
  * should be. */
 static bool is_settled(struct gpu *gpu)
 {
-	return load_acquire(&gpu->handled) == load_acquire(&gpu->kick) &&
-	       gpu_target(gpu, load_full(&gpu->holders)) == load_acquire(&gpu->state);
+	return gpu_target(gpu, load_full(&gpu->holders)) == load_acquire(&gpu->state) &&
+	       !(load_acquire(&gpu->seat) & SEAT_LENT) && /* a borrower that keeps it was kicked before */
+	       load_acquire(&gpu->handled) == load_acquire(&gpu->kick);
 }
 
 /* Wait until every issuer has done what it should. Returns the GPUs that have not within the time. */
@@ -277,7 +278,7 @@ int valve_gate_close(struct valve_gate *gate)
 		joined = true; /* counter full: readable already */
 	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		issuer_kick(&gate->gpu[i]);
-	for (uint32_t i = 0; i <= gate->gpu_count; i++)
+	for (uint32_t i = 0; i < gate->gpu_count + LISTENERS; i++)
 		joined &= !gate->worker[i].started || join(gate->worker[i].thread);
 	joined &= !gate->watchdog || join(gate->watchdog);
 	if (!joined)

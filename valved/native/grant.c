@@ -94,7 +94,7 @@ static enum valve_grant_answer open_for(struct valve_gate *gate, uint32_t index,
 	store_relaxed(&service->granted_until_ns,
 	              until_ns); /* before the epoch opens: the thread that closes it finds it */
 	set_until(gate, mask, until_ns);
-	if (service_wake(gate, index) == VALVE_WOKEN) {
+	if (service_wake(gate, index, NULL) == VALVE_WOKEN) {
 		store_relaxed(&service->grants, load_relaxed(&service->grants) + 1);
 		return VALVE_GRANT_GIVEN;
 	}

@@ -59,13 +59,18 @@ static bool gpu_hold(struct gpu *gpu, uint32_t service)
 	return true;
 }
 
-static void gpu_drop(struct gpu *gpu)
+/* The first GPU that nobody holds any more is the listener's to enable (*freed); the caller passes NULL. */
+static void gpu_drop(struct gpu *gpu, struct gpu **freed)
 {
 	uint64_t old = load_relaxed(&gpu->holders);
 
 	while (!compare_swap(&gpu->holders, &old, old - 1))
 		;
-	if (holders_count(old) == 1)
+	if (holders_count(old) != 1)
+		return;
+	if (freed && !*freed)
+		*freed = gpu;
+	else
 		issuer_kick(gpu);
 }
 
@@ -74,7 +79,7 @@ void guard_hold(struct valve_gate *gate, bool on)
 {
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		if (!on)
-			gpu_drop(&gate->gpu[i]);
+			gpu_drop(&gate->gpu[i], NULL);
 		else if (gpu_hold(&gate->gpu[i], MAX_SERVICES))
 			issuer_kick(&gate->gpu[i]);
 	}
@@ -100,8 +105,8 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
-/* Take the hold. False if the service holds already. The listener also takes the seat of the first GPU that nobody
- * held (see issuer_take), if *taken is not set yet; the caller passes NULL for cause and taken. */
+/* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that nobody
+ * held (see issuer_borrow), if *taken is not set yet; the caller passes NULL for cause and taken. */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken)
 {
@@ -127,7 +132,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 		if (!(mask & 1u << i) || !gpu_hold(&gate->gpu[i], index))
 			continue;
 		closed = true;
-		if (taken && !*taken && issuer_take(&gate->gpu[i]))
+		if (taken && !*taken && issuer_borrow(&gate->gpu[i]))
 			*taken = &gate->gpu[i];
 		else
 			issuer_kick(&gate->gpu[i]);
@@ -228,11 +233,11 @@ uint32_t service_settle(const struct service *service)
 	}
 }
 
-static void drop_hold(struct valve_gate *gate, const struct service *service)
+static void drop_hold(struct valve_gate *gate, const struct service *service, struct gpu **freed)
 {
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		if (service->mask & 1u << i)
-			gpu_drop(&gate->gpu[i]);
+			gpu_drop(&gate->gpu[i], freed);
 	}
 }
 
@@ -287,7 +292,7 @@ static void fence_clients(void)
 }
 
 /* By whoever may open this service: the top of this file. */
-int service_wake(struct valve_gate *gate, uint32_t index)
+int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 {
 	struct service *service = &gate->service[index];
 	uint32_t epoch = service_settle(service), open = epoch + 1;
@@ -309,7 +314,7 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 			store_release(&service->settled, open + 1);
 		} else { /* a ring took a hold of its own: ours is one too many */
 			service_settle(service);
-			drop_hold(gate, service);
+			drop_hold(gate, service, freed);
 		}
 		if (!is_grant)
 			stamp_wake(gate, service, VALVE_STAMP_WAKE_REFUSED, open);
@@ -318,7 +323,7 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 	at_point(gate, VALVE_POINT_WAKE_PROVEN);
 	retaken = service_settle(service) != open;
 	slice_close(gate, service, now_ns(), false);
-	drop_hold(gate, service);
+	drop_hold(gate, service, freed);
 	if (is_grant) /* in the books the service goes on holding */
 		return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
 	stamp_wake(gate, service, retaken ? VALVE_STAMP_WAKE_REFUSED : VALVE_STAMP_WAKE, open);
@@ -330,7 +335,7 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 int valve_wake(struct valve_gate *gate, int32_t index)
 {
 	waking_withdraw(gate, &gate->service[index]);
-	return service_wake(gate, (uint32_t)index);
+	return service_wake(gate, (uint32_t)index, NULL);
 }
 
 int valve_hold(struct valve_gate *gate, int32_t index)
@@ -384,7 +389,7 @@ void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
 		if ((mask & ~old & 1u << i) && gpu_hold(&gate->gpu[i], (uint32_t)index))
 			issuer_kick(&gate->gpu[i]);
 		else if (old & ~mask & 1u << i)
-			gpu_drop(&gate->gpu[i]);
+			gpu_drop(&gate->gpu[i], NULL);
 	}
 }
 
@@ -394,7 +399,7 @@ void valve_service_free(struct valve_gate *gate, int32_t index)
 	struct service *service = &gate->service[index];
 
 	valve_hold(gate, index);
-	drop_hold(gate, service);
+	drop_hold(gate, service, NULL);
 	store_release(&service->mask, 0);
 	store_release(&service->live, 0);
 }

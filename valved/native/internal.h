@@ -2,11 +2,11 @@
  * internal.h - the state of the gate, and which thread may touch what.
  *
  * Threads
- *   listener   one: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):
+ *   listener   one at a time: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):
  *              looks, words opened, holds dropped.
  *   issuer     one per GPU: the worker at its seat, and no other, switches that GPU's channels.
- *              The workers (worker.c) swap places: at a ring the listener sits down at the first GPU that
- *              it has to close, if its issuer sleeps, and that one goes to listen.
+ *              The workers are in worker.c: the listener borrows the seat of the first GPU that it has to close or to
+ *              enable, if its issuer sleeps, and the second listener hears what rings meanwhile.
  *   watchdog     one: heartbeat of all control pages; notices calls of issuers that do not come back.
  *   caller     valved's Python thread: everything in gate.h.
  *
@@ -28,6 +28,7 @@
 
 enum {
 	MAX_GPUS = 31,
+	LISTENERS = 2,     /* threads beyond one for each GPU */
 	ORDER_NO_GPU = 31, /* its bits in the order words are for orders on no GPU's account */
 	MAX_SERVICES = 1024,
 	MAX_CLIENTS = 4096,
@@ -104,9 +105,10 @@ struct mail {
 /* A flight is whatever an issuer does in the driver, as the watchdog sees it: the word is (number << 2 | state). */
 enum flight_state { FLIGHT_NONE = 0, FLIGHT_OUT = 1, FLIGHT_LOST = 2, FLIGHT_HELD = 3 };
 
-/* gpu.seat: number of its holder << 1 | asleep. A seat changes hands only while its holder sleeps. */
+/* gpu.seat: number of its owner << 2 | lent << 1 | asleep. A seat is lent, and changes hands, only while its owner sleeps. */
 #define SEAT_ASLEEP 1u
-#define SEAT_NEXT   2u
+#define SEAT_LENT   2u
+#define SEAT_NEXT   4u
 
 struct gpu {
 	struct valve_gate *gate;
@@ -271,9 +273,10 @@ struct valve_gate {
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
 
-	struct worker worker[MAX_GPUS + 1];
+	struct worker worker[MAX_GPUS + LISTENERS];
 	pthread_t watchdog;
-	uint32_t listening; /* 1 while somebody is the listener */
+	uint32_t listeners; /* who waits for events or handles them, ... */
+	uint32_t listening; /* ... and 1 while one of them does the latter */
 	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit and kicked */
 	int timer;          /* rings when the next look falls due */
 	uint32_t kicked;    /* caller: look at every service */
@@ -343,7 +346,8 @@ void bell_close(struct ringer *ringer);
 void bell_ring(const struct ringer *ringer, int eventfd);
 
 /* issuer.c */
-bool issuer_take(struct gpu *gpu);
+bool issuer_borrow(struct gpu *gpu);
+void issuer_keep(struct gpu *gpu);
 void issuer_serve(struct gpu *gpu);
 void issuer_kick(struct gpu *gpu);
 void issuer_owe_release(struct gpu *gpu);
@@ -372,7 +376,7 @@ void service_owe(struct gpu *gpu);
 void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp);
-int service_wake(struct valve_gate *gate, uint32_t index);
+int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed);
 bool service_is_idle(const struct service *service);
 uint32_t service_settle(const struct service *service);
 void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
@@ -416,7 +420,7 @@ void stamps_close(struct stamp_ring *ring);
 void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool loud);
 
 /* waking.c */
-void waking_turn(struct valve_gate *gate, uint64_t now);
+void waking_turn(struct valve_gate *gate, uint64_t now, struct gpu **freed);
 void waking_arm(struct valve_gate *gate);
 void waking_rouse(const struct valve_client *client);
 void waking_held(struct valve_gate *gate, struct service *service, uint64_t now);

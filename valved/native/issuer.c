@@ -280,26 +280,52 @@ static void read_mail(struct gpu *gpu)
 	}
 }
 
-/* False: the listener took the seat while we slept. */
+/* False: a listener borrowed the seat while we slept, and keeps it: we listen instead. */
 static bool wait_for_kick(struct gpu *gpu, uint32_t seen, uint64_t timeout_ns)
 {
 	uint64_t until = gpu->gate->config.spin_ns ? now_ns() + gpu->gate->config.spin_ns : 0;
-	uint32_t seat = load_relaxed(&gpu->seat) | SEAT_ASLEEP; /* ours: only a sleeper's seat is taken */
+	uint32_t mine = load_relaxed(&gpu->seat), seat; /* only a sleeper's seat is lent */
 
-	store_release(&gpu->seat, seat); /* pairs with the swap in issuer_take: all that a seat goes with */
+	store_release(
+	        &gpu->seat,
+	        mine | SEAT_ASLEEP); /* pairs with the swap in issuer_borrow: all that a seat goes with */
 	while (until && load_acquire(&gpu->kick) == seen && now_ns() < until)
 		__builtin_ia32_pause();
 	futex_wait(&gpu->kick, seen, timeout_ns);
-	return compare_swap(&gpu->seat, &seat, seat & ~SEAT_ASLEEP);
+	for (;;) {
+		seat = mine | SEAT_ASLEEP;
+		if (compare_swap(&gpu->seat, &seat, mine))
+			return true;
+		if (seat != (mine | SEAT_LENT) || compare_swap(&gpu->seat, &seat, mine + SEAT_NEXT))
+			return false;
+	}
 }
 
-/* Listener: become the issuer of a GPU whose issuer sleeps. That one must be kicked, and listens instead: so the first
- * GPU of a ring is closed by the thread that saw it, and no second thread has to wake up first. */
-bool issuer_take(struct gpu *gpu)
+/* Listener: be the issuer of a GPU whose issuer sleeps, which sleeps on: so the first GPU of a ring is closed by the thread
+ * that saw it, and no second thread wakes up. If the issuer wakes meanwhile the seat is the borrower's. */
+bool issuer_borrow(struct gpu *gpu)
 {
 	uint32_t seat = load_relaxed(&gpu->seat); /* the swap decides */
 
-	return (seat & SEAT_ASLEEP) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_ASLEEP) + SEAT_NEXT);
+	return (seat & SEAT_ASLEEP) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_ASLEEP) | SEAT_LENT);
+}
+
+/* Borrower: nobody else listens. So the sleeping issuer does, and the seat is ours. */
+void issuer_keep(struct gpu *gpu)
+{
+	uint32_t seat = load_relaxed(&gpu->seat);
+
+	if (seat & SEAT_LENT) /* the issuer may come first, and do the same */
+		compare_swap(&gpu->seat, &seat, (seat & ~SEAT_LENT) + SEAT_NEXT);
+	issuer_kick(gpu);
+}
+
+/* False: the seat is ours by now. A kick from here on wakes its owner. */
+static bool give_back(struct gpu *gpu)
+{
+	uint32_t seat = load_relaxed(&gpu->seat);
+
+	return (seat & SEAT_LENT) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_LENT) | SEAT_ASLEEP);
 }
 
 static uint64_t sooner(uint64_t one, uint64_t other) /* 0: never */
@@ -307,7 +333,7 @@ static uint64_t sooner(uint64_t one, uint64_t other) /* 0: never */
 	return one && (!other || one < other) ? one : other;
 }
 
-/* Be the issuer of this GPU until the seat is taken (or the gate closes). */
+/* Be the issuer of this GPU until the seat is another's (or the gate closes). */
 void issuer_serve(struct gpu *gpu)
 {
 	for (;;) {
@@ -326,6 +352,11 @@ void issuer_serve(struct gpu *gpu)
 		if (load_acquire(&gpu->gate->quit))
 			return;
 		store_release(&gpu->handled, seen); /* pairs with valve_gate_settle */
+		if (give_back(gpu)) {
+			if (timeout_ns)
+				issuer_kick(gpu); /* its owner looks again then */
+			return;
+		}
 		if (!wait_for_kick(gpu, seen, timeout_ns))
 			return;
 	}

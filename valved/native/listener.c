@@ -1,9 +1,10 @@
 /*
- * listener.c - one thread sleeps on the doorbells of all online clients: one epoll, edge-triggered, never read (one
- * eventfd in many epolls costs 30 us a ring, and a read is a system call that nobody needs).
+ * listener.c - two threads sleep on the doorbells of all online clients: one epoll, edge-triggered, never read (one
+ * eventfd in many epolls costs 30 us a ring, and a read is a system call that nobody needs). The kernel wakes one of them for
+ * an event, the one that ran last; the other is there while that one is in the driver. They handle events one at a time.
  *
- * The same thread sleeps on the timer of the next look (waking.c): whatever opens or closes the words of a service that
- * wakes by itself is one thread, and needs no lock.
+ * The same threads sleep on the timer of the next look (waking.c): whatever opens or closes the words of a service that
+ * wakes by itself is one thread at a time, and needs no other lock.
  *
  * Events carry slot and generation, not a pointer: an event of a client that has just been removed finds an empty
  * slot, or a stranger of another generation.
@@ -63,47 +64,69 @@ static struct gpu *handle(struct valve_gate *gate, const struct epoll_event *eve
 	return taken;
 }
 
-/* Looks that are due, and the timer for the next. What a listener leaves undone when it sits down at a GPU, the next one
- * does first of all: a stop is in more of a hurry than a wake. */
-static void look(struct valve_gate *gate)
+/* Looks that are due, and the timer for the next. The GPU that is to be enabled here, if one is. */
+static struct gpu *look(struct valve_gate *gate)
 {
+	struct gpu *freed = NULL;
 	uint64_t now = now_ns();
 
 	if (load_full(&gate->kicked) || now >= gate->look_ns) {
 		turn_page(gate);
-		waking_turn(gate, now);
+		waking_turn(gate, now, &freed);
 		turn_page(gate);
 	}
 	waking_arm(gate);
+	if (!freed || issuer_borrow(freed))
+		return freed;
+	issuer_kick(freed);
+	return NULL;
 }
 
-/* Be the listener until a ring closes a GPU whose issuer sleeps: then sit down there, and let that one listen. NULL:
- * the gate closes. */
+/* Handle events, then look. *undone: what came with the ring that closes a GPU is left to another listener, a stop being in
+ * more of a hurry than a wake. The ring alone leaves nothing but the next look at its own service, which the borrower of the
+ * seat takes when it is back; the watchdog sees to it if it hangs there. */
+static struct gpu *listen(struct valve_gate *gate, const struct epoll_event *events, int count,
+                          uint64_t seen_ns, bool *undone)
+{
+	struct gpu *taken;
+
+	while (swap(&gate->listening, 1)) /* the other is in its batch */
+		sleep_ns(2000);
+	taken = handle(gate, events, count, seen_ns);
+	*undone = taken && count > 1;
+	if (!taken)
+		taken = look(gate);
+	store_release(&gate->listening, 0);
+	return taken;
+}
+
+/* Be a listener until a GPU is to be closed or enabled whose issuer sleeps: its seat is borrowed then. NULL: the gate
+ * closes. */
 struct gpu *listener_serve(struct valve_gate *gate)
 {
 	struct epoll_event events[BATCH];
-	uint64_t spin_until = 0;
-	struct gpu *taken = NULL;
+	uint64_t spin_until = 0, one = 1;
+	struct gpu *taken;
+	bool undone;
 
-	while (swap(&gate->listening, 1)) /* the one before is at the end of its last batch */
-		sleep_ns(2000);
+	add_fetch(&gate->listeners, 1);
+	taken = listen(gate, events, 0, 0, &undone);
 	while (!taken && !load_acquire(&gate->quit)) {
-		uint64_t seen_ns;
-		int count;
+		int count = epoll_wait(gate->epoll, events, BATCH, spin_until ? 0 : -1);
+		uint64_t seen_ns = now_ns();
 
-		look(gate);
-		count = epoll_wait(gate->epoll, events, BATCH, spin_until ? 0 : -1);
-		seen_ns = now_ns();
-		if (count > 0) {
-			taken = handle(gate, events, count, seen_ns);
+		taken = listen(gate, events, count, seen_ns, &undone);
+		if (count > 0)
 			spin_until = gate->config.spin_ns ? seen_ns + gate->config.spin_ns : 0;
-		} else if (seen_ns > spin_until) {
+		else if (seen_ns > spin_until)
 			spin_until = 0;
-		}
 	}
-	store_release(&gate->listening, 0);
-	if (taken)
-		issuer_kick(taken);
+	if (add_fetch(&gate->listeners, UINT32_MAX) == 0 && taken)
+		undone = true;
+	if (taken && undone)
+		issuer_keep(taken);
+	if (!taken && write(gate->wake, &one, sizeof one) < 0) /* the next one: an edge wakes one */
+		return NULL;
 	return taken;
 }
 

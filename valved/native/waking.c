@@ -172,7 +172,7 @@ static bool is_stopping(const struct valve_gate *gate, const struct service *ser
 	return false;
 }
 
-static void look(struct valve_gate *gate, uint32_t index, uint64_t now)
+static void look(struct valve_gate *gate, uint32_t index, uint64_t now, struct gpu **freed)
 {
 	struct service *service = &gate->service[index];
 	struct valve_wake_decision decision;
@@ -188,7 +188,7 @@ static void look(struct valve_gate *gate, uint32_t index, uint64_t now)
 		service->due_ns = NEVER; /* until the next hold, or the caller's answer */
 		if (!decision.hinted && must_ask(gate, service, now))
 			return;
-		if (service_wake(gate, index) == VALVE_WAKE_REFUSED) {
+		if (service_wake(gate, index, freed) == VALVE_WAKE_REFUSED) {
 			now = now_ns();
 			valve_wake_refused(&service->wake, &service->rule, now);
 			service->due_ns = service->wake.blocked_until_ns;
@@ -216,7 +216,7 @@ void waking_held(struct valve_gate *gate, struct service *service, uint64_t now)
 }
 
 /* What is due of one service, and when to turn to it again. */
-static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now)
+static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now, struct gpu **freed)
 {
 	struct service *service = &gate->service[index];
 	uint64_t next = grant_turn(gate, index, now);
@@ -225,7 +225,7 @@ static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now)
 	if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
 		return next;
 	if (service->due_ns <= now)
-		look(gate, index, now);
+		look(gate, index, now, freed);
 	if (load_relaxed(&service->epoch) % 2 == 0 && service->due_ns < next)
 		next = service->due_ns;
 	return next;
@@ -233,14 +233,14 @@ static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now)
 
 /* Listener, inside its turn: all looks that are due. A service at which nothing is due is not touched: a hundred of them would
  * cost more than the look. What could bring its turn nearer is a ring, which says so, or kicks. */
-void waking_turn(struct valve_gate *gate, uint64_t now)
+void waking_turn(struct valve_gate *gate, uint64_t now, struct gpu **freed)
 {
 	bool all = swap(&gate->kicked, 0);
 	uint64_t next = NEVER;
 
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
 		if (all || gate->turn_ns[i] <= now)
-			gate->turn_ns[i] = turn_to(gate, i, now);
+			gate->turn_ns[i] = turn_to(gate, i, now, freed);
 	}
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++)
 		next = gate->turn_ns[i] < next ? gate->turn_ns[i] : next;

@@ -36,6 +36,7 @@ static void watch_flight(struct gpu *gpu, uint64_t now)
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp, true);
 	issuer_owe_release(gpu);
+	waking_kick(gpu->gate); /* a listener may hang there, and have set the timer for nobody */
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
 }
 

@@ -1,7 +1,9 @@
 /*
- * worker.c - the hot threads: one more than there are GPUs, each either the listener or at a GPU's seat. They swap
- * places at a ring (issuer_take), because waking a second thread costs as much as all the rest: 4 us where it runs on
- * the same core, 30 to 40 us where a virtual machine has to interrupt another one.
+ * worker.c - the hot threads: two more than there are GPUs, each either a listener or at a GPU's seat. At a ring, and at a
+ * wake, a listener borrows the seat of a sleeping issuer (issuer_borrow), because waking a second thread costs as much as all
+ * the rest: 4 us where it runs on the same core, 30 to 40 us where a virtual machine has to interrupt another one. While one
+ * listener is in the driver, the other hears what rings. If it borrows a seat as well, the issuer whose seat that is wakes up
+ * and listens.
  */
 #include "internal.h"
 
