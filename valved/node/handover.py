@@ -31,11 +31,11 @@ from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
 from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
-from valved.node.snapshot import COUNTERS, Snapshots
+from valved.node.snapshot import COUNTERS, Snapshots, saved_client
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
-from valved.state.registry import Books, ProcessClaim, ServiceEntry
+from valved.state.registry import Books, ClientEntry, ProcessClaim, ServiceEntry
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
@@ -43,6 +43,8 @@ from valved.state.saved import (
     SavedService,
     SavedState,
 )
+from valved.state.unsaved import FILE as UNSAVED
+from valved.state.unsaved import Unsaved
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
@@ -70,6 +72,7 @@ class Handover:
     def __post_init__(self) -> None:
         self.policy = SavedPolicy()
         world = (self._gate, self._books, self._gating, self._register, self._clock, self._processes)
+        self._unsaved = Unsaved(self._path.with_name(UNSAVED))
         self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
@@ -92,6 +95,7 @@ class Handover:
         began_ns = self._clock.now_ns()
         try:
             files.save(self._path, self.snapshot())
+            self._unsaved.clear()
             self._problem = ""
         except (OSError, ValueError) as error:  # a full disk must not stop gating; who is frozen stands in no file yet
             self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
@@ -99,6 +103,11 @@ class Handover:
             if self._problem != problem:
                 self._journal.emit(EventKind.NOTED, reason=self._problem)
         self._took_ns = self._clock.now_ns() - began_ns
+
+    def note_channel(self, entry: ClientEntry, channel: ChannelRef) -> None:
+        """Before it can be switched off: the state file names it a moment later."""
+        if self.is_ours():
+            self._unsaved.put(saved_client(entry, [channel]))
 
     def snapshot(self) -> SavedState:
         return self._snapshots.take(self.policy)
@@ -146,15 +155,16 @@ class Handover:
             self._journal.emit(
                 EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
             )
+            self._unsaved.clear()
             return
-        for pid, start_time in saved.frozen:
-            thawed = ProcessId(pid=pid, start_time=start_time)
-            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
-        for client in saved.clients:
+        for client in (*saved.clients, *self._unsaved.read()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
+        for pid, start_time in saved.frozen:
+            thawed = ProcessId(pid=pid, start_time=start_time)
+            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
         for pid, start_time in saved.ending:
             doomed = ProcessId(pid=pid, start_time=start_time)
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._ladder.take_up, doomed))  # which writes the file

@@ -59,7 +59,7 @@ class Leaving:
         return clients | others | self._ladder.standing()
 
     def owes_signals(self) -> bool:
-        return bool(self._signals.waiting(signal.SIGKILL, signal.SIGCONT))
+        return bool(self._signals.waiting(signal.SIGCONT) or self._endings.to_end())
 
     def since_s(self) -> float:
         """How long processes that must leave have stayed; 0 while none does."""
