@@ -12,7 +12,6 @@ from valved.config import Config, LadderTable
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId
 from valved.node.upkeep import leave_nobody_standing
-
 from valved.state import saved as state
 
 GPU = GpuIndex(0)

@@ -280,10 +280,7 @@ class Channels:
         if key not in entry.channels:
             return
         self._port.note_app_disabled(entry.id, *key, disabled)
-        if disabled:
-            entry.app_disabled.add(key)
-        else:
-            entry.app_disabled.discard(key)
+        (entry.app_disabled.add if disabled else entry.app_disabled.discard)(key)
         self._changed()
 
 

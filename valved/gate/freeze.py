@@ -5,8 +5,8 @@ hand. It ends when the gate call comes back well after all (the native side trie
 what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
 process that is late to carry out an order is given some time before it is frozen. How one is killed: gate/ending.py.
 
-Whoever is frozen was told before, in its control page, to hold its launches (native/walk.c, watchdog.c). That stands when
-its link ends, and when valved does, until a valved takes it back. So it may be let go at any end.
+Whoever is frozen was told before, in its control page, to hold its launches (native/walk.c, watchdog.c). That stands
+when its link ends, and when valved does, until a valved takes it back. So it may be let go at any end.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Ladder:
         self._endings.begin(process, "a valved that ended meanwhile was about to kill it", is_final=True)
 
     def release(self, process: ProcessId) -> None:
-        """Let a process go that a predecessor froze, in the next turn of the loop: by then the services of that one hold
-        again, and the link is open. It joins again, and is gated like any other."""
+        """Let a process go that a predecessor froze, in the next turn of the loop: by then the services of that one
+        hold again, and the link is open. It joins again, and is gated like any other."""
         self._inherited.add(process)
         self._clock.call_at_ns(self._clock.now_ns(), lambda: self._release(process))
 

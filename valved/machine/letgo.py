@@ -1,6 +1,6 @@
-"""Lets processes go that stand by a signal of valved, once that valved is gone. A program of its own: it imports nothing
-of Valve, so it is there within milliseconds. It hears on its standard input who stands (thawer.py); the end of that
-pipe is the end of valved, however it came.
+"""Lets processes go that stand by a signal of valved, once that valved is gone. A program of its own: it imports
+nothing of Valve, so it is there within milliseconds. It hears on its standard input who stands (thawer.py); the end of
+that pipe is the end of valved, however it came.
 """
 
 import contextlib

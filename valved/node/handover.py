@@ -20,6 +20,7 @@ import msgspec
 from valved.clients.leftovers import enable_due
 from valved.clients.register import Register
 from valved.clients.schedules import SECOND_NS
+from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.online import OnlineService
 from valved.gate.requests import RequestTally
@@ -160,7 +161,7 @@ class Handover:
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
-        for client in (*saved.clients, *self._unsaved.read()):
+        for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
         for pid, start_time in saved.frozen:
             thawed = ProcessId(pid=pid, start_time=start_time)
@@ -178,6 +179,15 @@ class Handover:
         self._register.departures.watch()
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
+
+    def _read_unsaved(self) -> list[SavedClient]:
+        try:
+            return list(self._unsaved.read())
+        except OSError as error:
+            if is_scarce(error):
+                raise  # as of the state file: the next start may read it
+            self._senseless.append(f"unsaved channels: {error}")
+            return []
 
     def _restore_leftovers(self, client: SavedClient) -> None:
         Role(client.role)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from valved.fds import Fds
+from valved.fds import Fds, read_if_there
 from valved.state.saved import SavedClient
 
 FILE = "unsaved.jsonl"
@@ -39,8 +39,8 @@ class Unsaved:
                 self._is_empty = True
 
     def read(self) -> Iterator[SavedClient]:
-        """A predecessor's. A line that was cut short is the last one, and its channel was not touched."""
-        if self._path.exists():
-            for line in self._path.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError, ValueError):
-                    yield msgspec.json.decode(line, type=SavedClient)
+        """A predecessor's. A line that was cut short is the last one, and its channel was not touched. OSError: nobody
+        knows."""
+        for line in (read_if_there(self._path) or b"").splitlines():
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                yield msgspec.json.decode(line, type=SavedClient)
