@@ -30,13 +30,14 @@ from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
 from valved.machine.signals import Signals
+from valved.machine.thawer import Thawer
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
 from valved.model.ids import Mode
 from valved.node.api import Node
 from valved.node.brake import Brake
-from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, read_cards, settled
+from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, leave_nobody_standing, read_cards, settled
 from valved.state import pending
 from valved.state import saved as state
 from valved.state.trace import LineFile
@@ -66,7 +67,7 @@ def _outer(
         uvm=UvmDoors(loop),
         work=Worker(loop),
         closer=Closer(),
-        signals=Signals(processes, clock),
+        signals=Signals(processes, clock, Thawer()),
         fd_limit=raise_fd_limit() if config.memory.enabled else 0,
         driver=driver_state(gate.driver_version()),
         boot=state.boot_id(),
@@ -141,7 +142,7 @@ async def run(
         await server.stop(grace=0.5)
     if metrics is not None:
         metrics.close()
-    await settled(gate.is_turning)
+    await leave_nobody_standing(gate, daemon.brake)
     daemon.handover.save()
     await _close(daemon, link)
     loop.remove_reader(gate.stamps_fd())

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from pathlib import Path
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESRCH)
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -25,3 +27,28 @@ class Fds(contextlib.ExitStack):
 def is_scarce(error: OSError) -> bool:
     """It could not be opened for want of descriptors or memory: ask again, and take it for present until then."""
     return error.errno in _SCARCE
+
+
+def is_absent(error: OSError) -> bool:
+    """It is not there. No other error says so."""
+    return error.errno in _ABSENT
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """OSError: nobody knows."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
+
+
+def names_in(folder: Path) -> list[str]:
+    """Sorted; none where there is no folder. To a glob of Python 3.12 a folder that it cannot open is an empty one."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        if is_absent(error):
+            return []
+        raise

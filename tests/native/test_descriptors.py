@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 from gates import SETTINGS, FakeDriver
+from node_world import FakeThawer
 from scarce import left, opened
 
 from valved import paths
@@ -229,7 +230,7 @@ def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver:
             uvm=UvmDoors(loop),
             work=Worker(loop),
             closer=closer,
-            signals=Signals(processes, clock),
+            signals=Signals(processes, clock, FakeThawer()),
             fd_limit=65536,
             driver=driver_state(gate.driver_version()),
             boot="boot",

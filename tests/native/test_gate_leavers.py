@@ -10,7 +10,7 @@ from gates import Rig
 from native_world import NativeWorld
 
 from valved.abi.link import Channel
-from valved.model.ids import ChannelRef, ClientId, GpuIndex, ServiceId
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, ServiceId
 
 GUARD = ServiceId(7)
 
@@ -148,3 +148,37 @@ def test_nothing_of_who_left_is_ever_kept_once_the_driver_has_answered(node: Nat
     come_back(node)
 
     node.until(lambda: not left(node), "all were on")
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_enable_that_a_hung_driver_owes_is_never_forgotten_when_its_process_leaves(
+    node: NativeWorld, is_held: bool, ends: bool
+) -> None:
+    """A predecessor's channel: its process is back, has told of it, and leaves again before the driver answers."""
+    other = node.world.offline(gpus=())
+    channel, owner = node.allocate()
+    node.rig.driver.lib.fake_switch(channel.h_client, channel.h_channel, 0)
+    node.world.processes.add(300)
+    node.world.register.channels.leftovers.put(ref(channel), ProcessId(pid=300, start_time=3000))
+    client = node.world.offline(pid=300, gpus=(), claimed=False)
+    hang(node, other)
+    key = node.tell(client, channel, owner)
+    if is_held:
+        hold(node)
+    if ends:
+        node.world.processes.table.pop(300)
+    node.world.register.leave(client, "link closed")
+
+    come_back(node)
+    for _ in range(20):
+        node.pump()
+    node.world.run(1000)
+
+    assert node.is_on(key) or (key in left(node) and not ends)
+    if is_held and not ends and not node.is_on(key):
+        node.world.processes.table.pop(300)
+        node.world.run(1000)
+    elif not is_held:
+        assert not left(node)
+    node.until(lambda: node.is_on(key) or not ends, "who ends has its channels on")

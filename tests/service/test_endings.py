@@ -53,6 +53,7 @@ def after_a_crash(world):
     saved, problem = state.load(world.folder / "state.json")
     assert not problem
     second.handover.restore(saved, come_back_s=2.0)
+    second.run(0)  # the next turn of its loop
     return second
 
 

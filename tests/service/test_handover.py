@@ -430,6 +430,7 @@ def test_whom_a_predecessor_froze_is_let_go(first):
     first.run(1)
 
     second = successor(first)
+    second.run(0)
 
     assert first.signals == [(300, "SIGSTOP")]
     assert second.signals == [(300, "SIGCONT")]

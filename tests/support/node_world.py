@@ -171,11 +171,17 @@ class Shares:
         return self.share
 
 
+class FakeThawer:
+    def __init__(self):
+        self.standing = set()
+        self.put, self.drop = self.standing.add, self.standing.discard
+
+
 class FakeSignals(Signals):
     """Waits as the real one does; what would be sent goes to its world."""
 
     def __init__(self, world):
-        super().__init__(world.processes, world.clock)
+        super().__init__(world.processes, world.clock, world.thawer)
         self._world = world
 
     def _send(self, process, queue):
@@ -211,7 +217,7 @@ class World:
         self.processes._reactor = self.reactor
         self.gate = gate or FakeGate(self.clock, gpus)
         self.prover, self.outside, self.worker = FakeProver(), FakeOutside(self.clock), FakeWork()
-        self.signals, self.stopped = [], False
+        self.signals, self.stopped, self.thawer = [], False, FakeThawer()
         outer = Outer(
             gate=self.gate,
             processes=self.processes,

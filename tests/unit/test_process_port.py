@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from node_world import FakeReactor
+from node_world import FakeReactor, FakeThawer
 from scarce import left, opened
 from virtual import VirtualClock
 
@@ -191,7 +191,7 @@ def test_a_signal_that_cannot_be_sent_for_want_of_a_descriptor_is_never_lost() -
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = processes.start_time(child.pid)
     assert start is not None
-    process, signals = ProcessId(pid=child.pid, start_time=start), Signals(processes, clock)
+    process, signals = ProcessId(pid=child.pid, start_time=start), Signals(processes, clock, FakeThawer())
     assert signals.send(process, signal.SIGSTOP) is Delivery.DONE
     before = opened()
     for count in range(2):
@@ -321,7 +321,7 @@ def test_no_process_has_ended_while_a_thread_of_it_runs() -> None:
     assert not exits.has_ended("it")
     assert not processes.is_gone(process)
 
-    assert Signals(processes, VirtualClock()).send(process, signal.SIGKILL) is Delivery.DONE
+    assert Signals(processes, VirtualClock(), FakeThawer()).send(process, signal.SIGKILL) is Delivery.DONE
     child.communicate()
     assert exits.has_ended("it")
     assert processes.is_gone(process)

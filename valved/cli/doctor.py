@@ -27,6 +27,7 @@ from valve.v1 import node_pb2
 from valved.cli import remap, words
 from valved.cli.client import is_running, status_of
 from valved.cli.exits import FINDINGS, OK
+from valved.fds import is_absent
 from valved.paths import preload_library, run_dir
 
 FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
@@ -78,7 +79,9 @@ def driver_version(text: str) -> tuple[str, bool] | None:
 def check_driver() -> Finding:
     try:
         found = driver_version(_read(VERSION_FILE))
-    except OSError:
+    except OSError as error:
+        if not is_absent(error):
+            return unknown("driver", f"cannot read {VERSION_FILE}: {error.strerror}")
         return broken("driver", "no NVIDIA driver is loaded", "install it, or try Valve without a GPU: valve demo")
     if not found:
         return unknown("driver", f"cannot read a version in {VERSION_FILE}")

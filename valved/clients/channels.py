@@ -29,6 +29,7 @@ from valved.state.registry import Books, ClientEntry
 
 NO_UUID = bytes(16)
 Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
+Comes = Callable[[ClientEntry, ChannelRef], None]  # before it can be switched off
 
 
 class Channels:
@@ -44,6 +45,7 @@ class Channels:
         send: Send,
         prover: ProverPort,
         changed: Callable[[], None],
+        comes: Comes,
         keeps_files: bool,
     ) -> None:
         self.possession = Possession(prover, clock, quota.channels_per_client, self._owner_found)
@@ -58,6 +60,7 @@ class Channels:
         self._quota = quota
         self._send = send
         self._changed = changed
+        self._comes = comes
         self.schedules = Schedules(gate, books, gating, clock, link, self.possession, self._ack)
         self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
@@ -143,6 +146,7 @@ class Channels:
             if self._is_anothers(entry, channel):
                 self._refuse(entry, seq, "foreign")
                 return
+            self._comes(entry, channel)
             armed = self._arm(entry, channel)
             if armed is None:
                 self._forget_channel(entry, (channel.h_client, channel.h_channel))
@@ -282,10 +286,7 @@ class Channels:
         if key not in entry.channels:
             return
         self._port.note_app_disabled(entry.id, *key, disabled)
-        if disabled:
-            entry.app_disabled.add(key)
-        else:
-            entry.app_disabled.discard(key)
+        (entry.app_disabled.add if disabled else entry.app_disabled.discard)(key)
         self._changed()
 
 

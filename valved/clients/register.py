@@ -33,7 +33,7 @@ from valved.gate.wake import GateService
 from valved.machine.clock import Clock
 from valved.machine.ports import ClientFds, ClientView, GatePort, ProcessPort, ProverPort
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, ProcessId, Role, ServiceId
+from valved.model.ids import ChannelRef, ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.lived import Lived
 from valved.state.registry import Books, ClientEntry
@@ -69,6 +69,9 @@ class ClientsListener:
     def books_changed(self) -> None:
         """Claims, clients or channels: a successor must know."""
 
+    def channel_comes(self, entry: ClientEntry, channel: ChannelRef) -> None:
+        """Of an offline process, and it can be switched off next: a successor must know."""
+
     def someone_knocks(self) -> None:
         """Before a peer is judged. Claims may lie in the run folder that were left while no valved answered."""
 
@@ -95,7 +98,7 @@ class Register:
         self.listener = ClientsListener()
         self.useful = UsefulTokens()
         rooms = (gate, books, gating, journal, clock)
-        self.channels = Channels(*rooms, quota, link, self.send, prover, self._changed, keeps_files)
+        self.channels = Channels(*rooms, quota, link, self.send, prover, self._changed, self._comes, keeps_files)
         self._gate = gate
         self._books = books
         self._gating = gating
@@ -111,6 +114,9 @@ class Register:
 
     def _changed(self) -> None:
         self.listener.books_changed()
+
+    def _comes(self, entry: ClientEntry, channel: ChannelRef) -> None:
+        self.listener.channel_comes(entry, channel)
 
     def _service_ended(self, service: ServiceId) -> None:
         self.channels.harvest.forget(service)
@@ -211,7 +217,7 @@ class Register:
     def _take_back(self, client: ClientId, service: ServiceId, *, created: bool) -> None:
         if created:
             self._gate.remove_client(client)
-        self.claimed.drop_if_empty(service)
+        self.claimed.drop_if_empty(service, was_welcome=False)
 
     def leave(self, client: ClientId, reason: str) -> None:
         """A client is gone, by its link or by its process. Its channels are seen to first."""

@@ -4,6 +4,9 @@ A frozen process launches nothing new, but what it queued still runs: this rung 
 hand. It ends when the gate call comes back well after all (the native side tries again for as long as the GPU is held):
 what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
 process that is late to carry out an order is given some time before it is frozen. How one is killed: gate/ending.py.
+
+Whoever is frozen was told before, in its control page, to hold its launches (native/walk.c, watchdog.c). That stands
+when its link ends, and when valved does, until a valved takes it back. So it may be let go at any end.
 """
 
 from __future__ import annotations
@@ -52,18 +55,20 @@ class Ladder:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, Frozen] = {}
+        self._inherited: set[ProcessId] = set()  # a predecessor's, until they are let go
+        self._is_over = False  # valved ends: nobody is frozen any more
 
     def frozen(self) -> list[ProcessId]:
         return [frozen.entry.process for frozen in self._frozen.values()]
 
     def standing(self) -> set[ProcessId]:
         """Who is stopped or is to be, to be let go or killed, with or without a link."""
-        frozen = {process for process in self.frozen() if not self._processes.is_gone(process)}
+        frozen = {process for process in {*self.frozen(), *self._inherited} if not self._processes.is_gone(process)}
         return frozen | self._endings.present() | self._signals.waiting(signal.SIGCONT)
 
     def to_release(self) -> set[ProcessId]:
         """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
-        stands = {*self.frozen(), *self._endings.to_release(), *self._signals.waiting(signal.SIGCONT)}
+        stands = {*self.frozen(), *self._inherited, *self._endings.to_release(), *self._signals.waiting(signal.SIGCONT)}
         return stands - self._endings.to_end()
 
     def to_end(self) -> set[ProcessId]:
@@ -75,13 +80,22 @@ class Ladder:
         self._endings.begin(process, "a valved that ended meanwhile was about to kill it", is_final=True)
 
     def release(self, process: ProcessId) -> None:
-        """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
-        self._signals.send(process, signal.SIGCONT)
+        """Let a process go that a predecessor froze, in the next turn of the loop: by then the services of that one
+        hold again, and the link is open. It joins again, and is gated like any other."""
+        self._inherited.add(process)
+        self._clock.call_at_ns(self._clock.now_ns(), lambda: self._release(process))
+
+    def _release(self, process: ProcessId) -> None:
+        self._inherited.discard(process)
+        if process not in self._endings:
+            self._signals.send(process, signal.SIGCONT)
 
     def freeze_stranger(self, process: ProcessId, name: str) -> bool:
         """An offline process that valved cannot gate, as it never registered. It is not let go again: its pod must end.
         True: it stands."""
-        if not (self._settings.freeze and self._signals.send(process, signal.SIGSTOP) is Delivery.DONE):
+        if not self._settings.freeze:
+            return False
+        if self._signals.send(process, signal.SIGSTOP, for_good=True) is not Delivery.DONE:
             return False
         if process not in self._strangers:
             self._strangers = {one for one in self._strangers if not self._processes.is_gone(one)} | {process}
@@ -89,7 +103,7 @@ class Ladder:
         return True
 
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and stamp.gpu in self._gating.ungated()):
+        if self._is_over or not (self._settings.freeze and stamp.gpu in self._gating.ungated()):
             return
         if self._gating.reach(stamp.gpu) in DRIVER_CALLS:
             self._freeze(stamp)
@@ -99,7 +113,7 @@ class Ladder:
 
     def _still_failed(self, stamp: Stamp) -> None:
         self._late.discard(stamp.gpu)
-        if stamp.gpu in self._gating.ungated():
+        if not self._is_over and stamp.gpu in self._gating.ungated():
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
@@ -128,9 +142,10 @@ class Ladder:
                 self._let_go(client, "its GPUs are free again, or its channels are stopped")
 
     def let_all_go(self) -> None:
-        """No successor will know of them. Without valved each stops itself once its lease is over, as after a kill."""
+        """Valved ends. Nobody is frozen from here on."""
+        self._is_over = True
         for client in list(self._frozen):
-            self._let_go(client, "valved ends, and no successor knows of it")
+            self._let_go(client, "valved ends")
 
     def _let_go(self, client: ClientId, reason: str) -> None:
         entry = self._frozen[client].entry
@@ -148,18 +163,17 @@ class Ladder:
         return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
 
     def _kill(self, client: ClientId) -> None:
-        """One that has closed its link stays frozen until its GPUs are free: its channels cannot be enabled first."""
-        if client in self._books.clients:
-            self._forget(client)
-            self.end(client, "its channels could not be stopped, and it stayed frozen for too long")
+        """Also one whose link has ended since: what it left off is in the books (clients/leftovers.py)."""
+        self._end(self._frozen[client].entry, "its channels could not be stopped, and it stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
         """Kill a process, with its channels on."""
-        entry = self._books.clients.get(client)
-        if entry is None:
-            return
-        if client in self._frozen:
-            self._forget(client)
+        if entry := self._books.clients.get(client):
+            self._end(entry, reason)
+
+    def _end(self, entry: ClientEntry, reason: str) -> None:
+        if entry.id in self._frozen:
+            self._forget(entry.id)
         self._endings.begin(entry.process, reason, is_final=True, **_facts(entry))
 
     def _forget(self, client: ClientId) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from valve_kube import names
 
+from valved.fds import names_in, read_if_there
+
 VERSION = "0.6.0"
 KIND = f"{names.DOMAIN}/gpu"
 TOOLKIT_KIND = "nvidia.com/gpu"
@@ -31,12 +33,19 @@ def device(slot: str) -> str:
 
 
 def read_toolkit(folders: Iterable[Path]) -> Json | None:
-    """NVIDIA's own description of the node's GPUs; None where the toolkit made none."""
-    for folder in folders:
-        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.json")]):
+    """NVIDIA's own description of the node's GPUs; None where the toolkit made none. OSError: nobody knows, as one that
+    could be it cannot be read."""
+    problem: OSError | None = None
+    for path in [folder / name for folder in folders for name in names_in(folder) if name.endswith((".yaml", ".json"))]:
+        try:
             spec = _read(path)
-            if isinstance(spec, dict) and spec.get("kind") == TOOLKIT_KIND:
-                return spec
+        except OSError as error:
+            problem = error
+            continue
+        if isinstance(spec, dict) and spec.get("kind") == TOOLKIT_KIND:
+            return spec
+    if problem is not None:
+        raise problem
     return None
 
 
@@ -89,8 +98,9 @@ def remove(folder: Path, slot: str) -> None:
 
 def present(folder: Path) -> frozenset[str]:
     """Slots that have a file."""
-    start = f"{names.DOMAIN}-"
-    return frozenset(path.stem.removeprefix(start) for path in folder.glob(f"{start}*.json"))
+    start, end = f"{names.DOMAIN}-", ".json"
+    files = [name for name in names_in(folder) if name.startswith(start) and name.endswith(end)]
+    return frozenset(name.removeprefix(start).removesuffix(end) for name in files)
 
 
 def _path(folder: Path, slot: str) -> Path:
@@ -100,7 +110,8 @@ def _path(folder: Path, slot: str) -> Path:
 def _read(path: Path) -> Any:
     import yaml  # comes with the kubernetes client; the toolkit writes YAML, and JSON is YAML
 
+    text = read_if_there(path)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        return yaml.safe_load(text) if text is not None else None
+    except (UnicodeDecodeError, yaml.YAMLError):
         return None

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from valved import paths
+from valved.fds import names_in, read_if_there
 
 log = logging.getLogger("valved.kube")
 
@@ -90,6 +91,6 @@ def _mapped(folder: Path, processes: Path) -> set[str]:
 
 
 def _maps(processes: Path) -> Iterable[str]:
-    for path in processes.glob("[0-9]*/maps"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield path.read_text(errors="replace")
+    for name in filter(str.isdecimal, names_in(processes)):
+        if (text := read_if_there(processes / name / "maps")) is not None:
+            yield text.decode(errors="replace")

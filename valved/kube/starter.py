@@ -87,10 +87,10 @@ class Starter:
                     raise MayNotStart(f"{uuid} still belongs to {other.key}")
 
     def _describe(self, folder: Path, slots: tuple[str, ...], uuids: tuple[str, ...]) -> None:
-        toolkit = cdi.read_toolkit(self.toolkit_folders)
-        if toolkit is None:
-            raise MayNotStart("NVIDIA's toolkit keeps no CDI description on this node; use the backend envvar")
         try:
+            toolkit = cdi.read_toolkit(self.toolkit_folders)
+            if toolkit is None:
+                raise MayNotStart("NVIDIA's toolkit keeps no CDI description on this node; use the backend envvar")
             for slot, spec in cdi.slot_specs(slots, uuids, toolkit).items():
                 cdi.write(folder, slot, spec)
         except (cdi.NoDescription, OSError) as error:

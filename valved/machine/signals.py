@@ -14,6 +14,7 @@ from typing import Protocol
 from valved.fds import Fds, is_scarce
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import ProcessPort
+from valved.machine.thawer import ThawerPort
 from valved.model.ids import ProcessId
 
 AGAIN_NS = 20_000_000
@@ -27,7 +28,9 @@ class Delivery(enum.Enum):
 
 
 class SignalPort(Protocol):
-    def send(self, process: ProcessId, number: signal.Signals) -> Delivery: ...
+    def send(self, process: ProcessId, number: signal.Signals, *, for_good: bool = False) -> Delivery:
+        """`for_good`: who is stopped is let go by nobody, also when this valved is gone."""
+        ...
 
     def waiting(self, *numbers: signal.Signals) -> set[ProcessId]:
         """The processes to which one of these is still to be sent."""
@@ -35,15 +38,21 @@ class SignalPort(Protocol):
 
 
 class Signals:
-    def __init__(self, processes: ProcessPort, clock: Clock) -> None:
+    def __init__(self, processes: ProcessPort, clock: Clock, thawer: ThawerPort) -> None:
         self._processes = processes
         self._clock = clock
+        self._thawer = thawer
         self._waiting: dict[ProcessId, tuple[signal.Signals, ...]] = {}
         self._timers: dict[ProcessId, TimerHandle] = {}  # one for each that waits
 
-    def send(self, process: ProcessId, number: signal.Signals) -> Delivery:
+    def send(self, process: ProcessId, number: signal.Signals, *, for_good: bool = False) -> Delivery:
         """With whatever waits for it, in the order in which it was asked for."""
-        return self._deliver(process, with_one_more(self._waiting.get(process, ()), number))
+        if number is signal.SIGSTOP and not for_good:
+            self._thawer.put(process)
+        delivery = self._deliver(process, with_one_more(self._waiting.get(process, ()), number))
+        if number in (signal.SIGCONT, signal.SIGKILL) and delivery is not Delivery.WAITS:
+            self._thawer.drop(process)
+        return delivery
 
     def waiting(self, *numbers: signal.Signals) -> set[ProcessId]:
         return {process for process, queue in self._waiting.items() if not set(queue).isdisjoint(numbers)}

@@ -20,6 +20,7 @@ import msgspec
 from valved.clients.leftovers import enable_due
 from valved.clients.register import Register
 from valved.clients.schedules import SECOND_NS
+from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.online import OnlineService
 from valved.gate.requests import RequestTally
@@ -31,11 +32,11 @@ from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
 from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
-from valved.node.snapshot import COUNTERS, Snapshots
+from valved.node.snapshot import COUNTERS, Snapshots, saved_client
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
-from valved.state.registry import Books, ProcessClaim, ServiceEntry
+from valved.state.registry import Books, ClientEntry, ProcessClaim, ServiceEntry
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
@@ -43,6 +44,8 @@ from valved.state.saved import (
     SavedService,
     SavedState,
 )
+from valved.state.unsaved import FILE as UNSAVED
+from valved.state.unsaved import Unsaved
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
@@ -70,6 +73,7 @@ class Handover:
     def __post_init__(self) -> None:
         self.policy = SavedPolicy()
         world = (self._gate, self._books, self._gating, self._register, self._clock, self._processes)
+        self._unsaved = Unsaved(self._path.with_name(UNSAVED))
         self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
@@ -92,6 +96,7 @@ class Handover:
         began_ns = self._clock.now_ns()
         try:
             files.save(self._path, self.snapshot())
+            self._unsaved.clear()
             self._problem = ""
         except (OSError, ValueError) as error:  # a full disk must not stop gating; the frozen are not in it yet
             self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
@@ -99,6 +104,11 @@ class Handover:
             if self._problem != problem:
                 self._journal.emit(EventKind.NOTED, reason=self._problem)
         self._took_ns = self._clock.now_ns() - began_ns
+
+    def note_channel(self, entry: ClientEntry, channel: ChannelRef) -> None:
+        """Before it can be switched off: the state file names it a moment later."""
+        if self.is_ours():
+            self._unsaved.put(saved_client(entry, [channel]))
 
     def snapshot(self) -> SavedState:
         return self._snapshots.take(self.policy)
@@ -146,15 +156,16 @@ class Handover:
             self._journal.emit(
                 EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
             )
+            self._unsaved.clear()
             return
-        for pid, start_time in saved.frozen:
-            thawed = ProcessId(pid=pid, start_time=start_time)
-            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
-        for client in saved.clients:
+        for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
+        for pid, start_time in saved.frozen:
+            thawed = ProcessId(pid=pid, start_time=start_time)
+            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
         for pid, start_time in saved.ending:
             doomed = ProcessId(pid=pid, start_time=start_time)
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._ladder.take_up, doomed))  # which writes the file
@@ -168,6 +179,15 @@ class Handover:
         self._register.departures.watch()
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
+
+    def _read_unsaved(self) -> list[SavedClient]:
+        try:
+            return list(self._unsaved.read())
+        except OSError as error:
+            if is_scarce(error):
+                raise  # as of the state file: the next start may read it
+            self._senseless.append(f"unsaved channels: {error}")
+            return []
 
     def _restore_leftovers(self, client: SavedClient) -> None:
         Role(client.role)

@@ -17,7 +17,7 @@ from valved.gate.listener import GateListener
 from valved.machine.ports import Stamp
 from valved.model.consent import Said
 from valved.model.events import EventKind
-from valved.model.ids import Role
+from valved.model.ids import ChannelRef, Role
 from valved.node.api import Node
 from valved.node.handover import Handover
 from valved.node.kv import Kv
@@ -108,6 +108,9 @@ class ClientsNews(ClientsListener):
 
     def books_changed(self) -> None:
         self._handover.save_soon()
+
+    def channel_comes(self, entry: ClientEntry, channel: ChannelRef) -> None:
+        self._handover.note_channel(entry, channel)
 
     def someone_knocks(self) -> None:
         """Take up what `valve run --online` left while no valved answered."""

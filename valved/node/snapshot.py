@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +16,7 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.model.ids import ChannelRef, GpuIndex, Role
 from valved.node.kv import Kv
 from valved.state import saved as files
-from valved.state.registry import Books, ServiceEntry
+from valved.state.registry import Books, ClientEntry, ServiceEntry
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
@@ -131,13 +131,10 @@ class Snapshots:
 
     def _saved_clients(self) -> list[SavedClient]:
         return [
-            SavedClient(
-                pid=entry.process.pid,
-                start_time=entry.process.start_time,
-                role=entry.role,
-                service=entry.service,
-                channels=[
-                    _saved_channel(channel)
+            saved_client(
+                entry,
+                [
+                    channel
                     for key, channel in entry.channels.items()
                     if entry.role is Role.OFFLINE and key not in entry.app_disabled
                 ],
@@ -178,6 +175,16 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
         slo=online.said.slo,
         grant=online.said.grant,
         share_weights=online.said.share_weights,
+    )
+
+
+def saved_client(entry: ClientEntry, channels: Sequence[ChannelRef]) -> SavedClient:
+    return SavedClient(
+        pid=entry.process.pid,
+        start_time=entry.process.start_time,
+        role=entry.role,
+        service=entry.service,
+        channels=[_saved_channel(channel) for channel in channels],
     )
 
 

@@ -64,9 +64,7 @@ class Upkeep:
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
         self._brake.hand_over()
-        await settled(lambda: self._gate.is_turning() or bool(self._brake.ladder.to_end()))
-        self._brake.ladder.let_all_go()
-        await settled(self._brake.leaving.owes_signals)
+        await leave_nobody_standing(self._gate, self._brake)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
         logging.shutdown()  # else the last line stays in the queue
         os._exit(EXIT_FAILED)
@@ -78,6 +76,14 @@ async def settled(is_under_way: Callable[[], bool]) -> None:
     while is_under_way() and looks > 0:
         looks -= 1
         await asyncio.sleep(SETTLE_LOOK_S)
+
+
+async def leave_nobody_standing(gate: GatePort, brake: Brake) -> None:
+    """Before valved ends, and after it handed over: whom it was about to kill it kills, and who stands it lets go. No
+    successor is certain, and none is needed: who goes on launches nothing before a valved has taken it."""
+    await settled(lambda: gate.is_turning() or bool(brake.ladder.to_end()))
+    brake.ladder.let_all_go()
+    await settled(brake.leaving.owes_signals)
 
 
 class LoopBeat:

@@ -1,0 +1,91 @@
+"""Who stands by a signal of valved is let go when valved is killed, and nobody else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from valved.machine.processes import LinuxProcesses
+from valved.machine.thawer import Thawer
+from valved.model.ids import ProcessId
+
+SLEEPER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def ignored(pid):
+    return int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
+
+
+def until(condition):
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def stopped():
+    """Three processes that stand."""
+    children = [subprocess.Popen(SLEEPER) for _ in range(3)]
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
+        until(lambda child=child: state(child.pid) == "T")
+    yield [ProcessId(pid=child.pid, start_time=LinuxProcesses().start_time(child.pid)) for child in children]
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def end_of_valved(thawer):
+    os.close(thawer._pipe)
+    thawer._pipe = -1
+    assert thawer._child.wait(60) == 0
+
+
+def test_who_stands_is_let_go_when_valved_is_gone_and_nobody_else_is(stopped):
+    thawer = Thawer()
+    named, dropped, other = stopped
+    for process in (named, dropped):
+        thawer.put(process)
+    thawer.put(ProcessId(pid=other.pid, start_time=other.start_time + 1))  # its number came again
+    thawer.put(ProcessId(pid=2**22 + 1, start_time=1))  # has ended
+    thawer.drop(dropped)
+    assert state(named.pid) == "T"
+
+    end_of_valved(thawer)
+
+    until(lambda: state(named.pid) != "T")
+    assert state(dropped.pid) == state(other.pid) == "T"
+
+
+def test_a_signal_to_all_of_valved_s_processes_never_leaves_one_standing(stopped):
+    thawer = Thawer()
+    thawer.put(stopped[0])
+    until(lambda: ignored(thawer._child.pid) & 0x4003 == 0x4003)  # SIGTERM, SIGINT, SIGHUP
+    thawer._child.send_signal(signal.SIGTERM)
+
+    end_of_valved(thawer)
+
+    until(lambda: state(stopped[0].pid) != "T")
+
+
+def test_a_helper_that_was_killed_is_never_missed_by_the_next_who_stands(stopped):
+    thawer = Thawer()
+    thawer.put(stopped[0])
+    thawer._child.kill()
+    thawer._child.wait()
+    thawer.put(stopped[1])
+
+    end_of_valved(thawer)
+
+    until(lambda: state(stopped[0].pid) != "T" and state(stopped[1].pid) != "T")
