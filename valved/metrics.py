@@ -54,7 +54,7 @@ Figures = dict[str, tuple[str, Callable[[Row], float]]]
 """Name of a family -> (its description, its value of one row)."""
 
 
-def _family(kind: type[GaugeMetricFamily | CounterMetricFamily]) -> Callable[..., Metric]:
+def _maker(kind: type[GaugeMetricFamily | CounterMetricFamily]) -> Callable[..., Metric]:
     def make(name: str, text: str, rows: Rows, labels: Sequence[str] = ()) -> Metric:
         family = kind(name, text, labels=labels)
         for values, value in rows.items():
@@ -64,10 +64,10 @@ def _family(kind: type[GaugeMetricFamily | CounterMetricFamily]) -> Callable[...
     return make
 
 
-_gauge, _counter = _family(GaugeMetricFamily), _family(CounterMetricFamily)
+gauge, counter = _maker(GaugeMetricFamily), _maker(CounterMetricFamily)
 
 
-def _of_each(
+def of_each(
     make: Callable[..., Metric], figures: Figures[Row], rows: Mapping[tuple[str, str], Row], labels: Sequence[str]
 ) -> Iterator[Metric]:
     for name, (text, value) in figures.items():
@@ -76,13 +76,13 @@ def _of_each(
 
 def _node(status: NodeState) -> Iterator[Metric]:
     modes: dict[tuple[str, ...], float] = {(mode.value,): float(mode is status.mode) for mode in Mode}
-    yield _gauge("valve_mode", "1 for the mode in force: off, observe or harvest", modes, ["mode"])
-    yield _gauge("valve_paused", "1 while harvesting is paused on this node", {(): float(status.paused)})
-    yield _gauge("valve_draining", "1 while valved drains: offline work must end", {(): float(status.draining)})
+    yield gauge("valve_mode", "1 for the mode in force: off, observe or harvest", modes, ["mode"])
+    yield gauge("valve_paused", "1 while harvesting is paused on this node", {(): float(status.paused)})
+    yield gauge("valve_draining", "1 while valved drains: offline work must end", {(): float(status.draining)})
     clients: dict[tuple[str, ...], float] = {(role.name.lower(),): 0.0 for role in Role if role is not Role.NONE}
     for client in status.clients:
         clients[(client.role.name.lower(),)] += 1
-    yield _gauge("valve_clients", "Connected processes by role", clients, ["role"])
+    yield gauge("valve_clients", "Connected processes by role", clients, ["role"])
 
 
 GPU_GAUGES: Figures[GpuState] = {
@@ -106,8 +106,8 @@ GPU_COUNTERS: Figures[GpuState] = {
 def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
     rows = {(str(gpu.index), gpu.uuid): gpu for gpu in gpus}
     labels = ["gpu", "uuid"]
-    yield from _of_each(_gauge, GPU_GAUGES, rows, labels)
-    yield from _of_each(_counter, GPU_COUNTERS, rows, labels)
+    yield from of_each(gauge, GPU_GAUGES, rows, labels)
+    yield from of_each(counter, GPU_COUNTERS, rows, labels)
     latency = HistogramMetricFamily(
         "valve_preemption_latency_seconds",
         "From the first online launch to offline channels off; 99 of 100 should take less than 1 ms",
@@ -168,10 +168,10 @@ ONLINE_COUNTERS: Figures[ServiceState] = {
 def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     rows = {(str(service.id), service.name): service for service in services}
     labels = ["service", "name"]
-    yield from _of_each(_gauge, ONLINE_GAUGES, rows, labels)
-    yield from _of_each(_counter, ONLINE_COUNTERS, rows, labels)
+    yield from of_each(gauge, ONLINE_GAUGES, rows, labels)
+    yield from of_each(counter, ONLINE_COUNTERS, rows, labels)
     worths = {key: service.granted.worth_points for key, service in rows.items()}
-    yield _gauge(
+    yield gauge(
         "valve_service_grant_worth_points",
         "Percent of a GPU that granted time would give for each ms of tpot, at most; absent while unknown",
         {key: points for key, points in worths.items() if points is not None},
@@ -203,7 +203,7 @@ OFFLINE_COUNTERS: Figures[ServiceState] = {
 
 def _offline(services: Sequence[ServiceState]) -> Iterator[Metric]:
     rows = {(str(service.id), service.name): service for service in services}
-    return _of_each(_counter, OFFLINE_COUNTERS, rows, ["service", "name"])
+    return of_each(counter, OFFLINE_COUNTERS, rows, ["service", "name"])
 
 
 def _memory(memory: MemoryState) -> Iterator[Metric]:
@@ -212,10 +212,10 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
     pool: dict[tuple[str, ...], float] = {
         (str(gpu.index), part): getattr(gpu, part) * size for gpu in memory.gpus for part in parts
     }
-    yield _gauge("valve_kv_pool_bytes", "KV memory of the GPU, by holder", pool, ["gpu", "holder"])
+    yield gauge("valve_kv_pool_bytes", "KV memory of the GPU, by holder", pool, ["gpu", "holder"])
     engines = {(str(engine.service), engine.role.name.lower()): engine for engine in memory.engines}
-    yield from _of_each(_gauge, ENGINE_GAUGES, engines, ["service", "role"])
-    yield _gauge("valve_kv_reclaim_target", "Reclaims an hour that the operator accepts", {(): memory.target_per_hour})
+    yield from of_each(gauge, ENGINE_GAUGES, engines, ["service", "role"])
+    yield gauge("valve_kv_reclaim_target", "Reclaims an hour that the operator accepts", {(): memory.target_per_hour})
     totals = {
         "valve_kv_reclaims": ("Reclaims from offline work", memory.reclaims),
         "valve_kv_reclaims_short": ("Reclaims that got less memory than was needed", memory.reclaims_short),
@@ -233,9 +233,9 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
         "valve_kv_lost_tokens": ("Tokens of lost blocks that were computed again", memory.lost_tokens),
     }
     for name, (text, value) in totals.items():
-        yield _counter(name, text, {(): value})
+        yield counter(name, text, {(): value})
     trials: dict[tuple[str, ...], float] = {("passed",): memory.trials_passed, ("failed",): memory.trials_failed}
-    yield _counter("valve_kv_trials", "Processes tried: can memory be taken from outside", trials, ["outcome"])
+    yield counter("valve_kv_trials", "Processes tried: can memory be taken from outside", trials, ["outcome"])
     phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Duration of a reclaim, by phase", labels=["phase"])
     for phase in memory.phases:
         phases.add_metric([phase.name], _buckets(phase.latency), phase.latency.sum_us / 1e6)
@@ -254,21 +254,21 @@ ENGINE_GAUGES: Figures[EngineState] = {
 
 def _counts(status: NodeState) -> Iterator[Metric]:
     counters = status.counters
-    yield _counter("valve_gates", "GPU gates closed, by launches and by valved itself", {(): counters.gates})
-    yield _counter("valve_wakes", "Times that a service dropped its hold", {(): counters.wakes})
-    yield _counter("valve_wakes_refused", "Wakes that a launch called off", {(): counters.wake_refused})
-    yield _counter("valve_gate_failures", "Disable calls that failed or hung", {(): counters.gate_failures})
-    yield _counter("valve_clients_welcomed", "Clients that valved has welcomed", {(): counters.clients})
+    yield counter("valve_gates", "GPU gates closed, by launches and by valved itself", {(): counters.gates})
+    yield counter("valve_wakes", "Times that a service dropped its hold", {(): counters.wakes})
+    yield counter("valve_wakes_refused", "Wakes that a launch called off", {(): counters.wake_refused})
+    yield counter("valve_gate_failures", "Disable calls that failed or hung", {(): counters.gate_failures})
+    yield counter("valve_clients_welcomed", "Clients that valved has welcomed", {(): counters.clients})
     refusals: dict[tuple[str, ...], float] = {(why,): float(count) for why, count in counters.refusals.items()}
-    yield _counter("valve_refusals", "Clients and channels refused, by reason", refusals, ["reason"])
-    yield _counter("valve_malformed_packets", "Link packets that valved could not read", {(): counters.malformed})
-    yield _counter("valve_restarts", "Starts that took over a former valved's state", {(): counters.restarts})
-    yield _counter(
+    yield counter("valve_refusals", "Clients and channels refused, by reason", refusals, ["reason"])
+    yield counter("valve_malformed_packets", "Link packets that valved could not read", {(): counters.malformed})
+    yield counter("valve_restarts", "Starts that took over a former valved's state", {(): counters.restarts})
+    yield counter(
         "valve_channels_enabled_on_exit",
         "Channels that were off when their process ended, and that valved enabled",
         {(): counters.channels_enabled_on_exit},
     )
-    yield _counter("valve_stamps_lost", "Stops and wakes that are in no book", {(): counters.stamps_lost})
+    yield counter("valve_stamps_lost", "Stops and wakes that are in no book", {(): counters.stamps_lost})
 
 
 def render(look: Callable[[], NodeState], more: More = None) -> bytes:

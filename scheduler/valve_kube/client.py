@@ -214,6 +214,17 @@ class KubeClient:
         return wire.message(f"{method} {target} HTTP/1.1", {"Host": host, **extra, **headers}, data)
 
 
+async def create(client: KubeClient, path: str, body: Any, query: Mapping[str, str] | None = None) -> bool:
+    """False: an object of that name is there already."""
+    try:
+        await client.request("POST", path, query=query, body=body)
+    except ApiError as error:
+        if error.status == 409:
+            return False
+        raise
+    return True
+
+
 class _Fuse:
     """Ends a connection on which nothing arrives for too long; its reader gets an error."""
 

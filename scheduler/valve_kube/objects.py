@@ -221,7 +221,7 @@ def started_at_s(pod: Object) -> float:
     """Wall clock of the last start of the container that has the GPUs: not the pod's, which is before its image was
     pulled and stays when the container starts anew. A pod without one has just begun."""
     text = start_text(pod)
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else math.inf
+    return seconds_of(text) if text else math.inf
 
 
 def start_text(pod: Object) -> str:
@@ -242,7 +242,7 @@ def start_text(pod: Object) -> str:
 
 def created_at_s(pod: Object) -> float:
     text = pod["metadata"].get("creationTimestamp")
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else -math.inf
+    return seconds_of(text) if text else -math.inf
 
 
 def offline_pod(pod: Object) -> OfflinePod:
@@ -300,7 +300,7 @@ def node_report(harvest_node: Object) -> NodeReport:
 def _written_at_s(metadata: Object) -> float | None:
     """When the status was written last, as the API server keeps it for each writer."""
     times = [entry["time"] for entry in metadata.get("managedFields") or [] if entry.get("subresource") == "status"]
-    return max(map(_seconds, times), default=None)
+    return max(map(seconds_of, times), default=None)
 
 
 def _node_report(node: str, status: Object, spec: Object, written_at_s: float | None) -> NodeReport:
@@ -338,7 +338,7 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
         online_peak=np.zeros(MAX_GPUS) if resolved.get("allowCrowded") else peaks,
         alignment=_alignment(status.get("alignment") or [], count),
-        observed_at_s=_seconds(status["observedAt"]),
+        observed_at_s=seconds_of(status["observedAt"]),
         epoch=int(status.get("epoch", 0)),
         written_at_s=written_at_s,
         theta=float(resolved["alignmentThreshold"]) if "alignmentThreshold" in resolved else None,
@@ -360,7 +360,8 @@ def _peaks(gpus: Sequence[Object], full_mib: float) -> FloatArray:
     return peaks
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
+    """Of a time as the API server writes it: before Python 3.11 `fromisoformat` takes no Z."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 

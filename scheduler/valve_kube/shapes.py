@@ -161,33 +161,22 @@ class ListPage:
 
 
 class Shape:
-    """How answers of one kind of object are read: here all of them, as they come."""
+    """How answers of one kind of object are read: what of it is decoded, and what of that is kept. Here all of both."""
 
-    def page(self, raw: bytes) -> ListPage:
-        answer: Json = msgspec.json.decode(raw)
-        metadata = answer["metadata"]
-        return ListPage(
-            items=answer.get("items") or [],
-            version=metadata["resourceVersion"],
-            next_token=metadata.get("continue", ""),
-        )
+    kind: Any = Json
 
-    def event(self, line: bytes) -> Json:
-        found: Json = msgspec.json.decode(line)
-        return found
-
-
-class _TypedShape(Shape):
-    """Objects of which only some fields are decoded."""
-
-    def __init__(self, kind: type[msgspec.Struct], slim: Callable[[Any], Json]) -> None:
-        self._pages, self._items = msgspec.json.Decoder(_Page[kind]), msgspec.json.Decoder(kind)  # type: ignore[valid-type]
+    def __init__(self) -> None:
+        self._pages, self._items = msgspec.json.Decoder(_Page[self.kind]), msgspec.json.Decoder(self.kind)  # type: ignore[name-defined]
         self._events = msgspec.json.Decoder(_Event)
-        self._slim = slim
+
+    def slim(self, item: Any) -> Json:
+        """What is kept of one object."""
+        found: Json = item
+        return found
 
     def page(self, raw: bytes) -> ListPage:
         found = self._pages.decode(raw)
-        items = [self._slim(item) for item in found.items or []]
+        items = [self.slim(item) for item in found.items or []]
 
         return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
@@ -196,42 +185,35 @@ class _TypedShape(Shape):
         if found.type == "ERROR":  # a Status, not such an object
             return {"type": found.type, "object": msgspec.json.decode(found.object)}
 
-        return {"type": found.type, "object": self._slim(self._items.decode(found.object))}
+        return {"type": found.type, "object": self.slim(self._items.decode(found.object))}
 
 
-class PodShape(_TypedShape):
+class PodShape(Shape):
     """Pods, with what Valve reads of them."""
 
-    def __init__(self) -> None:
-        super().__init__(_Pod, _slim)
+    kind = _Pod
+
+    def slim(self, item: _Pod) -> Json:
+        return _slim(item)
 
 
-class NodeShape(_TypedShape):
+class NodeShape(Shape):
     """Nodes, with what says which pods may use them: of one's thirty kilobytes a few hundred bytes."""
 
-    def __init__(self) -> None:
-        super().__init__(_Node, _shared)
+    kind = _Node
+
+    def slim(self, item: _Node) -> Json:
+        return _shared(item)
 
 
 class ReportShape(Shape):
     """GPUHarvestNodes as the rows that Valve judges by, and what else they say except their writers: as objects the
     figures of one node with eight GPUs take thirty kilobytes."""
 
-    def __init__(self) -> None:
-        self._pages = msgspec.json.Decoder(_Page[msgspec.Raw])
+    kind = msgspec.Raw  # one report after another: the objects of all of a page would leave holes between what is kept
 
-    def page(self, raw: bytes) -> ListPage:
-        """One report after another: the objects of all of a page would leave holes between what is kept."""
-        found = self._pages.decode(raw)
-        items = [_packed(msgspec.json.decode(item)) for item in found.items or []]
-
-        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
-
-    def event(self, line: bytes) -> Json:
-        found = super().event(line)
-        if found.get("type") not in ("ERROR", "BOOKMARK"):
-            _packed(found["object"])
-        return found
+    def slim(self, item: msgspec.Raw) -> Json:
+        return _packed(msgspec.json.decode(item))
 
 
 def _packed(node: Json) -> Json:

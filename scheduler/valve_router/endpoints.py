@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from valve_kube.client import Json, KubeClient
-from valve_kube.reflector import Reflector, Sink
+from valve_kube.client import KubeClient
+from valve_kube.reflector import Reflector, Store, at_each_change
 
 from valve_router.settings import Service
 
@@ -24,29 +24,16 @@ class Endpoints:
     def __init__(self, client: KubeClient, service: Service, told: Callable[[dict[str, str]], None]) -> None:
         self._service = service
         self._told = told
-        self._slices: dict[str, Json] = {}
+        self._slices = Store()
         path = f"/apis/discovery.k8s.io/v1/namespaces/{service.namespace}/endpointslices"
         query = {"labelSelector": f"kubernetes.io/service-name={service.name}"}
-        sink = Sink(replace=self._replace, put=self._put, drop=self._drop)
-        self._view = Reflector(client, path, sink, query=query)
+        self._view = Reflector(client, path, self._slices.tee(at_each_change(self._tell)), query=query)
 
     async def run(self) -> None:
         await self._view.run()
 
-    def _replace(self, items: list[Json]) -> None:
-        self._slices = {item["metadata"]["name"]: item for item in items}
-        self._tell()
-
-    def _put(self, item: Json) -> None:
-        self._slices[item["metadata"]["name"]] = item
-        self._tell()
-
-    def _drop(self, item: Json) -> None:
-        self._slices.pop(item["metadata"]["name"], None)
-        self._tell()
-
-    def _tell(self) -> None:
-        urls = urls_of(self._slices.values(), self._service.port)
+    def _tell(self, _: object) -> None:
+        urls = urls_of(self._slices.items.values(), self._service.port)
         if not urls:
             log.warning(
                 "service %s/%s: there is none, no pod of it is ready, or PORT is no port of its pods",

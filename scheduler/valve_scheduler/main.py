@@ -14,13 +14,13 @@ import socket
 import sys
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from valve_kube.access import find
 from valve_kube.client import KubeClient
 from valve_kube.errors import SchedulerError
-from valve_kube.lease import DURATION_S
 from valve_kube.options import PORT, option, seconds
 
 from valve_scheduler.cli.check import check
@@ -67,11 +67,7 @@ def _add_extender(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     extender = commands.add_parser("extender", help="Answer the filter, prioritize and bind calls of kube-scheduler.")
     option(extender, "--port", 8901, "Listen for kube-scheduler on this port of 127.0.0.1.", type=PORT)
     _add_probes(extender)
-    extender.add_argument(
-        "--lease-namespace",
-        default=os.environ.get("POD_NAMESPACE", "valve-system"),
-        help="The namespace of kube-scheduler's lease. Default: POD_NAMESPACE of the environment, else valve-system.",
-    )
+    _add_namespace(extender, "--lease-namespace", "kube-scheduler's lease")
     option(extender, "--lease-name", "valve-scheduler", "The name of kube-scheduler's lease.")
     extender.add_argument(
         "--no-leader-election",
@@ -86,38 +82,14 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "controller", help="Watch SLAs, evict pods within a budget and requeue pending pods."
     )
     _add_alignment(controller)
-    controller.add_argument(
-        "--namespace",
-        default=os.environ.get("POD_NAMESPACE", "valve-system"),
-        help="The namespace of the lease. Default: POD_NAMESPACE of the environment, else valve-system.",
-    )
+    _add_namespace(controller, "--namespace", "the lease")
     _add_probes(controller)
-    option(
-        controller,
-        "--lease",
-        DURATION_S,
-        "Another controller leads after this one was silent for this many seconds.",
-        metavar="SECONDS",
-        type=seconds,
-    )
-    every = "Look at the SLAs every so many seconds."
-    option(controller, "--monitor-every", 30.0, every, metavar="SECONDS", type=seconds)
-    option(
-        controller,
-        "--sla-window",
-        MonitorSettings().window_s,
-        "Judge an SLA over this many seconds.",
-        metavar="SECONDS",
-        type=seconds,
-    )
-    option(
-        controller,
-        "--stuck-after",
-        ControllerSettings().patience_s,
-        "Move a pod that cannot run where it was placed after this many seconds.",
-        metavar="SECONDS",
-        type=seconds,
-    )
+    timed, settings = partial(option, controller, metavar="SECONDS", type=seconds), ControllerSettings()
+    timed("--lease", settings.lease_s, "Another controller leads after this one was silent for this many seconds.")
+    timed("--monitor-every", settings.monitor_every_s, "Look at the SLAs every so many seconds.")
+    timed("--sla-window", settings.monitor.window_s, "Judge an SLA over this many seconds.")
+    stuck = "Move a pod that cannot run where it was placed after this many seconds."
+    timed("--stuck-after", settings.patience_s, stuck)
 
 
 def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,11 +97,7 @@ def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     option(webhook, "--port", 8443, "Listen for the API server on this port.", type=PORT)
     option(webhook, "--host", "0.0.0.0", "Listen for the API server on this address.")
     _add_probes(webhook)
-    webhook.add_argument(
-        "--namespace",
-        default=os.environ.get("POD_NAMESPACE", "valve-system"),
-        help="The namespace of the secret. Default: POD_NAMESPACE of the environment, else valve-system.",
-    )
+    _add_namespace(webhook, "--namespace", "the secret")
     option(webhook, "--secret", "valve-webhook-tls", "The secret that holds the webhook's own certificate.")
     option(
         webhook, "--configuration", "valve", "The MutatingWebhookConfiguration whose CA the webhook keeps up to date."
@@ -170,6 +138,12 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     option(before, "--configuration", "valve", "The MutatingWebhookConfiguration to remove.")
     option(before, "--timeout", DrainSettings().timeout_s, "Give up after this many seconds.", metavar="SECONDS")
+
+
+def _add_namespace(parser: argparse.ArgumentParser, name: str, what: str) -> None:
+    default = os.environ.get("POD_NAMESPACE", "valve-system")
+    text = f"The namespace of {what}. Default: POD_NAMESPACE of the environment, else valve-system."
+    parser.add_argument(name, default=default, help=text)
 
 
 def _add_probes(parser: argparse.ArgumentParser) -> None:

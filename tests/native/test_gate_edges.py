@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from gates import Rig, wait_until
+from valve_tools.bench import region_pages
 
-from valved.abi import region
 from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ClientId, GpuIndex, Reach, Role, ServiceId
 
@@ -52,7 +52,7 @@ def test_the_word_is_closed_before_the_driver_is_called(rig: Rig) -> None:
     woken(rig)
     rig.wait_gated(0, False)
     page = rig.driver.ffi.from_buffer("uint32_t[]", online.control.memory)
-    rig.driver.lib.fake_watch_word(page + region.CONTROL["gate_epoch"].offset // 4)
+    rig.driver.lib.fake_watch_word(page + region_pages.CONTROL["gate_epoch"].offset // 4)
 
     online.launch()
     rig.wait_gated(0)

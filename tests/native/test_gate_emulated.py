@@ -18,10 +18,10 @@ from gates import HASTY, SETTINGS, Launcher, wait_until
 from grant_scene import FAR, NEVER_IDLE, Hook
 from rm_process import RmProcess, Tree, grow_tree
 from valve_abi import GrantAnswer, Order
+from valve_tools.bench import region_pages
 from valve_tools.emulator.client import Emulator
 from valved.native._gate import lib
 
-from valved.abi import region
 from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import ArmResult, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -42,7 +42,7 @@ class World:
         self.process = RmProcess(directory)
         self.gate = NativeGate(settings)
         self.fds = self.gate.create_client(OFFLINE, Role.OFFLINE, ServiceId(0))
-        self.control = region.control_page(self.fds.control)
+        self.control = region_pages.control_page(self.fds.control)
         self.stamps: list[Stamp] = []
         self.refs: list[ChannelRef] = []
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from gates import Launcher, Rig, wait_until
 from grant_scene import MS, QUICK, SERVICE, prove
+from valve_tools.bench import region_pages
 
 from valved.abi import region
 from valved.gate.permits import REASONS
@@ -141,8 +142,8 @@ def test_stamps_say_what_the_engine_had_counted_at_that_edge(rig: Rig) -> None:
     client = rig.name()
     fds = rig.gate.create_client(client, Role.HOOK, SERVICE)
     rig.gate.set_hints(client)
-    page = region.region_page(fds.region)
-    region.fill_region(page)
+    page = region_pages.region_page(fds.region)
+    region_pages.fill_region(page)
 
     def tell(started: int, ended: int) -> None:
         page["requests_started"], page["requests_ended"] = started, ended

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from valve_tools.sim import eviction_rivals
 
 from valved.model.memory import EvictionCost, KvLayout, KvRange, KvTensor, OfflineRequest, RequestId
-from valved.policy import baselines
 from valved.policy.columns import ColumnMap, columns_of, uniform_columns
 from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
 from valved.policy.handout import ColumnFreeList, choose_column
@@ -111,7 +111,11 @@ def test_the_books_of_every_policy_balance(
     priced = EvictionSettings(cost=cost, attention_ps_per_pair=2000)
     index = index_requests(column_map, BlockTables.of(requests), priced)
 
-    for decision in (select(index, needed), baselines.shuffled(index, seed, needed), baselines.exact(index, needed)):
+    for decision in (
+        select(index, needed),
+        eviction_rivals.shuffled(index, seed, needed),
+        eviction_rivals.exact(index, needed),
+    ):
         assert len(decision.columns) == len(set(decision.columns))
         assert all(column_map.is_reclaimable[column] for column in decision.columns)
         assert decision.freed_handles == sum(len(column_map.columns[one].handles) for one in decision.columns)
@@ -128,10 +132,10 @@ def test_greedy_never_beats_the_exact_optimum(
 ) -> None:
     index = index_requests(pool[0], BlockTables.of(pool[1]), EvictionSettings(cost=cost))
 
-    best = baselines.exact(index, needed)
+    best = eviction_rivals.exact(index, needed)
 
     assert best.total_cost <= select(index, needed).total_cost
-    assert best.total_cost <= baselines.shuffled(index, 0, needed).total_cost
+    assert best.total_cost <= eviction_rivals.shuffled(index, 0, needed).total_cost
 
 
 @given(

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import cffi
+from valve_tools.bench import region_pages
 from valved.native._gate import ffi, lib
 
-from valved.abi import region
 from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import ArmResult, ClientFds, Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
@@ -72,9 +72,9 @@ class Workload:
     def __init__(self, rig: Rig, client: ClientId, gpu: int, features: int) -> None:
         self.rig, self.client, self.gpu = rig, client, GpuIndex(gpu)
         self.fds = rig.gate.create_client(client, Role.OFFLINE, ServiceId(0))
-        self.control = region.control_page(self.fds.control)
-        self.region = region.region_page(self.fds.region)
-        region.fill_region(self.region, features=features)
+        self.control = region_pages.control_page(self.fds.control)
+        self.region = region_pages.region_page(self.fds.region)
+        region_pages.fill_region(self.region, features=features)
         fd, subdevice = rig.driver.ffi.new("int *"), rig.driver.ffi.new("uint32_t *")
         self.h_client: int = rig.driver.lib.fake_client(fd, subdevice, gpu)
         self.fd, self.h_subdevice = fd[0], subdevice[0]
@@ -140,15 +140,15 @@ class Launcher:
     def __init__(self, rig: Rig, client: ClientId, service: ServiceId) -> None:
         self.fds: ClientFds = rig.gate.create_client(client, Role.ONLINE, service)
         self.client = client
-        self.control = region.control_page(self.fds.control)
-        self.region = region.region_page(self.fds.region)
-        region.fill_region(self.region)
+        self.control = region_pages.control_page(self.fds.control)
+        self.region = region_pages.region_page(self.fds.region)
+        region_pages.fill_region(self.region)
         self.submitted = 0
 
     def launch(self) -> bool:
         """Count, look at the word, ring once per epoch. True if it rang."""
         self.submitted += 1
-        region.set_submitted(self.region, 3, self.submitted)
+        region_pages.set_submitted(self.region, 3, self.submitted)
         epoch = self.control["gate_epoch"]
         if epoch % 2 == 0 or self.region["rung_epoch"] == epoch:
             return False

@@ -12,9 +12,9 @@ from dataclasses import replace
 from gates import Launcher, Rig, wait_until
 from valve_abi import GRANT as WORDS
 from valve_abi import GRANT_OFFSET, GrantAnswer
+from valve_tools.bench import region_pages
+from valve_tools.bench.region_pages import Page
 
-from valved.abi import region
-from valved.abi.region import Page
 from valved.machine.ports import StampKind, WakeRule
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.wake import WakeSettings
@@ -91,9 +91,9 @@ class Hook:
     def __init__(self, rig: Rig, service: ServiceId = SERVICE) -> None:
         self.rig, self.client = rig, rig.name()
         self.fds = rig.gate.create_client(self.client, Role.HOOK, service)
-        self.control = region.control_page(self.fds.control)
-        self.region = region.region_page(self.fds.region)
-        region.fill_region(self.region)
+        self.control = region_pages.control_page(self.fds.control)
+        self.region = region_pages.region_page(self.fds.region)
+        region_pages.fill_region(self.region)
         self.words = GrantWords(self.control)
         self.seq = 0
         rig._everyone.append(self)

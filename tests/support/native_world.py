@@ -9,9 +9,9 @@ from pathlib import Path
 from gates import Launcher, Rig, wait_until
 from lent_fds import lend
 from node_world import World
+from valve_tools.bench import region_pages
 from virtual import VirtualClock
 
-from valved.abi import region
 from valved.abi.link import Channel, LinkType, RmClient
 from valved.model.ids import ClientId
 
@@ -22,7 +22,7 @@ class NativeWorld:
     def __init__(self, folder: Path, rig: Rig, **more) -> None:
         self.rig = rig
         self.world = World(folder, gate=rig.gate, clock=VirtualClock(time.monotonic_ns()), **more)
-        self._pages: list[region.Page] = []
+        self._pages: list[region_pages.Page] = []
 
     def pump(self) -> None:
         """What the event loop would do now: stamps, then timers."""
@@ -73,9 +73,9 @@ class NativeWorld:
         launcher = Launcher.__new__(Launcher)
         launcher.fds = self.rig.gate._clients[client].fds
         launcher.client = client
-        launcher.control, launcher.region = region.control_page(fds[0]), region.region_page(fds[1])
+        launcher.control, launcher.region = region_pages.control_page(fds[0]), region_pages.region_page(fds[1])
         launcher.submitted = 0
-        region.fill_region(launcher.region)
+        region_pages.fill_region(launcher.region)
         self._pages += [launcher.control, launcher.region]
         self._channel(client, gpu)
         return launcher

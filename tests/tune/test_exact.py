@@ -9,6 +9,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from formulas import kept_bytes
+from orders import token_major, wavefront
 from valve_tune.base.own import OwnCopy
 from valve_tune.model.adapter import Adapter
 from valve_tune.model.dropout import Draw
@@ -16,8 +18,7 @@ from valve_tune.model.explicit import ExplicitModel, adapter_sites
 from valve_tune.model.names import BadTarget, short_targets
 from valve_tune.model.rows import NotKept
 from valve_tune.tiles.grid import Grid, OutOfOrder, Phase, Tile, TileShape
-from valve_tune.tiles.memory import kept_bytes
-from valve_tune.tiles.orders import layer_major, token_major, wavefront, whole
+from valve_tune.tiles.orders import layer_major, whole
 from valve_tune.train.batch import MicroBatch
 
 NO_DROPOUT = Draw(seed=0, step=0, sequence=0)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 from help_texts import missing, parser_of
 
-MODULES = ["bench", "engine.fused", "engine.predict", "serve.cli", "serve.worker"]
+MEASUREMENTS = Path(__file__).parents[2] / "tools" / "tune"
+MODULES = ["bench", "fused", "predict", "valve_tune.serve.cli", "valve_tune.serve.worker"]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_option_and_no_command_is_without_its_sentence(module, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module])
+    monkeypatch.syspath_prepend(MEASUREMENTS)
 
-    assert missing(parser_of(importlib.import_module(f"valve_tune.{module}").main)) == []
+    assert missing(parser_of(importlib.import_module(module).main)) == []

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
+from formulas import adapter_parameters, kept_bytes, peak, pruned_share
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import token_major
 from valve_tune.tiles.decoder import LINEARS, MLP, DecoderShape, Keeping, decoder_graph, kept_names
 from valve_tune.tiles.graph import ForwardGraph, Kind, Operator, gradient
 from valve_tune.tiles.grid import Grid, Phase, TileShape
-from valve_tune.tiles.memory import adapter_parameters, kept_bytes, layer_bytes, peak, pruned_share
-from valve_tune.tiles.orders import layer_major, token_major
-from valve_tune.tiles.prune import backward_of, keep, suffices
+from valve_tune.tiles.memory import layer_bytes
+from valve_tune.tiles.orders import layer_major
+from valve_tune.tiles.prune import _closure, backward_of, keep
 
 TINY = DecoderShape(layers=3, hidden=64, heads=4, kv_heads=2, head_size=16, mlp=128, vocabulary=100)
 B8 = DecoderShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, mlp=14336, vocabulary=128256)
 B70 = DecoderShape(layers=80, hidden=8192, heads=64, kv_heads=8, head_size=128, mlp=28672, vocabulary=128256)
 UNARY = (Kind.LINEAR, Kind.NORM, Kind.ROTATE, Kind.SILU, Kind.RELU, Kind.ADAPTER, Kind.SCALE)
 BINARY = (Kind.ATTEND, Kind.MULTIPLY, Kind.ADD, Kind.SOFTMAX, Kind.MIX)
+
+
+def suffices(graph: ForwardGraph, kept: Iterable[str]) -> bool:
+    """Can backward be computed from these tensors alone? Straight from the definition."""
+    made = graph.producers()
+    read = {tensor for node in backward_of(graph) for tensor in node.reads if tensor in made}
+    return read <= _closure(graph, kept)
 
 
 @st.composite

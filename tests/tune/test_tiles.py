@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import published, token_major, violation, wavefront
 from valve_tune.tiles.cursor import Cursor, ForeignCursor
 from valve_tune.tiles.grid import Frontier, Grid, OutOfOrder, Phase, Tile, TileShape
-from valve_tune.tiles.orders import layer_major, published, token_major, violation, wavefront, whole
+from valve_tune.tiles.orders import layer_major, whole
 
 shapes = st.builds(TileShape, layers=st.integers(0, 4), span=st.integers(0, 9))
 grids = st.builds(Grid, layers=st.integers(1, 6), tokens=st.integers(1, 20), forward=shapes, backward=shapes)

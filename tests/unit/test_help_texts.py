@@ -37,6 +37,7 @@ LINES = [
 FOLDERS = {"scheduler": "", "valved": "valved.", "tools": "valve_tools."}
 ELSEWHERE = (  # they need torch or the engines: tests/tune walks the parsers of tune
     "tune/",
+    "tools/tune/",
     "tools/gpu/engines/",
     "tools/engines/client.py",  # the engine's own parser
     "tools/lab/cotrain/",  # their files carry a hash on results pages

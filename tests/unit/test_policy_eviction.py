@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from valve_tools.sim import eviction_rivals
+from valve_tools.sim.eviction_rivals import ColumnAges
 
 from valved.model.memory import EvictionCost, OfflineRequest, ReclaimDecision, RequestId
-from valved.policy import baselines
-from valved.policy.baselines import ColumnAges
 from valved.policy.columns import uniform_columns
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests, select
 
@@ -119,14 +119,14 @@ def test_age_baselines_take_free_columns_first_then_by_age() -> None:
     index = indexed([request("a", [0]), request("b", [4]), request("c", [8])], EvictionCost.TOKENS)
     ages = ColumnAges(first_given=np.array([3, 1, 2, 0]), last_given=np.array([4, 9, 5, 0]))
 
-    assert baselines.fifo(index, ages, 3).columns == (3, 1, 2)
-    assert baselines.lru(index, ages, 3).columns == (3, 0, 2)
+    assert eviction_rivals.fifo(index, ages, 3).columns == (3, 1, 2)
+    assert eviction_rivals.lru(index, ages, 3).columns == (3, 0, 2)
 
 
 def test_the_random_baseline_depends_on_nothing_but_its_seed() -> None:
     index = indexed([request("a", list(range(16)))], EvictionCost.TOKENS)
 
-    assert baselines.shuffled(index, 7, 2) == baselines.shuffled(index, 7, 2)
+    assert eviction_rivals.shuffled(index, 7, 2) == eviction_rivals.shuffled(index, 7, 2)
 
 
 def test_the_exact_set_can_beat_greedy() -> None:
@@ -135,9 +135,9 @@ def test_the_exact_set_can_beat_greedy() -> None:
     index = indexed(requests, EvictionCost.TOKENS)
 
     assert select(index, 2).total_cost == 80
-    assert baselines.exact(index, 2).total_cost == 60
+    assert eviction_rivals.exact(index, 2).total_cost == 60
 
 
 def test_an_exact_search_over_too_many_columns_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 22"):
-        baselines.exact(indexed([], EvictionCost.TOKENS, columns=23), 1)
+        eviction_rivals.exact(indexed([], EvictionCost.TOKENS, columns=23), 1)

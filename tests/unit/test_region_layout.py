@@ -7,6 +7,7 @@ import mmap
 import os
 
 import pytest
+from valve_tools.bench import region_pages
 
 from valved.abi import region
 
@@ -21,7 +22,7 @@ def test_a_sealed_control_page_cannot_be_written_by_whoever_holds_the_fd() -> No
         mmap.mmap(reopened, region.CONTROL_BYTES)
     with pytest.raises(PermissionError):
         os.write(reopened, b"x")
-    theirs = region.control_page(reopened)
+    theirs = region_pages.control_page(reopened)
     ours[64:68] = (7).to_bytes(4, "little")
 
     assert theirs["gate_epoch"] == 7
@@ -33,8 +34,8 @@ def test_a_sealed_control_page_cannot_be_written_by_whoever_holds_the_fd() -> No
 def test_a_region_can_be_written_but_neither_cut_nor_grown_nor_sealed_further() -> None:
     fd = region.create_memfd("region", region.REGION_BYTES)
     region.seal_region(fd)
-    page = region.region_page(fd)
-    region.fill_region(page)
+    page = region_pages.region_page(fd)
+    region_pages.fill_region(page)
 
     for size in (0, 2 * region.REGION_BYTES):
         with pytest.raises(PermissionError):

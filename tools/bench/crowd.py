@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valve.v1 import node_pb2
+from valve_tools.bench.region_pages import Page, control_page, fill_region, region_page, set_submitted
 
 from valved.abi import link
 from valved.abi.link import LinkType
-from valved.abi.region import Page, control_page, fill_region, region_page, set_submitted
 from valved.cli.client import NodeClient
 from valved.cli.run import start_time
 from valved.model.ids import Role

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 
-from valved.abi import region
+from valve_tools.bench import region_pages
 
 ROOT, DEVICE, SUBDEVICE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0xA06C, 0xC86F
 SCHEDULE = 0xA06C0101
@@ -58,17 +58,17 @@ def hold_channels(gpus: int, per_gpu: int) -> None:
 
 def launch(control_fd: int, region_fd: int, bell: int, seed: int) -> None:
     """Each byte on stdin: stay quiet for a random while, launch, and be done at once."""
-    control, mine = region.control_page(control_fd), region.region_page(region_fd)
-    region.fill_region(mine)
+    control, mine = region_pages.control_page(control_fd), region_pages.region_page(region_fd)
+    region_pages.fill_region(mine)
     quiet = random.Random(seed)
     # The shim does this in C. Names looked up ahead, so that little of Python stands between stamp and ring.
-    put, memory, at = struct.Struct("<Q").pack_into, mine.memory, region.REGION["launch_ns"].offset
+    put, memory, at = struct.Struct("<Q").pack_into, mine.memory, region_pages.REGION["launch_ns"].offset
     now, ring = time.monotonic_ns, os.eventfd_write
     for edge in itertools.count(1):
         if not os.read(0, 1):
             return
         time.sleep(quiet.uniform(0.0002, 0.001))
-        region.set_submitted(mine, 0, edge)
+        region_pages.set_submitted(mine, 0, edge)
         mine["rung_epoch"] = control["gate_epoch"]
         put(memory, at, now())
         ring(bell, 1)

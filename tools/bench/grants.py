@@ -23,12 +23,11 @@ from pathlib import Path
 from valve_abi import GRANT, GRANT_OFFSET, PAGE, GrantAnswer
 from valve_hook.grant_page import GrantPage
 from valve_hook.sharing import Sharing
-from valve_tools.bench import gate_host
+from valve_tools.bench import gate_host, region_pages
 from valve_tools.bench.row import Row, row_of
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import Options, environment, node
 
-from valved.abi import region
 from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import WakeRule
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
@@ -54,13 +53,15 @@ class Pauses:
         self.gate.create_client(gate_host.WORKLOAD, Role.OFFLINE, ServiceId(0))
         gate_host.add_channels(self.gate, self._workload)
         self.gate.put_service(gate_host.SERVICE, frozenset({GPU}))
-        online = region.region_page(self.gate.create_client(gate_host.ONLINE, Role.ONLINE, gate_host.SERVICE).region)
-        region.fill_region(online)
+        online = region_pages.region_page(
+            self.gate.create_client(gate_host.ONLINE, Role.ONLINE, gate_host.SERVICE).region
+        )
+        region_pages.fill_region(online)
         online["idle_ns"] = online["watcher_ns"] = time.monotonic_ns()
         fds = self.gate.create_client(HOOK, Role.HOOK, gate_host.SERVICE)
-        self._bell, self._control = fds.doorbell, region.control_page(fds.control)
-        self.hook = region.region_page(fds.region)
-        region.fill_region(self.hook)
+        self._bell, self._control = fds.doorbell, region_pages.control_page(fds.control)
+        self.hook = region_pages.region_page(fds.region)
+        region_pages.fill_region(self.hook)
         self.page = GrantPage(fds.control, mmap.mmap(fds.region, PAGE), fds.doorbell)
         self._seq = 0
         self.gate.permit(gate_host.SERVICE, never_by_itself())

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from valve_tools.sim import eviction_rivals
 from valve_tools.sim.eviction_engine import (
     AffineFreeList,
     EngineSettings,
@@ -29,12 +30,11 @@ from valve_tools.sim.eviction_engine import (
     Select,
     StockFreeList,
 )
+from valve_tools.sim.eviction_rivals import ColumnAges
 from valve_tools.sim.metrics import Claim, Interval, at_least, interval, not_judged
 from valve_tools.sim.traces import largest, lengths_in
 
 from valved.model.memory import ColumnId, EvictionCost, ReclaimDecision
-from valved.policy import baselines
-from valved.policy.baselines import ColumnAges
 from valved.policy.columns import ColumnMap, uniform_columns
 from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
 
@@ -302,8 +302,8 @@ def _chooser(rival: Rival, seed: int) -> Select:
         if rival.cost is not None:
             return select(index, needed, rival.name)
         if rival.name == "random":
-            return baselines.shuffled(index, next(draws), needed)
-        return (baselines.lru if rival.name == "lru" else baselines.fifo)(index, ages, needed)
+            return eviction_rivals.shuffled(index, next(draws), needed)
+        return (eviction_rivals.lru if rival.name == "lru" else eviction_rivals.fifo)(index, ages, needed)
 
     return choose
 
@@ -322,7 +322,7 @@ def greedy_over_exact(lengths: Lengths, seed: int, cases: int = 40) -> list[floa
         tables = BlockTables(ptr=ptr, blocks=order[: ptr[-1]], tokens=counts * 16 - rng.integers(0, 16, len(counts)))
         index = index_requests(column_map, tables, EvictionSettings())
         for needed in (2, 4, 7):
-            best = baselines.exact(index, needed).total_cost
+            best = eviction_rivals.exact(index, needed).total_cost
             ratios.append(select(index, needed).total_cost / best if best else 1.0)
     return ratios
 

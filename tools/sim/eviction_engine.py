@@ -18,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from valve_tools.sim.eviction_rivals import ColumnAges
 from valve_tools.sim.traces import TraceError
 
 from valved.model.memory import ColumnId, ReclaimDecision
-from valved.policy.baselines import ColumnAges
 from valved.policy.columns import ColumnMap
 from valved.policy.eviction import BlockTables
 from valved.policy.handout import ColumnFreeList

@@ -1,4 +1,4 @@
-"""An option of a command line that has a default."""
+"""Options of a command line, of the kinds that come more than once."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def option(parser: argparse._ActionsContainer, name: str, default: object, text:
     shown = "%(default)g" if isinstance(default, float) else "%(default)s"
     more.setdefault("type", whole() if type(default) is int else type(default))
     parser.add_argument(name, default=default, help=f"{text} Default: {shown}.", **more)
+
+
+def key_file(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Adds an option that names the file of a key (serve/publish.token_in). Nothing said is an empty name."""
+    parser.add_argument(name, default="", metavar="FILE", help=text)

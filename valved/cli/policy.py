@@ -23,6 +23,7 @@ SETTINGS = {
     "cooldown.window_ms": ("cooldown_window_ns", MS),
     "cooldown.factor": ("cooldown_factor", 1),
 }
+POSITIVE = "give a positive number, as in cooldown.floor_ms=10"
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,15 +77,9 @@ def changes(settings: list[str]) -> dict[str, Any]:
         try:
             value = float(text)
         except ValueError:
-            raise CliError(
-                f"{name}: {text!r} is no number", USAGE, "give a positive number, as in cooldown.floor_ms=10"
-            ) from None
+            raise CliError(f"{name}: {text!r} is no number", USAGE, POSITIVE) from None
         if not 0 < value < float("inf"):
-            raise CliError(
-                f"{name}: {text} is not a positive, finite number",
-                USAGE,
-                "give a positive number, as in cooldown.floor_ms=10",
-            )
+            raise CliError(f"{name}: {text} is not a positive, finite number", USAGE, POSITIVE)
         found[field] = value if scale == 1 else round(value * scale)
     return found
 

@@ -56,7 +56,7 @@ class SharedWeights:
             "id": service,
             "name": entry.name if entry is not None and shares else "",
             "shares": shares,
-            "processes": sorted((one.pid, one.start_time) for one in processes),
+            "processes": sorted(processes),
         }
 
     def _withdraw(self, error: OSError) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from valve_kube import names
 from valve_kube.access import Access, from_kubeconfig, in_cluster
-from valve_kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable
+from valve_kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable, create
 from valve_kube.policies import BRAKE, is_brake
 from valve_kube.reflector import Reflector, Sink
 
@@ -76,7 +76,7 @@ class ApiServer:
         self.own = Reflector(
             client,
             NODES_PATH,
-            Sink(replace=self._all_found, put=self._found, drop=lambda item: None),
+            Sink(replace=self._all_found, put=self.found, drop=lambda item: None),
             query={"fieldSelector": f"metadata.name={node}"},
         )
 
@@ -129,14 +129,7 @@ class ApiServer:
             "metadata": {"name": self._node},
             "spec": {},
         }
-        try:
-            await self._client.request("POST", NODES_PATH, query={"fieldManager": MANAGER}, body=body)
-        except ApiError as error:
-            if error.status != 409:  # somebody was faster
-                raise
-
-    def _found(self, item: Json) -> None:
-        self.found(item)
+        await create(self._client, NODES_PATH, body, {"fieldManager": MANAGER})  # or somebody was faster
 
     def _all_found(self, items: list[Json]) -> None:
         for item in items:

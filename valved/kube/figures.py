@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from valved.kube.apiserver import ApiServer
 from valved.kube.deviceplugin import Plugin, Slots
 from valved.kube.nri import Injector
 from valved.kube.observer import OnlineUse
 from valved.machine.ports import GpuInfo
+from valved.metrics import counter, gauge
 from valved.model.ids import GpuIndex
 from valved.policy.guard import GpuVerdict
 
@@ -23,40 +24,28 @@ def families(
     api: ApiServer,
     resting: Sequence[str],
 ) -> Iterator[Metric]:
-    guarded = GaugeMetricFamily(
-        "valve_gpu_guarded", "1 while a process unknown to valved may use the GPU", labels=["gpu"]
-    )
-    offered = GaugeMetricFamily("valve_gpu_harvestable", "1 while offline work may be placed there", labels=["gpu"])
-    for verdict in verdicts:
-        guarded.add_metric([str(verdict.gpu)], float(verdict.is_guarded))
-        offered.add_metric([str(verdict.gpu)], float(verdict.is_harvestable))
-    yield guarded
-    yield offered
+    guarded = {(str(one.gpu),): float(one.is_guarded) for one in verdicts}
+    yield gauge("valve_gpu_guarded", "1 while a process unknown to valved may use the GPU", guarded, ["gpu"])
+    offered = {(str(one.gpu),): float(one.is_harvestable) for one in verdicts}
+    yield gauge("valve_gpu_harvestable", "1 while offline work may be placed there", offered, ["gpu"])
     healthy = sum(slots.health.values()) if plugin.is_registered else 0
-    yield GaugeMetricFamily("valve_slots_healthy", "Slots that the kubelet may hand out", value=healthy)
-    seen = injector.seen
-    created = CounterMetricFamily("valve_nri_containers", "Online containers created, by result", labels=["result"])
-    for result, count in {
-        "injected": seen.injected,
-        **{f"skipped-{why}": n for why, n in seen.skipped.items()},
-    }.items():
-        created.add_metric([result], float(count))
-    yield created
+    yield gauge("valve_slots_healthy", "Slots that the kubelet may hand out", {(): healthy})
+    skipped = {(f"skipped-{why}",): count for why, count in injector.seen.skipped.items()}
+    created = {("injected",): injector.seen.injected, **skipped}
+    yield counter("valve_nri_containers", "Online containers created, by result", created, ["result"])
     bare = len(injector.bare())
-    yield GaugeMetricFamily("valve_online_uninjected", "Online containers that run without the shim", value=bare)
+    yield gauge("valve_online_uninjected", "Online containers that run without the shim", {(): bare})
     text = "Online services that Valve delayed beyond their budget, so that for now no offline work runs beside them"
-    yield GaugeMetricFamily("valve_breakers_open", text, value=len(resting))
-    reports = CounterMetricFamily("valve_reports", "Reports of the node, by outcome", labels=["result"])
-    reports.add_metric(["written"], float(api.written))
-    reports.add_metric(["failed"], float(api.failed))
-    yield reports
+    yield gauge("valve_breakers_open", text, {(): len(resting)})
+    reports = {("written",): api.written, ("failed",): api.failed}
+    yield counter("valve_reports", "Reports of the node, by outcome", reports, ["result"])
 
 
 def leaving(leaving_s: float, ungated_s: float) -> Iterator[Metric]:
     text = "Time for which offline processes that must leave this node have stayed; they are stopped meanwhile"
-    yield GaugeMetricFamily("valve_offline_leaving_seconds", text, value=leaving_s)
+    yield gauge("valve_offline_leaving_seconds", text, {(): leaving_s})
     text = "Time in which an offline pod used a GPU without the shim, so that valved could not stop it"
-    yield CounterMetricFamily("valve_offline_ungated_seconds", text, value=ungated_s)
+    yield counter("valve_offline_ungated_seconds", text, {(): ungated_s})
 
 
 def without_offline(
@@ -64,22 +53,15 @@ def without_offline(
 ) -> Iterator[Metric]:
     """What DCGM would show if no offline work ran: for autoscalers, and for alerts on memory."""
     uuids = {gpu.index: gpu.uuid_text for gpu in gpus}
-    card = GaugeMetricFamily(
-        "valve_gpu_online_memory_bytes",
-        "GPU memory in use, less that of offline processes",
-        labels=["gpu", "uuid"],
-    )
-    for gpu, used in used_bytes.items():
-        card.add_metric([str(gpu), uuids[gpu]], float(used))
-    labels = ["namespace", "pod"]
-    busy = CounterMetricFamily(
-        "valve_online_busy_seconds", "Time in which the online pod held its GPUs, cooldown included", labels=labels
-    )
-    memory = GaugeMetricFamily(
-        "valve_online_memory_bytes", "GPU memory of the online pod's own processes", labels=[*labels, "gpu", "uuid"]
-    )
-    for use in pods:
-        busy.add_metric([use.namespace, use.pod], use.busy_s)
-        for gpu, held in use.bytes_on.items():
-            memory.add_metric([use.namespace, use.pod, str(gpu), uuids[gpu]], float(held))
-    yield from (card, busy, memory)
+    card = {(str(gpu), uuids[gpu]): used for gpu, used in used_bytes.items()}
+    text = "GPU memory in use, less that of offline processes"
+    yield gauge("valve_gpu_online_memory_bytes", text, card, ["gpu", "uuid"])
+    uses, labels = list(pods), ["namespace", "pod"]
+    busy = {(use.namespace, use.pod): use.busy_s for use in uses}
+    text = "Time in which the online pod held its GPUs, cooldown included"
+    yield counter("valve_online_busy_seconds", text, busy, labels)
+    memory = {
+        (use.namespace, use.pod, str(gpu), uuids[gpu]): held for use in uses for gpu, held in use.bytes_on.items()
+    }
+    text = "GPU memory of the online pod's own processes"
+    yield gauge("valve_online_memory_bytes", text, memory, [*labels, "gpu", "uuid"])

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from valved.machine.ports import GpuInfo
+from valved.metrics import Figures, counter, gauge, of_each
 from valved.model.ids import ServiceId
 from valved.state.journal import Watcher
 from valved.state.registry import Books
@@ -25,6 +26,21 @@ class Offer:
     seen_s: float = 0.0  # in which anybody could tell whether online work was busy
     idle_s: float = 0.0
     free_bytes: int = 0  # what offline work could have had, when online work last left the GPU
+
+
+OFFER_COUNTERS: Figures[Offer] = {
+    "valve_gpu_observed_seconds": ("Time in which valved knew whether online work was busy", lambda o: o.seen_s),
+    "valve_gpu_idle_seconds": (
+        "Part of the observed time in which no online service held the GPU",
+        lambda o: o.idle_s,
+    ),
+}
+OFFER_GAUGES: Figures[Offer] = {
+    "valve_gpu_offered_memory_bytes": (
+        "Memory that offline work could have had when online work last left the GPU",
+        lambda o: o.free_bytes,
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -62,35 +78,13 @@ class Observed:
 
     def families(self) -> Iterator[Metric]:
         labels = ["gpu", "uuid"]
-        seen = CounterMetricFamily(
-            "valve_gpu_observed_seconds", "Time in which valved knew whether online work was busy", labels=labels
-        )
-        idle = CounterMetricFamily(
-            "valve_gpu_idle_seconds", "Part of the observed time in which no online service held the GPU", labels=labels
-        )
-        free = GaugeMetricFamily(
-            "valve_gpu_offered_memory_bytes",
-            "Memory that offline work could have had when online work last left the GPU",
-            labels=labels,
-        )
-        total = GaugeMetricFamily("valve_gpu_memory_bytes", "Memory of the card", labels=labels)
-        for gpu, offer in zip(self.gpus, self.offers, strict=True):
-            key = [str(gpu.index), gpu.uuid_text]
-            seen.add_metric(key, offer.seen_s)
-            idle.add_metric(key, offer.idle_s)
-            free.add_metric(key, float(offer.free_bytes))
-            total.add_metric(key, float(gpu.total_bytes))
-        yield from (seen, idle, free, total, self._idle_families())
-
-    def _idle_families(self) -> Metric:
-        times = CounterMetricFamily(
-            "valve_online_idles",
-            "Times the online pod let go of its GPUs; after each at most one preemption can follow",
-            labels=["namespace", "pod"],
-        )
-        for pod, count in self._idles.items():
-            times.add_metric(pod, count)
-        return times
+        offers = {(str(gpu.index), gpu.uuid_text): one for gpu, one in zip(self.gpus, self.offers, strict=True)}
+        yield from of_each(counter, OFFER_COUNTERS, offers, labels)
+        yield from of_each(gauge, OFFER_GAUGES, offers, labels)
+        total = {(str(gpu.index), gpu.uuid_text): gpu.total_bytes for gpu in self.gpus}
+        yield gauge("valve_gpu_memory_bytes", "Memory of the card", total, labels)
+        text = "Times the online pod let go of its GPUs; after each at most one preemption can follow"
+        yield counter("valve_online_idles", text, self._idles, ["namespace", "pod"])
 
 
 def _pod(name: str) -> tuple[str, str]:

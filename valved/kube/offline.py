@@ -7,7 +7,7 @@ begins with what its predecessor last reported.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from valved.kube.levels import EngineMemory, LevelBook
@@ -30,20 +30,9 @@ class Reading:
     memory: EngineMemory | None = None  # of an engine whose memory can be lent
 
 
-@dataclass(slots=True, kw_only=True)
-class Totals:
-    harvest_s: float = 0.0
-    runnable_s: float = 0.0
-    demand_s: float = 0.0
-    gated_s: float = 0.0
-    preemptions: int = 0
-    tokens: int | None = None
-    lost: int | None = None
-
-
 @dataclass(slots=True)
 class OfflineBook:
-    _totals: dict[str, Totals] = field(default_factory=dict)
+    _totals: dict[str, OfflineFacts] = field(default_factory=dict)
     levels: LevelBook = field(default_factory=LevelBook)
     _last: dict[int, tuple[float, int]] = field(default_factory=dict)  # service -> harvest, tokens
     _lost: dict[int, int | None] = field(default_factory=dict)  # service -> tokens; None: a predecessor's, not met yet
@@ -54,14 +43,15 @@ class OfflineBook:
         for entry in report.get("offline") or []:
             self._totals.setdefault(
                 entry["podUID"],
-                Totals(
+                OfflineFacts(
+                    pod_uid=entry["podUID"],
                     harvest_s=float(entry.get("harvestSeconds", 0.0)),
                     runnable_s=float(entry.get("runnableSeconds", 0.0)),
                     demand_s=float(entry.get("demandSeconds", 0.0)),
                     gated_s=float(entry.get("gatedSeconds", 0.0)),
                     preemptions=int(entry.get("preemptions", 0)),
-                    tokens=entry.get("usefulTokens"),
-                    lost=entry.get("tokensLost"),
+                    useful_tokens=entry.get("usefulTokens"),
+                    tokens_lost=entry.get("tokensLost"),
                 ),
             )
         self.levels.seed(report)
@@ -78,7 +68,7 @@ class OfflineBook:
         lost: dict[int, int | None] = {}
         working: set[str] = set()
         for one in readings:
-            totals = self._totals.setdefault(one.pod_uid, Totals())
+            totals = self._totals.setdefault(one.pod_uid, OfflineFacts(pod_uid=one.pod_uid))
             harvest_s, tokens = self._last.get(one.service, (0.0, 0))
             gained_s = max(0.0, one.harvest_s - harvest_s)
             made = 0 if one.tokens is None else max(0, one.tokens - tokens)
@@ -87,7 +77,7 @@ class OfflineBook:
             totals.gated_s += one.gated_s
             totals.preemptions += one.stops
             if one.tokens is not None:
-                totals.tokens = (totals.tokens or 0) + made
+                totals.useful_tokens = (totals.useful_tokens or 0) + made
             lost[one.service] = self._count_lost(totals, one)
             series = self.levels.series(one.pod_uid)
             if one.memory is not None and series is not None:
@@ -99,30 +89,17 @@ class OfflineBook:
         for uid in working:
             self._totals[uid].demand_s += passed_s
 
-    def _count_lost(self, totals: Totals, one: Reading) -> int | None:
+    def _count_lost(self, totals: OfflineFacts, one: Reading) -> int | None:
         """An engine goes on counting when it attaches again, and a new one begins at zero."""
         before = self._lost.get(one.service, 0)
         if one.lost is None:
             return before
         grown = 0 if before is None else one.lost - before if one.lost >= before else one.lost
-        totals.lost = (totals.lost or 0) + grown
+        totals.tokens_lost = (totals.tokens_lost or 0) + grown
         return one.lost
 
     def facts(self, live: Collection[str]) -> tuple[OfflineFacts, ...]:
         """Of pods that still live; the others are forgotten."""
         self._totals = {uid: totals for uid, totals in self._totals.items() if uid in live}
         self.levels.keep(live)
-        return tuple(
-            OfflineFacts(
-                pod_uid=uid,
-                useful_tokens=totals.tokens,
-                harvest_s=totals.harvest_s,
-                runnable_s=totals.runnable_s,
-                demand_s=totals.demand_s,
-                gated_s=totals.gated_s,
-                preemptions=totals.preemptions,
-                tokens_lost=totals.lost,
-                levels=self.levels.of(uid),
-            )
-            for uid, totals in sorted(self._totals.items())
-        )
+        return tuple(replace(totals, levels=self.levels.of(uid)) for uid, totals in sorted(self._totals.items()))

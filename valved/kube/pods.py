@@ -108,18 +108,9 @@ class PodBook:
         """A pod of which the runtime speaks: one more source while the API server is slow or away."""
         known = self.pods.get(uid)
         if known is None:
-            known = Pod(
-                uid=uid,
-                namespace=namespace,
-                name=name,
-                role=_role({"metadata": metadata}),
-                wish=_wish(metadata),
-                is_injected=_is_injected({"metadata": metadata}),
-                mode=annotation({"metadata": metadata}, names.MODE),
-                said=_said({"metadata": metadata}),
-                gpus=_gpus(metadata),
-            )
-            self.pods[uid] = known
+            item = {"metadata": {**metadata, "uid": uid, "namespace": namespace, "name": name}}
+            # It does not say who made the pod, nor which containers asked for GPUs.
+            known = self.pods[uid] = replace(read_pod(item), uid=uid, service="", gpu_containers=None)
             self.listener.pods_changed()
         return known
 
@@ -165,10 +156,10 @@ def read_pod(item: Json) -> Pod:
         uid=(metadata.get("annotations") or {}).get(STATIC_UID) or metadata["uid"],
         namespace=metadata.get("namespace", ""),
         name=metadata.get("name", ""),
-        role=_role(item),
+        role=ROLES.get(annotation(item, names.ROLE), Role.NONE),
         service=owner_name(item),
-        wish=_wish(metadata),
-        is_injected=_is_injected(item),
+        wish=annotation(item, names.INJECT),
+        is_injected=annotation(item, names.INJECTION) == "ok",
         mode=annotation(item, names.MODE),
         said=_said(item),
         gpus=_gpus(metadata),
@@ -179,10 +170,6 @@ def read_pod(item: Json) -> Pod:
         is_running=phase == "Running",
         finished=phase in ("Succeeded", "Failed"),
     )
-
-
-def _role(item: Json) -> Role:
-    return ROLES.get(annotation(item, names.ROLE), Role.NONE)
 
 
 def _said(item: Json) -> Said:
@@ -214,14 +201,6 @@ def _claims(spec: Json, status: Json, containers: Iterable[Json]) -> dict[str, f
 
 def _uses(container: Json) -> Iterable[Json]:
     return (container.get("resources") or {}).get("claims") or []
-
-
-def _wish(metadata: Json) -> str:
-    return annotation({"metadata": metadata}, names.INJECT)
-
-
-def _is_injected(item: Json) -> bool:
-    return annotation(item, names.INJECTION) == "ok"
 
 
 def _gpus(metadata: Json) -> tuple[str, ...]:

@@ -31,15 +31,15 @@ class GpuFacts:
     verdict: GpuVerdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OfflineFacts:
     """What one offline pod got since its start."""
 
     pod_uid: str
-    useful_tokens: int | None  # None: no engine hook counts them
-    harvest_s: float
-    runnable_s: float
-    demand_s: float
+    useful_tokens: int | None = None  # None: no engine hook counts them
+    harvest_s: float = 0.0
+    runnable_s: float = 0.0
+    demand_s: float = 0.0
     gated_s: float = 0.0
     preemptions: int = 0
     tokens_lost: int | None = None

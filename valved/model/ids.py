@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 ClientId = NewType("ClientId", int)
 ServiceId = NewType("ServiceId", int)
@@ -61,9 +61,8 @@ class Reach(enum.Enum):
     NONE = "none"  # nothing works here: observe only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessId:
-    """A process that cannot be confused with a later one of the same number."""
+class ProcessId(NamedTuple):
+    """A process that cannot be confused with a later one of the same number. In files: the two numbers."""
 
     pid: int
     start_time: int  # field 22 of /proc/PID/stat, in clock ticks since boot

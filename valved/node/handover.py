@@ -163,11 +163,9 @@ class Handover:
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
         for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
-        for pid, start_time in saved.frozen:
-            thawed = ProcessId(pid=pid, start_time=start_time)
-            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
-        for pid, start_time in saved.ending:
-            doomed = ProcessId(pid=pid, start_time=start_time)
+        for thawed in saved.frozen:
+            self._try(f"frozen process {thawed.pid}", partial(self._ladder.release, thawed))
+        for doomed in saved.ending:
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._ladder.take_up, doomed))  # which writes the file
         self._journal.emit(
             EventKind.TAKEN_OVER,
@@ -191,10 +189,9 @@ class Handover:
 
     def _restore_leftovers(self, client: SavedClient) -> None:
         Role(client.role)
-        owner = ProcessId(pid=client.pid, start_time=client.start_time)
         for channel in client.channels:
             if channel.gpu in self._gating.gpus:
-                self._register.channels.leftovers.put(_channel(channel), owner)
+                self._register.channels.leftovers.put(_channel(channel), client.process)
 
     def _restore_counters(self, saved: SavedState) -> None:
         counters = self._gating.counters
@@ -216,7 +213,7 @@ class Handover:
     def _restore_service(self, saved: SavedService, clients: list[SavedClient]) -> None:
         """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
         role = Role(saved.role)
-        living = [client for client in clients if self._is_alive(client.pid, client.start_time)]
+        living = [client for client in clients if not self._processes.is_gone(client.process)]
         root = self._root(saved, living)
         if root is None:
             return
@@ -227,7 +224,7 @@ class Handover:
         for pid, start_time, tokens in saved.tokens:
             self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)
         if role is Role.ONLINE:
-            shims = {ProcessId(pid=one.pid, start_time=one.start_time) for one in living if one.role == Role.ONLINE}
+            shims = {one.process for one in living if one.role == Role.ONLINE}
             self._restore_hold(entry, saved, shims)
         self._register.claimed.watch_root(root)  # the last step: it may have ended, and then the service ends with it
 
@@ -246,11 +243,9 @@ class Handover:
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
         """The process whose end ends the service: the claimed one, or the first client that outlived it."""
-        if saved.root is not None and self._is_alive(*saved.root):
-            return ProcessId(pid=saved.root[0], start_time=saved.root[1])
-        if saved.root is None or not living:
-            return None
-        return ProcessId(pid=living[0].pid, start_time=living[0].start_time)
+        if saved.root is None or not self._processes.is_gone(saved.root):
+            return saved.root
+        return living[0].process if living else None
 
     def settle(self, *, patience_over: bool) -> None:
         """Enable channels whose client did not come back. Called again from time to time while any is left."""
@@ -284,9 +279,6 @@ class Handover:
                 self._register.channels.lease.refresh()
         if patience_over and not online.away:
             self._register.claimed.drop_if_empty(online.id)
-
-    def _is_alive(self, pid: int, start_time: int) -> bool:
-        return not self._processes.is_gone(ProcessId(pid=pid, start_time=start_time))
 
 
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:

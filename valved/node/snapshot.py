@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import msgspec
 
@@ -27,19 +27,9 @@ from valved.state.saved import (
     SavedService,
     SavedState,
 )
+from valved.state.stats import NodeCounters
 
-COUNTERS = (
-    "gates",
-    "wakes",
-    "wake_refused",
-    "gate_failures",
-    "clients",
-    "refused",
-    "malformed",
-    "restarts",
-    "channels_enabled_on_exit",
-    "stamps_lost",
-)
+COUNTERS = tuple(field.name for field in fields(NodeCounters) if field.name != "refusals")
 
 
 @dataclass(eq=False, repr=False)
@@ -80,8 +70,8 @@ class Snapshots:
             next_service=self._books.next_service,
             policy=policy,
             memory=self._saved_memory(),
-            frozen=[(process.pid, process.start_time) for process in self._ladder.to_release()],
-            ending=[(process.pid, process.start_time) for process in self._ladder.to_end()],
+            frozen=list(self._ladder.to_release()),
+            ending=list(self._ladder.to_end()),
         )
 
     def _saved_memory(self) -> SavedMemory:
@@ -110,7 +100,7 @@ class Snapshots:
             id=entry.id,
             name=entry.name,
             role=entry.role,
-            root=(entry.root.pid, entry.root.start_time) if entry.root is not None else None,
+            root=entry.root,
             cgroup=claim.cgroup if claim is not None else "",
             gpus=sorted(entry.gpus),
             harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),

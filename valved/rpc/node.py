@@ -137,11 +137,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 ready.clear()
         finally:
             self._node.unwatch(watcher)
-        await context.abort(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"this reader took no event for {self._slow_s:g} s",
-            (("valve-next-step", "ask again with since_seq and epoch of the last event that arrived"),),
-        )
+        text = f"this reader took no event for {self._slow_s:g} s"
+        step = "ask again with since_seq and epoch of the last event that arrived"
+        await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, step)
 
     async def _send(self, watcher: Watcher, context: Any) -> bool:
         """Write what is queued; False if the reader does not take it."""
@@ -184,28 +182,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         except OSError as error:
             if not is_scarce(error):
                 raise
-            await context.abort(
-                grpc.StatusCode.UNAVAILABLE,
-                f"valved cannot look now: {error.strerror}",
-                (
-                    (
-                        "valve-next-step",
-                        "try again; if it fails again, find out what uses up valved's descriptors or memory",
-                    ),
-                ),
-            )
+            text = f"valved cannot look now: {error.strerror}"
+            step = "try again; if it fails again, find out what uses up valved's descriptors or memory"
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, text, step)
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
             problem = node_pb2.Problem(field=error.field, next_step=error.next_step)
-            await context.abort(
-                code,
-                str(error),
-                (
-                    ("valve-field", error.field),
-                    ("valve-next-step", error.next_step),
-                    ("valve-problem-bin", problem.SerializeToString()),
-                ),
-            )
+            more = (("valve-field", error.field), ("valve-problem-bin", problem.SerializeToString()))
+            await _abort(context, code, str(error), error.next_step, *more)
 
 
 class ViewServicer(NodeServicer):
@@ -226,9 +210,11 @@ async def caller(context: Any) -> Caller:
     """The caller. A connection beyond those that its user may have gets no answer but this."""
     who = Caller.of(context.peer())
     if not who.is_welcome:
-        await context.abort(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"no more connections for user {who.uid}",
-            (("valve-next-step", "end another command of this user that is connected to valved"),),
-        )
+        text = f"no more connections for user {who.uid}"
+        step = "end another command of this user that is connected to valved"
+        await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, step)
     return who
+
+
+async def _abort(context: Any, code: grpc.StatusCode, text: str, next_step: str, *more: tuple[str, Any]) -> None:
+    await context.abort(code, text, (("valve-next-step", next_step), *more))

@@ -17,7 +17,7 @@ import msgspec
 
 from valved.errors import AlreadyRunning
 from valved.fds import Fds, is_scarce
-from valved.model.ids import Mode, ServiceId
+from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
 VERSION = 1
@@ -47,6 +47,10 @@ class SavedClient(msgspec.Struct, frozen=True, kw_only=True):
     service: int
     channels: list[SavedChannel]  # of an offline client, less those that the application switched itself
 
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(pid=self.pid, start_time=self.start_time)
+
 
 class SavedRequests(msgspec.Struct, frozen=True, array_like=True):
     """What one process had told of its requests."""
@@ -63,7 +67,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     name: str
     role: int
-    root: tuple[int, int] | None  # pid and start time of the claimed process
+    root: ProcessId | None  # the claimed process
     cgroup: str = ""
     gpus: list[int] = []
     cooldown: tuple[int, int, int] | None = None  # mark_ns, age_ns, gaps
@@ -123,8 +127,8 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     next_service: int
     policy: SavedPolicy = SavedPolicy()
     memory: SavedMemory = SavedMemory()
-    frozen: list[tuple[int, int]] = []  # processes stopped by signal: somebody must let them go
-    ending: list[tuple[int, int]] = []  # processes that are stopped, or to be, and then killed
+    frozen: list[ProcessId] = []  # processes stopped by signal: somebody must let them go
+    ending: list[ProcessId] = []  # processes that are stopped, or to be, and then killed
 
 
 def boot_id() -> str:

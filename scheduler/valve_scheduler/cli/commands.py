@@ -316,7 +316,7 @@ async def _cluster(client: KubeClient) -> ClusterState:
     for view in views:
         items, _ = await view.listed()
         view.sink.replace(items)
-    nodes = grounds_view(client, {}, state.asked.grounds)
+    nodes = grounds_view(client, state.asked.grounds)
     with contextlib.suppress(ApiError):  # a user who may not read nodes is told all the rest
         nodes.sink.replace((await nodes.listed())[0])
 

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from valve_kube import names
-from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient
+from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, create
 from valve_kube.errors import SchedulerError
 from valve_kube.objects import pod_place
 from valve_kube.policies import DRAIN_POLICY
@@ -61,11 +61,7 @@ async def _forbid(client: KubeClient) -> None:
     role = await client.request("GET", f"/apis/{_OWNER['apiVersion']}/clusterroles/{_OWNER['name']}")
     metadata = {"name": DRAIN_POLICY, "ownerReferences": [{**_OWNER, "uid": role["metadata"]["uid"]}]}
     body = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": metadata, "spec": {"drain": True}}
-    try:
-        await client.request("POST", f"{names.API_PATH}/harvestpolicies", body=body)
-    except ApiError as error:
-        if error.status != 409:  # an attempt before this one
-            raise
+    await create(client, f"{names.API_PATH}/harvestpolicies", body)  # or an attempt before this one has
 
 
 async def _off(client: KubeClient, node: Json) -> None:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from valve_kube import names
-from valve_kube.client import MERGE_PATCH, ApiError, KubeClient, Unreachable
+from valve_kube.client import MERGE_PATCH, ApiError, KubeClient, Unreachable, create
 from valve_kube.errors import SchedulerError
 from valve_kube.policies import BRAKE
 
@@ -41,11 +41,7 @@ async def pause(client: KubeClient, *, wait_s: float) -> Paused:
     begin_s = time.monotonic()
     body = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": BRAKE}}
     wish = {"spec": {"paused": True, "nodeSelector": None}}
-    try:
-        await client.request("POST", _POLICIES, body={**body, "spec": {"paused": True}})
-    except ApiError as error:
-        if error.status != 409:
-            raise
+    if not await create(client, _POLICIES, {**body, "spec": {"paused": True}}):
         await client.request("PATCH", _PATH, body=wish, content_type=MERGE_PATCH)
     written_s = time.monotonic() - begin_s
     phases = await _settled(client, begin_s + wait_s)

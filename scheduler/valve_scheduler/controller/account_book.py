@@ -8,11 +8,11 @@ from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import offline_pod
 from valve_kube.owners import owner_name
+from valve_kube.reflector import Store
 
 from valve_scheduler.controller.accounts import Entry, Worth, charge, entries_of, spread, total_of
 from valve_scheduler.controller.apart import apart, each
 from valve_scheduler.controller.hands import Hands
-from valve_scheduler.controller.store import Store
 from valve_scheduler.controller.tally import SavedCounter
 from valve_scheduler.placement.state import ClusterState
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.objects import pod_place
-from valve_kube.reflector import Reflector, Sink
+from valve_kube.reflector import Reflector, Store, at_each_change
 
-from valve_scheduler.controller.store import Store
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
@@ -19,22 +18,20 @@ from valve_scheduler.placement.views import (
     workloads_view,
 )
 
-_NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
-
 
 class Caches:
     def __init__(self, client: KubeClient, placement: PlacementSettings, now_s: Callable[[], float]) -> None:
         self.state = ClusterState(placement)
         self.pods, self.nodes, self.workloads, self.accounts, self.profiles = (Store() for _ in range(5))
-        self.labels: dict[str, dict[str, str]] = {}
+        self.grounds = self.state.asked.grounds
         self.views = [
             pods_view(client, self.state, self.pods.tee),
             nodes_view(client, self.state, now_s, self.nodes.tee),
             profiles_view(client, self.state, self.profiles.tee),
             workloads_view(client, self.state, self.workloads.tee),
             policies_view(client, self.state),
-            grounds_view(client, self.labels, self.state.asked.grounds),
-            Reflector(client, f"{names.API_PATH}/harvestaccounts", self.accounts.tee(_NO_SINK)),
+            grounds_view(client, self.grounds),
+            Reflector(client, f"{names.API_PATH}/harvestaccounts", self.accounts.tee(at_each_change(lambda _: None))),
         ]
         self._accounts_view = self.views[-1]
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 
 from valve_kube import names
-from valve_kube.objects import Object, annotation, mode_in_force, pod_place
+from valve_kube.objects import Object, annotation, mode_in_force, pod_place, seconds_of
 
 from valve_scheduler.controller.conditions import Told
 
@@ -69,7 +68,7 @@ def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -
         observed_at = (node.get("status") or {}).get("observedAt")
         if name in present or not observed_at:
             continue
-        if now_s - datetime.fromisoformat(observed_at.replace("Z", "+00:00")).timestamp() > FORGET_AFTER_S:
+        if now_s - seconds_of(observed_at) > FORGET_AFTER_S:
             yield name, {key: node["metadata"][key] for key in ("uid", "resourceVersion")}
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Container
 
-from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable, create
 from valve_kube.objects import Object
 
 from valve_scheduler import metrics
@@ -73,10 +73,8 @@ class Hands:
         """One event on the object, where its owner looks first. True: it stands there."""
         path = f"/apis/events.k8s.io/v1/namespaces/{told['metadata']['namespace']}/events"
         try:
-            await self._client.request("POST", path, body=told)
+            await create(self._client, path, told)  # or it was told before we began
         except (ApiError, Unreachable) as error:
-            if isinstance(error, ApiError) and error.status == 409:  # told before we began
-                return True
             log.warning("event refused", extra={"error": str(error)})
             return False
         return True

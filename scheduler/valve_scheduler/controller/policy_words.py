@@ -32,7 +32,7 @@ class PolicyWords:
         defaults = {} if theta == PlacementSettings().theta else {"alignmentThreshold": theta}
         patches = []
         for name, node in caches.nodes_by_name().items():
-            wanted = node_spec(policies, caches.labels.get(name, {}), profile.get(name, ()), defaults)
+            wanted = node_spec(policies, caches.grounds.labels(name), profile.get(name, ()), defaults)
             spec = node.get("spec") or {}
             stands = {"paused": bool(spec.get("paused")), "resolved": spec.get("resolved") or {}}
             told, told_s = self._told.get(name, ({}, 0.0))
@@ -48,7 +48,7 @@ class PolicyWords:
     async def judge(self) -> None:
         """Say of each policy where it holds, and what overrules it where it does not."""
         policies, now_s = self._caches.state.policies, self._now_s()
-        nodes = {name: self._caches.labels.get(name, {}) for name in self._caches.nodes_by_name()}
+        nodes = {name: self._caches.grounds.labels(name) for name in self._caches.nodes_by_name()}
         modes = {name: (node.get("spec") or {}).get("mode") for name, node in self._caches.nodes_by_name().items()}
         said = {name: mode for name, mode in modes.items() if mode}
         for policy in policies.items:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 from valve_kube import names
-from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable, create
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, annotation, created_at_s, pod_place, workload_profile
 
@@ -141,11 +141,7 @@ async def store(client: KubeClient, metadata: Object, spec: Json, status: Json) 
     the controller's word nobody else may change one."""
     path = _profiles_of(metadata["namespace"])
     named = f"{path}/{metadata['name']}"
-    try:
-        await client.request("POST", path, body=_profile(metadata, spec))
-    except ApiError as error:
-        if error.status != 409:
-            raise
+    if not await create(client, path, _profile(metadata, spec)):
         by_hand = {"status": {"source": BY_HAND}}
         await client.request("PATCH", f"{named}/status", body=by_hand, content_type=MERGE_PATCH)
         await client.request("PATCH", named, body={"spec": spec}, content_type=MERGE_PATCH)

@@ -125,7 +125,7 @@ class Promises:
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
         policies = self._caches.state.policies
-        spec = policies.of_node(self._caches.labels.get(node, {})) if node else policies.of_cluster()
+        spec = policies.of_node(self._caches.grounds.labels(node)) if node else policies.of_cluster()
         return with_policy(self._settings, spec)
 
     def _sample(self, pod: Json) -> Sample | None:
@@ -169,7 +169,7 @@ class Promises:
     def _is_stopped(self, place: PodPlace) -> bool:
         """Offline work may not run there now: a brake, a pause, a drain or a mode."""
         policies = self._caches.state.policies
-        if policies.brake or policies.paused(self._caches.labels.get(place.node, {})):
+        if policies.brake or policies.paused(self._caches.grounds.labels(place.node)):
             return True
         node = self._caches.node(place.node)
         return phase_in_force(node.get("status") or {}, node.get("spec") or {}) != "Harvesting"

@@ -116,7 +116,7 @@ class Controller:
 
     async def forget(self) -> None:
         """Delete the reports of nodes that have left the cluster: their daemons cannot."""
-        for name, versions in list(ghosts(self.caches.nodes_by_name(), self.caches.labels, self._now_s())):
+        for name, versions in list(ghosts(self.caches.nodes_by_name(), self.caches.grounds, self._now_s())):
             try:
                 path = f"{names.API_PATH}/gpuharvestnodes/{name}"
                 await self._client.request("DELETE", path, body={"preconditions": versions})

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.owners import owner_key, owner_uid, workload_key
+from valve_kube.reflector import Store, key_of
 
 from valve_scheduler.controller.apart import apart, unhurried
 from valve_scheduler.controller.conditions import Told
 from valve_scheduler.controller.guarded import Guarded
 from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track
-from valve_scheduler.controller.store import Store, key_of
 from valve_scheduler.controller.workloads import (
     is_starved,
     new_workload,

@@ -2,12 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 from valve_kube import names
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import Object, kind_of, sla_of
+from valve_kube.objects import Object, kind_of, seconds_of, sla_of
 from valve_kube.owners import controller_of, owner_uid
 
 from valve_scheduler.controller.conditions import Told, condition, time_text
@@ -89,8 +88,8 @@ def promised(pod: Object) -> float:
 def owner_of(workload: Object) -> Owner:
     status = workload.get("status") or {}
     return Owner(
-        evicted_at_s=tuple(_seconds(text) for text in status.get("evictionTimes") or []),
-        avoid_until_s={entry["node"]: _seconds(entry["until"]) for entry in status.get("avoidNodes") or []},
+        evicted_at_s=tuple(map(seconds_of, status.get("evictionTimes") or [])),
+        avoid_until_s={entry["node"]: seconds_of(entry["until"]) for entry in status.get("avoidNodes") or []},
     )
 
 
@@ -163,7 +162,3 @@ def _standing(track: Track) -> tuple[float, str]:
     """Pods with a measure before pods without, the lowest achieved first."""
     achieved = float("inf") if track.achieved is None else track.achieved / max(track.sample.sla, 1e-9)
     return achieved, track.sample.pod_uid
-
-
-def _seconds(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

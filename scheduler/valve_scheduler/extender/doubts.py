@@ -51,12 +51,9 @@ class Doubts:
         try:
             path = f"/api/v1/namespaces/{holding.namespace}/pods/{holding.name}"
             place = pod_place(await self._client.request("GET", path))
-        except ApiError as error:
-            if error.status != 404:
+        except (ApiError, Unreachable) as error:
+            if isinstance(error, Unreachable) or error.status != 404:
                 log.warning("holding not verified", extra={"pod": pod, "error": str(error)})
                 return
-        except Unreachable as error:
-            log.warning("holding not verified", extra={"pod": pod, "error": str(error)})
-            return
         if self._state.held.settle(holding, place, self._now_s()):
             log.info("holding released: its pod is gone", extra={"pod": pod, "node": holding.node})

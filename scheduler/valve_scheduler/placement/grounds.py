@@ -3,7 +3,7 @@
 The extender keeps no nodes: kube-scheduler asks it about those alone that it has found open by the same rules."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from valve_kube.client import Json
 from valve_kube.node_wish import Ground, NodeWish, ground_of
@@ -19,6 +19,14 @@ class Grounds:
         self._nodes: dict[str, Ground] | None = None  # None: not followed, the caller has judged them before
         self._closed: OrderedDict[NodeWish, frozenset[str]] = OrderedDict()
         self._version = -1
+
+    def __contains__(self, name: object) -> bool:
+        return name in (self._nodes or {})
+
+    def labels(self, name: str) -> Mapping[str, str]:
+        """None of a node that is not there."""
+        ground = (self._nodes or {}).get(name)
+        return ground.labels if ground is not None else {}
 
     def put(self, node: Json) -> None:
         ground, nodes = ground_of(node), self._nodes or {}

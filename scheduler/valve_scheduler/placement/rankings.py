@@ -4,7 +4,7 @@ Between two pods one bind and a few reports change a handful of rows; judging al
 filter call."""
 
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,17 +63,8 @@ class _Kept:
 
 
 def fleet_rows(fleet: Fleet, rows: NDArray[np.intp]) -> Fleet:
-    return Fleet(
-        names=[fleet.names[row] for row in rows.tolist()],
-        standing=fleet.standing[rows],
-        gpu_model=fleet.gpu_model[rows],
-        full_mib=fleet.full_mib[rows],
-        idle=fleet.idle[rows],
-        histogram=fleet.histogram[rows],
-        online_peak=fleet.online_peak[rows],
-        alignment=fleet.alignment[rows],
-        open_gpus=fleet.open_gpus[rows],
-    )
+    arrays = {each.name: getattr(fleet, each.name)[rows] for each in fields(fleet) if each.name != "names"}
+    return Fleet(names=[fleet.names[row] for row in rows.tolist()], **arrays)
 
 
 def set_rows(sets: GpuSets, rows: NDArray[np.intp]) -> GpuSets:

@@ -21,22 +21,6 @@ from valve_scheduler.placement.rank import Fleet, GpuSets, PlacementSettings, St
 # A report is written every 30 s; three in a row were lost.
 STALE_AFTER_S = 90.0
 
-# What has a row for each node.
-_ARRAYS = (
-    "_off",
-    "_observed_at_s",
-    "_gpu_model",
-    "_full_mib",
-    "_idle",
-    "belief",
-    "_histogram",
-    "_online_peak",
-    "_alignment",
-    "_harvestable",
-    "_taken",
-    "_changed_at",
-    "_theta",
-)
 _Windows = tuple[float | None, float | None, float | None]
 """Idle share of a node in the last ten minutes, hour and day."""
 _NOTHING_SEEN = (np.zeros(0),) * 4
@@ -273,10 +257,10 @@ class ClusterState:
         self._free_rows = list(range(old, 2 * old))[::-1]
         self._names += [""] * old
         self._uuids += [()] * old
-        for name in _ARRAYS:
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._standing = None
+        for name, array in list(vars(self).items()):
+            if isinstance(array, np.ndarray):  # each has a row for each node
+                setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._observed_at_s[old:] = -np.inf
         self._off[old:] = True
         for gpu_count, sets in self._sets.items():

@@ -5,16 +5,15 @@ read is counted and logged, and changes nothing, except that a node whose report
 
 import logging
 from collections.abc import Callable
-from datetime import datetime
 
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import node_report, pod_place, workload_profile
+from valve_kube.objects import node_report, pod_place, seconds_of, workload_profile
 from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
-from valve_kube.reflector import Reflector, Sink
-from valve_kube.shapes import ListPage, NodeShape, PodShape, ReportShape, Shape
+from valve_kube.reflector import Reflector, Sink, Store, at_each_change
+from valve_kube.shapes import NodeShape, PodShape, ReportShape, Shape
 
 from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
@@ -34,22 +33,9 @@ class ProfileShape(Shape):
     """OfflineProfiles as they are, with what is read of their metadata: a tenant may write a quarter of a megabyte of
     annotations into each, and make as many as it likes."""
 
-    def page(self, raw: bytes) -> ListPage:
-        found = super().page(raw)
-        for item in found.items:
-            _prune(item)
-        return found
-
-    def event(self, line: bytes) -> Json:
-        found = super().event(line)
-        if found.get("type") != "ERROR":
-            _prune(found["object"])
-        return found
-
-
-def _prune(item: Json) -> None:
-    kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
-    item["metadata"] = {key: item["metadata"][key] for key in kept if key in item["metadata"]}
+    def slim(self, item: Json) -> Json:
+        kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+        return {**item, "metadata": {key: item["metadata"][key] for key in kept if key in item["metadata"]}}
 
 
 Tee = Callable[[Sink], Sink]  # adds a reader that sees the objects of a view's sink, too
@@ -122,8 +108,7 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
     avoid = {}
     for entry in (workload.get("status") or {}).get("avoidNodes") or []:
         try:
-            until = datetime.fromisoformat(entry["until"].replace("Z", "+00:00"))
-            avoid[str(entry["node"])] = until.timestamp()
+            avoid[str(entry["node"])] = seconds_of(entry["until"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             _report("OfflineWorkload", InvalidObject(f"avoidNodes entry {entry!r}: {error!r}"))
 
@@ -131,53 +116,27 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
 
 
 def workloads_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is) -> Reflector:
-    def put(item: Json) -> None:
-        state.asked.put_avoid(*avoid_list(item))
-
     sink = Sink(
         replace=lambda items: state.asked.replace_avoids(dict(map(avoid_list, items))),
-        put=put,
+        put=lambda item: state.asked.put_avoid(*avoid_list(item)),
         drop=lambda item: state.asked.put_avoid(avoid_list(item)[0], {}),
     )
     return Reflector(client, f"{names.API_PATH}/offlineworkloads", tee(sink))
 
 
-def grounds_view(client: KubeClient, labels: dict[str, dict[str, str]], grounds: Grounds) -> Reflector:
-    """Labels of the nodes, by name, and the pods that may use them; of a node nothing else is kept."""
-
-    def put(item: Json) -> None:
-        labels[item["metadata"]["name"]] = item["metadata"].get("labels") or {}
-        grounds.put(item)
-
-    def replace(items: list[Json]) -> None:
-        labels.clear()
-        labels.update((item["metadata"]["name"], item["metadata"].get("labels") or {}) for item in items)
-        grounds.replace(items)
-
-    def drop(item: Json) -> None:
-        labels.pop(item["metadata"]["name"], None)
-        grounds.drop(item)
-
-    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), shape=NodeShape())
+def grounds_view(client: KubeClient, grounds: Grounds) -> Reflector:
+    """Labels of the nodes, and the pods that may use them; of a node nothing else is kept."""
+    sink = Sink(replace=grounds.replace, put=grounds.put, drop=grounds.drop)
+    return Reflector(client, "/api/v1/nodes", sink, shape=NodeShape())
 
 
 def policies_view(client: KubeClient, state: ClusterState) -> Reflector:
-    kept: dict[str, Json] = {}
+    kept = Store()
 
-    def replace(items: list[Json]) -> None:
-        kept.clear()
-        kept.update((item["metadata"]["name"], item) for item in items)
-        state.policies = read_policies(kept.values())
+    def read(_: object) -> None:
+        state.policies = read_policies(kept.items.values())
 
-    def put(item: Json) -> None:
-        kept[item["metadata"]["name"]] = item
-        state.policies = read_policies(kept.values())
-
-    def drop(item: Json) -> None:
-        kept.pop(item["metadata"]["name"], None)
-        state.policies = read_policies(kept.values())
-
-    return Reflector(client, f"{names.API_PATH}/harvestpolicies", Sink(replace=replace, put=put, drop=drop))
+    return Reflector(client, f"{names.API_PATH}/harvestpolicies", kept.tee(at_each_change(read)))
 
 
 def _report(kind: str, error: InvalidObject) -> None:

@@ -40,7 +40,7 @@ cause:
 Not judged here, and why:
 
 - L1 is the range of L2 and L3 over all rivals and loads; it is judged there.
-- L6, suspension inside autograd, is no matter of the simulator. `python -m valve_tune.bench --hidden 512 --rounds 3`
+- L6, suspension inside autograd, is no matter of the simulator. `python tools/tune/bench.py --hidden 512 --rounds 3`
   measures it on a CPU (two cores, load 2). One suspension takes 10 us; after each of six layers that is 0.015 % of the
   backward. A question before each of another model's operators takes 0.7 us, 0.10 % (budget 0.5 %). What it costs under
   tensor parallelism needs cards.

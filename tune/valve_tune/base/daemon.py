@@ -26,7 +26,6 @@ from valve_tune.base.consent import NotShared, Permit
 from valve_tune.base.processes import start_of
 from valve_tune.base.views import Seal, Sizes, as_checkpoint
 from valve_tune.base.weights import BadBase, StillWeights, Tensors, digest_of, layers_in, split
-from valve_tune.tiles.grid import Phase
 
 WAIT_S = 60.0  # a daemon serves one client after the other
 
@@ -99,9 +98,6 @@ class DaemonCopy(StillWeights):
             if view.dtype != wanted.dtype:
                 raise BadBase(f"{name} is {view.dtype}, the job's dtype is {wanted.dtype}: quantized?")
         return views
-
-    def enter(self, layer: int, phase: Phase) -> Tensors:
-        return self._layers[layer]
 
     def permitted(self) -> None:
         self._permit.check()

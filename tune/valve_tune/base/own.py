@@ -25,12 +25,6 @@ class OwnCopy(StillWeights):
     def read(cls, folder: Path, layers: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> OwnCopy:
         return cls(read_folder(folder, dtype), layers, device)
 
-    def enter(self, layer: int, phase: Phase) -> Tensors:
-        return self._layers[layer]
-
-    def check(self) -> None:
-        """No other process holds this copy."""
-
 
 class LoadedModel(StillWeights):
     """Weights that live in the modules of a loaded model, and are never asked for one layer at a time."""
@@ -41,6 +35,3 @@ class LoadedModel(StillWeights):
 
     def enter(self, layer: int, phase: Phase) -> Tensors:
         return {}
-
-    def check(self) -> None:
-        """No other process holds this copy."""

@@ -19,7 +19,6 @@ import torch
 from valve_tune.base.consent import FREE, MAGIC, Permit
 from valve_tune.base.views import Sizes, as_checkpoint
 from valve_tune.base.weights import BadBase, BaseChanged, StillWeights, Tensors, digest_of, layers_in, split
-from valve_tune.tiles.grid import Phase
 
 ALIGNED = 64
 TYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
@@ -94,9 +93,6 @@ class SharedCopy(StillWeights):
         self.digest = digest_of(self.tensors)
         outer, self._layers = split(self.tensors, layers_in(sizes))
         self.outer: Tensors = outer
-
-    def enter(self, layer: int, phase: Phase) -> Tensors:
-        return self._layers[layer]
 
     def check(self) -> None:
         self._file.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,6 +82,13 @@ class StillWeights:
 
     is_writable = False
     least_bytes = lent_bytes = 0
+    _layers: Sequence[Tensors]
+
+    def enter(self, layer: int, phase: Phase) -> Tensors:
+        return self._layers[layer]
+
+    def check(self) -> None:
+        """No other process holds them."""
 
     def leave(self, layer: int, phase: Phase) -> None:
         """Nothing moves."""

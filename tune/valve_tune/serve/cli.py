@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from valve_tune.options import option, whole
-from valve_tune.serve import flags, fleet, jobs
+import torch
+
+from valve_tune.base import shared
+from valve_tune.base.weights import BadBase, read_folder
+from valve_tune.options import key_file, option, whole
+from valve_tune.serve import flags, fleet, jobs, publish
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
 from valve_tune.train.spec import DTYPES, SpecError
@@ -67,16 +72,11 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="Publish the checkpoint of this step number. Default: the newest adapter.",
     )
     option(one, "--keep", 2, "The number of versions that stay loaded.", metavar="N", type=whole(1))
-    one.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="The file that holds the key that the service asks for. Default: send none.",
-    )
+    key_file(one, "--token-file", "The file that holds the key that the service asks for. Default: send none.")
     one.add_argument(
         "--no-probe", action="store_true", help="Do not measure the gap in decoding with a request of its own."
     )
-    one.set_defaults(run=publish)
+    one.set_defaults(run=publish.command)
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,19 +93,8 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     option(one, "--host", "127.0.0.1", "Listen on this address.")
     option(one, "--port", 8090, "Listen on this port. 0 stands for any free one.", type=whole(0, 65535))
-    one.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="The file that holds the bearer token. It is needed where --host is not loopback.",
-    )
+    key_file(one, "--token-file", "The file that holds the bearer token. It is needed where --host is not loopback.")
     one.set_defaults(run=serve)
-
-
-def publish(options: argparse.Namespace) -> int:
-    from valve_tune.serve.publish import command
-
-    return command(options)
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -115,13 +104,6 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def share(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    import torch
-
-    from valve_tune.base import shared
-    from valve_tune.base.weights import BadBase, read_folder
-
     try:
         dtype = getattr(torch, options.dtype)
         checksum = shared.publish(read_folder(Path(options.model), dtype), Path(options.to))

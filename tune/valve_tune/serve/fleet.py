@@ -31,7 +31,7 @@ from valve_tune.base.consent import NotShared
 from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter
 from valve_tune.model.names import BadTarget
-from valve_tune.options import option, whole
+from valve_tune.options import key_file, option, whole
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
@@ -329,12 +329,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="URL",
         help="The URL of a router that runs as valve route serve --training DIR.",
     )
-    one.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="The file that holds the router's operator token. Default: send none.",
-    )
+    key_file(one, "--token-file", "The file that holds the router's operator token. Default: send none.")
     one.add_argument(
         "--job", default="", help="The name of the job, the same for all of its trainers. Default: the name of --out."
     )
@@ -365,10 +360,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="URL",
         help="This node's engine at this URL gets every version. Repeat the option for several engines.",
     )
-    one.add_argument(
-        "--publish-token-file",
-        default="",
-        metavar="FILE",
-        help="The file that holds the key that --publish-to asks for. Default: send none.",
-    )
+    text = "The file that holds the key that --publish-to asks for. Default: send none."
+    key_file(one, "--publish-token-file", text)
     one.set_defaults(run=command)

@@ -51,14 +51,7 @@ def replace_file(path: Path, content: str) -> None:
 class JobFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def page(self) -> Path:
-        return self.path / PAGE
+        self.metrics, self.page = self.path / METRICS, self.path / PAGE
 
     def exists(self) -> bool:
         return (self.path / JOB).is_file()

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from valve_tune.serve.api import TuneApi
 from valve_tune.serve.folder import FolderError
+from valve_tune.serve.publish import token_in
 from valve_tune.serve.store import Row, TuneStore
 from valve_tune.serve.worker import NO_DATABASE
 
@@ -112,10 +113,7 @@ def token_of(host: str, path: str) -> str:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = False
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip() if path else ""
-    except OSError as error:
-        raise FolderError(f"--token-file {path}: {error.strerror}") from None
+    token = token_in(path)
     if path and len(token) < SHORTEST_TOKEN:
         raise FolderError(f"--token-file {path}: a token has at least {SHORTEST_TOKEN} characters")
     if not token and not is_local:

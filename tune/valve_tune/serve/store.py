@@ -17,6 +17,7 @@ from typing import Any
 WAITING = ("validating_files", "queued")
 LIVE = (*WAITING, "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")
+IS_LIVE = f"status IN {LIVE}"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
   id TEXT PRIMARY KEY, created INTEGER NOT NULL, bytes INTEGER NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL);
@@ -95,12 +96,11 @@ class TuneStore:
 
     def drop_file(self, file: str) -> bool:
         """False while a job that has not ended needs it."""
-        marks = ",".join("?" * len(LIVE))
         text = (
             "DELETE FROM files WHERE id = ? AND NOT EXISTS (SELECT 1 FROM jobs WHERE "
-            f"(file = ? OR json_extract(wish, '$.validation_file') = ?) AND status IN ({marks}))"
+            f"(file = ? OR json_extract(wish, '$.validation_file') = ?) AND {IS_LIVE})"
         )
-        dropped = self._change(text, file, file, file, *LIVE)
+        dropped = self._change(text, file, file, file)
         if dropped:
             self.file_path(file).unlink(missing_ok=True)
         return dropped
@@ -126,9 +126,8 @@ class TuneStore:
         return self._page("jobs", "1 = 1", (), after, limit)
 
     def live(self, base: str | None = None) -> list[Row]:
-        marks = ",".join("?" * len(LIVE))
-        text = f"SELECT * FROM jobs WHERE status IN ({marks}) AND (? IS NULL OR base = ?) ORDER BY number"
-        return self._all(text, *LIVE, base, base)
+        text = f"SELECT * FROM jobs WHERE {IS_LIVE} AND (? IS NULL OR base = ?) ORDER BY number"
+        return self._all(text, base, base)
 
     def move(self, job: str, status: str, since: Iterable[str] = LIVE, **columns: Any) -> bool:
         """To another state, from one of `since` alone. An ended job stays as it is."""
@@ -141,9 +140,8 @@ class TuneStore:
 
     def wish(self, job: str, wanted: str) -> bool:
         """go, pause or cancel: what the worker is asked for. A cancelled job is never taken back."""
-        marks = ",".join("?" * len(LIVE))
-        text = f"UPDATE jobs SET wanted = ? WHERE id = ? AND wanted != 'cancel' AND status IN ({marks})"
-        return self._change(text, wanted, job, *LIVE)
+        text = f"UPDATE jobs SET wanted = ? WHERE id = ? AND wanted != 'cancel' AND {IS_LIVE}"
+        return self._change(text, wanted, job)
 
     def hold(self, base: str, job: str) -> None:
         """Which job a base's worker works on: it alone is charged if the worker dies. Kept at the base, so that one
@@ -169,8 +167,7 @@ class TuneStore:
         """A worker died: the job whose turn it was may be why. What got further since is not. Whether there was one."""
         text = (
             "UPDATE jobs SET deaths = CASE WHEN deaths_at = step THEN deaths + 1 ELSE 1 END, deaths_at = step "
-            "WHERE id = (SELECT job FROM turns WHERE base = ?) AND wanted != 'cancel' "
-            "AND status IN ('validating_files', 'queued', 'running', 'paused')"
+            f"WHERE id = (SELECT job FROM turns WHERE base = ?) AND wanted != 'cancel' AND {IS_LIVE}"
         )
         charged = self._change(text, base)
         self._change("UPDATE turns SET job = NULL WHERE base = ?", base)

@@ -71,13 +71,6 @@ def keep(graph: ForwardGraph) -> Kept:
     )
 
 
-def suffices(graph: ForwardGraph, kept: Iterable[str]) -> bool:
-    """Can backward be computed from these tensors alone? Straight from the definition, for tests and checks."""
-    made = graph.producers()
-    read = {tensor for node in backward_of(graph) for tensor in node.reads if tensor in made}
-    return read <= _closure(graph, kept)
-
-
 def _closure(graph: ForwardGraph, kept: Iterable[str]) -> set[str]:
     have = set(kept) | graph.free
     for each in graph.operators:

@@ -1,4 +1,4 @@
-"""`python -m valve_tune.engine.predict`: how well a step of a real vLLM on this CPU is predicted, beside how well the
+"""`python tools/tune/predict.py`: how well a step of a real vLLM on this CPU is predicted, beside how well the
 step repeats itself.
 
 Readers of three contexts are there from the start; each batch is some of them, with or without a prompt. A third of
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valve_tune.engine.fused import ENGINE_ENVIRONMENT, make
+from fused import ENGINE_ENVIRONMENT, make
 from valve_tune.options import option
 
 READERS, CONTEXTS, PROMPTS = (1, 2, 4, 8, 12), (32, 256, 1024), (0, 24, 96, 256)
@@ -74,12 +74,11 @@ class MeasuredEngine:
     def __init__(self, model: str) -> None:
         from transformers import AutoConfig
         from valve_hook.cotrain.idle import Idle
-        from vllm import LLM
-
         from valve_tune.engine.fitted import FittedPredictor
         from valve_tune.engine.lane import StepView
         from valve_tune.engine.planners import laws_of, machine
         from valve_tune.model.family import shape_of
+        from vllm import LLM
 
         self.llm = LLM(
             model=model,
@@ -167,7 +166,7 @@ def row(name: str, errors: Errors) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.predict", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/tune/predict.py", description=__doc__)
     option(parser, "--hidden", 512, "The width of the model, a number of elements.")
     option(parser, "--layers", 8, "The number of layers.")
     option(parser, "--rounds", 6, "The number of rounds.")

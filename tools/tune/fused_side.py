@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from valve_tune.engine.fused import ENGINE_ENVIRONMENT, MODEL_LEN
+from fused import ENGINE_ENVIRONMENT, MODEL_LEN
 
 VOCABULARY = 2048
 

@@ -1,4 +1,4 @@
-"""`python -m valve_tune.bench`: the written-out path against peft + transformers on this CPU, paired, as a table.
+"""`python tools/tune/bench.py`: the written-out path against peft + transformers on this CPU, paired, as a table.
 
 Speed against peft with gradient checkpointing at equal batch; activation bytes against peft without; what it costs to
 suspend after every layer. Each figure is a median of ratios of runs taken in turn.
@@ -20,7 +20,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForCausalLM, LlamaConfig
-
 from valve_tune.base.own import LoadedModel, OwnCopy
 from valve_tune.model.adapter import Adapter
 from valve_tune.model.autograd import AutogradModel, nodes

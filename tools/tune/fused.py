@@ -1,4 +1,4 @@
-"""`python -m valve_tune.engine.fused`: does a span of training rows pay in the batch of a decode step, on this CPU?
+"""`python tools/tune/fused.py`: does a span of training rows pay in the batch of a decode step, on this CPU?
 
 Two vLLMs of one random model whose weights are larger than the caches: one as it serves, one as a fused lane needs it
 (LoRA on, the span with an adapter, what backward needs cloned). Beside them the trainer's own forward tile. In turns
@@ -97,7 +97,7 @@ class Side:
     """An engine in a process of its own: two of them do not go into one."""
 
     def __init__(self, model: Path, dtype: str, adapter: str) -> None:
-        argv = [sys.executable, "-m", "valve_tune.engine.fused_side", str(model), dtype, adapter]
+        argv = [sys.executable, str(Path(__file__).with_name("fused_side.py")), str(model), dtype, adapter]
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENGINE_ENVIRONMENT
         )
@@ -137,7 +137,6 @@ class OwnTile:
 
     def seconds(self, span: int) -> float:
         import numpy as np
-
         from valve_tune.model.dropout import Draw
         from valve_tune.tiles.grid import Grid, Phase, TileShape
         from valve_tune.tiles.orders import layer_major
@@ -160,7 +159,6 @@ def make(folder: Path, hidden: int, layers: int, dtype: str) -> tuple[OwnTile, f
     """The model and its adapter on disk, the trainer's tile in memory; MB of the weights that a step reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
     from valve_tune.model.adapter import Adapter
     from valve_tune.model.explicit import adapter_sites
     from valve_tune.model.names import short_targets
@@ -245,7 +243,7 @@ def verdict(rounds: Sequence[Round], spans: Sequence[int]) -> list[str]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m valve_tune.engine.fused", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/tune/fused.py", description=__doc__)
     option(parser, "--hidden", 1024, "The width of the model, a number that 256 divides.")
     option(parser, "--layers", 12, "The number of layers.")
     option(parser, "--dtype", "float32", "The number format of the weights.", choices=("float32", "bfloat16"))

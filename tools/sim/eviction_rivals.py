@@ -1,8 +1,7 @@
-"""Other ways to choose columns, kept beside the product's own for comparison: by age, at random, exactly.
+"""Other ways to choose columns than the product's, for comparison: by age, at random, exactly.
 
 Same answer type as eviction.select, priced with the same index. All take wholly free columns first, as any pool
-hands out unused memory first. Called by the simulator and the benches, and by operators who set
-`eviction: fifo` to reproduce a figure.
+hands out unused memory first.
 """
 
 from __future__ import annotations
