@@ -157,8 +157,7 @@ class Permits:
     def _set_watch(self, online: OnlineService, on: bool) -> None:
         if online.watching == on:
             return
-        online.watching = on
-        online.watch_since_ns = self._clock.now_ns()
+        online.watch(on, self._clock.now_ns())
         for client in self._books.clients_of(online.id):
             if client.role is Role.ONLINE:
                 self._gate.set_watch(client.id, on)
