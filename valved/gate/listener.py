@@ -23,6 +23,9 @@ class GateListener:
     def clients_changed(self) -> None:
         """Clients, channels or consents changed. Called before any of them is answered."""
 
+    def time_passed(self) -> None:
+        """Every few seconds. For what changes without a word, and for what could not be told at the time."""
+
     def about_to_freeze(self) -> None:
         """Processes are told to stand next. A successor must know of them: nobody else would let them go."""
 

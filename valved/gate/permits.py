@@ -62,7 +62,7 @@ class Permits:
         self._is_braked = False
         self._askers: set[str] = set()
         self._cooldown = self._settings.cooldown  # that all permissions rest on
-        self._ticker = Ticker(self._clock, self._tick_over)
+        self._ticker = Ticker(self._clock, self._tick_over, on_beat=True)
 
     @property
     def is_braked(self) -> bool:
