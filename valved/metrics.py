@@ -146,7 +146,7 @@ ONLINE_COUNTERS: Figures[ServiceState] = {
         lambda s: s.delay_ns / 1e9,
     ),
     "valve_service_busy_seconds": (
-        "Time in which the service held its GPUs, cooldown included",
+        "Time in which the service held its GPUs and valved looked whether it was idle, cooldown included",
         lambda s: s.busy_ns / 1e9,
     ),
     "valve_service_idle_seconds": (

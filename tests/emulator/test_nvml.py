@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from rm_process import RmProcess, grow_tree
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import environment
@@ -15,7 +16,7 @@ from valve_tools.emulator.node import environment
 MIB = 1 << 20
 
 
-def ask(emulator: Emulator, expression: str) -> Any:
+def ask(emulator: Emulator, expression: str, before: str = "") -> Any:
     """Evaluate an expression over pynvml `n` and the handle `h` of card 0 in a process on the node."""
     program = f"""
 import json, pynvml as n
@@ -24,6 +25,7 @@ def refusal(call, *arguments):
         call(*arguments)
     except n.NVMLError as error:
         return str(error)
+{before}
 n.nvmlInit()
 h = n.nvmlDeviceGetHandleByIndex(0)
 print(json.dumps({expression}))
@@ -74,6 +76,33 @@ def test_memory_and_processes_follow_what_programs_hold(emulator: Emulator, proc
     )
 
     assert seen == [3 * MIB, 3 * MIB, [[process.pid, 3 * MIB]]]
+
+
+LOOKS = """
+def looks():
+    from valved.machine import cards
+    reader = cards.CardReader()
+    reader._room = cards.ctypes.create_string_buffer(ROOM * cards._PROCESS.size)
+    assert cards._PROCESS.size == n.sizeof(n.c_nvmlProcessInfo_v3_t)
+    told = lambda use: [use.total_bytes, use.used_bytes, sorted(use.by_pid.items())]
+    return [list(map(told, reader.look().values())) for _ in (1, 2)]
+"""
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 32])
+def test_no_process_on_a_card_is_missed_for_want_of_room(
+    emulator: Emulator, process: RmProcess, another: RmProcess, room: int
+) -> None:
+    tree = grow_tree(process)
+    tree.allocate_memory(3 * MIB)
+    grow_tree(another)
+    plain = ask(emulator, "[[p.pid, p.usedGpuMemory] for p in n.nvmlDeviceGetComputeRunningProcesses(h)]")
+
+    first, second = ask(emulator, "looks()", LOOKS.replace("ROOM", str(room)))
+
+    assert first == second
+    assert first[0][1:] == [3 * MIB, sorted(plain)]
+    assert len(plain) == 2
 
 
 def test_utilisation_is_the_time_that_channels_execute(emulator: Emulator, process: RmProcess) -> None:

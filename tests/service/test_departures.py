@@ -207,6 +207,7 @@ def test_no_process_is_killed_with_channels_off_for_having_left_before(stopped):
     again = world.hello(JOB)
 
     world.ladder.end(again.client, "test")
+    world.run(1)
 
     assert not is_off(world)
 

@@ -162,6 +162,7 @@ def test_nobody_runs_on_because_the_file_of_a_successor_cannot_be_written(world,
     assert world.signals == [(300, "SIGSTOP")]
 
     world.ladder.end(client, "it broke a promise")
+    world.run(1)
 
     assert world.signals[-1] == (300, "SIGKILL")
 
@@ -192,8 +193,9 @@ def test_no_process_stands_for_ever_because_a_book_could_not_be_kept_when_it_was
         raise RuntimeError("a book makes no sense")
 
     monkeypatch.setattr(world.register.listener, "client_left", fail)
+    world.ladder.end(client, "it broke a promise")
     with pytest.raises(RuntimeError):
-        world.ladder.end(client, "it broke a promise")
+        world.run(1)
 
     assert world.signals[-1] == (300, "SIGKILL")
 
@@ -286,3 +288,39 @@ def test_who_was_stopped_without_the_shim_is_remembered_for_as_long_as_it_lives_
 
     assert len(world.events(EventKind.FROZEN)) == 100
     assert len(world.ladder._strangers) <= 2
+
+
+def test_the_state_file_is_never_written_once_for_each_of_many_that_are_killed_in_one_turn(world, monkeypatch):
+    jobs = [world.offline(pid=1000 + number) for number in range(64)]
+    world.run(100)
+    written, write = [], state.save
+    monkeypatch.setattr(state, "save", lambda path, saved: (written.append(len(saved.ending)), write(path, saved)))
+
+    for job in jobs:
+        world.ladder.end(job, "it broke a promise")
+    assert world.signals == []  # nobody stands who is in no file
+    world.run(1)
+
+    assert written[0] == 64
+    assert len(written) == 1
+    assert [pid for pid, name in world.signals if name == "SIGKILL"] == list(range(1000, 1064))
+
+
+def test_one_that_cannot_be_ended_never_keeps_another_that_was_begun_in_the_same_turn_from_its_end(world, monkeypatch):
+    first, second = world.offline(pid=300), world.offline(pid=301)
+    world.run(100)
+    leave = world.register.listener.client_left
+
+    def fail(entry, *, is_dead):
+        if entry.process.pid == 300:
+            raise RuntimeError("a book makes no sense")
+        leave(entry, is_dead=is_dead)
+
+    monkeypatch.setattr(world.register.listener, "client_left", fail)
+    world.ladder.end(first, "it broke a promise")
+    world.ladder.end(second, "it broke a promise")
+    with pytest.raises(RuntimeError):
+        world.run(1)
+    world.run(1)
+
+    assert {pid for pid, name in world.signals if name == "SIGKILL"} == {300, 301}

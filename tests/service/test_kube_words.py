@@ -105,7 +105,7 @@ async def test_what_an_online_pod_uses_itself_is_told_apart_from_what_it_lends(t
         assert found["valve_online_memory_bytes", "chat-0", "0"] == 30 * GIB
         (online,) = node.world.gating.online.values()
         now_ns = node.room._host.clock.now_ns()
-        assert 0 < found["valve_online_busy_seconds_total", "chat-0", ""] <= online.busy_ns(now_ns) / 1e9
+        assert 0 < found["valve_online_busy_seconds_total", "chat-0", ""] <= online.hold_ns(now_ns) / 1e9
 
 
 @scenario

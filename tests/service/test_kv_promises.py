@@ -140,6 +140,7 @@ def test_a_refused_range_never_leaves_its_process_asking_for_ever(tmp_path, held
     seq = shim.reserve(0, 4, handle_mib=4, held=4 if held else 0)
 
     status = shim.begin_step()
+    world.clock.settle()
 
     assert shim.acked(seq) == errno.EINVAL
     ended = [event.reason for event in world.events(EventKind.KILLED)]

@@ -237,10 +237,10 @@ def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World,
     listener, world.gating.listener = world.gating.listener, GateListener()
     world.consents.say(number, NO)
 
-    def fails() -> None:
+    def fails(**how: bool) -> None:
         raise RuntimeError("once more")
 
-    monkeypatch.setattr(upkeep, "TICK_S", 0.0)
+    monkeypatch.setattr(upkeep, "TICK_S", 0.001)
     ours = types.SimpleNamespace(is_ours=lambda: True)
     gating = types.SimpleNamespace(resync=fails, listener=listener)
     with pytest.raises(RuntimeError):

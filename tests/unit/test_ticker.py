@@ -64,3 +64,15 @@ def test_a_long_call_never_runs_back_to_back():
     clock.advance(100)
 
     assert {later - earlier for earlier, later in itertools.pairwise(calls)} == {35}
+
+
+def test_two_that_tick_on_the_beat_never_wake_the_loop_twice_whenever_they_were_started():
+    clock, quick, slow = VirtualClock(start_ns=1_003), [], []
+    Ticker(clock, lambda: quick.append(clock.now_ns()), on_beat=True).start(10)
+    clock.advance(4)
+    Ticker(clock, lambda: slow.append(clock.now_ns()), on_beat=True).start(20)
+    clock.advance(100)
+
+    assert set(slow) <= set(quick)
+    assert {later - earlier for earlier, later in itertools.pairwise(quick)} == {10}
+    assert {later - earlier for earlier, later in itertools.pairwise(slow)} == {20}

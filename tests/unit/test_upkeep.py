@@ -128,18 +128,18 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
 
 
 def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch):
-    def fails():
+    def fails(**how):
         raise RuntimeError("once more")
 
     def settle(*, patience_over):
         settled.append(patience_over)
 
     settled, looked = [], []
-    gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(clients_changed=fails))
+    gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(time_passed=fails))
     handover = types.SimpleNamespace(settle=settle)
     brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1))
     folder = types.SimpleNamespace(is_ours=lambda: True)
-    monkeypatch.setattr(upkeep, "TICK_S", 0.0)
+    monkeypatch.setattr(upkeep, "TICK_S", 0.001)
 
     with pytest.raises(RuntimeError):
         asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=False).run())

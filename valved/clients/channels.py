@@ -274,7 +274,7 @@ class Channels:
             return
         text = _text(body, is_beside_offline=any(self._books.with_role(Role.OFFLINE)))
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
-            entry.uses_mps = True
+            self._books.note_mps(entry)
             self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
         if not text or len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return

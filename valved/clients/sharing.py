@@ -34,6 +34,11 @@ class SharedWeights:
         self._is_told = True
         self.refresh()
 
+    @property
+    def is_behind(self) -> bool:
+        """The file could not be written."""
+        return self._is_told and not self._written
+
     def refresh(self) -> None:
         content = msgspec.json.encode({"services": [self._entry(service) for service in sorted(self._gating.online)]})
         if not self._is_told or content == self._written:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from valved.gate.wake import GateService
@@ -32,7 +33,7 @@ class _End:
     reason: str
     facts: dict[str, Any]  # of who it is, for the event
     is_final: bool  # else a drain that is taken back lets it go
-    until_ns: int
+    until_ns: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -48,6 +49,7 @@ class Endings:
 
     def __post_init__(self) -> None:
         self._under_way: dict[ProcessId, _End] = {}
+        self._fresh: list[ProcessId] = []  # of them, not yet told to stand
 
     def __contains__(self, process: ProcessId) -> bool:
         return process in self._under_way
@@ -73,9 +75,24 @@ class Endings:
         if known := self._under_way.get(process):
             known.is_final |= is_final
             return
-        end = _End(reason, facts, is_final, self._clock.now_ns() + STOP_NS)
-        self._under_way[process] = end
-        self._gating.listener.about_to_freeze()
+        self._under_way[process] = _End(reason, facts, is_final)
+        self._fresh.append(process)
+        if len(self._fresh) == 1:
+            self._clock.call_at_ns(self._clock.now_ns(), self._stop_fresh)
+
+    def _stop_fresh(self) -> None:
+        """All that were begun since the last turn are written down together: each write takes milliseconds."""
+        fresh, self._fresh = self._fresh, []
+        ends = [(process, self._under_way[process]) for process in fresh if process in self._under_way]
+        if ends:
+            self._gating.listener.about_to_freeze()
+        for process, end in ends:  # a call for each: one that fails must not keep another from standing
+            self._clock.call_at_ns(self._clock.now_ns(), partial(self._stop, process, end))
+
+    def _stop(self, process: ProcessId, end: _End) -> None:
+        if self._under_way.get(process) is not end:
+            return
+        end.until_ns = self._clock.now_ns() + STOP_NS
         if self._signals.send(process, signal.SIGSTOP) is Delivery.FAILED and not self._processes.is_gone(process):
             del self._under_way[process]  # it is not ours to signal, and stays held
         else:

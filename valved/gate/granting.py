@@ -47,6 +47,7 @@ class Granting:
         self.slices = slices or Slices(port, books, SliceSettings(), "")
         self.worths = worths
         self._grantable: frozenset[GpuIndex] = frozenset()
+        self._barred: frozenset[GpuIndex] = frozenset()  # by leftovers, when it was last looked at
         self._told: dict[ServiceId, tuple[int, int]] = {}
         self._offered: dict[ClientId, tuple[int, int]] = {}
 
@@ -62,12 +63,19 @@ class Granting:
         self._told = {service: told for service, told in self._told.items() if service in self._gating.online}
         self._offered = {client: told for client, told in self._offered.items() if client in self._books.clients}
 
+    @property
+    def is_behind(self) -> bool:
+        """What is told changes although no client does: a leftover ended, stops take longer, a driver file came."""
+        grants = any(most_ns for most_ns, _ in self._told.values())
+        return grants or self.slices.is_on or self._leftovers() != self._barred
+
     def grantable(self) -> frozenset[GpuIndex]:
+        self._barred = self._leftovers()
         offline = list(self._books.with_role(Role.OFFLINE))
         if not all(client.features & Feature.GRANT for client in offline):
             return frozenset()
         barred = [client.gpus() for client in offline if client.uses_mps or len(client.gpus()) > 1]
-        return frozenset(self._gating.gpus).difference(self._leftovers(), *barred)
+        return frozenset(self._gating.gpus).difference(self._barred, *barred)
 
     def _tell(self, service: ServiceId, consent: Consent) -> None:
         slo = consent.slo if consent.grant else None

@@ -26,6 +26,9 @@ class GateListener:
     def places_changed(self) -> None:
         """An offline process uses another set of GPUs, or may have a new channel group. Called as early."""
 
+    def time_passed(self) -> None:
+        """Every few seconds. For what changes without a word, and for what could not be told at the time."""
+
     def about_to_freeze(self) -> None:
         """Processes are told to stand next. A successor must know of them: nobody else would let them go."""
 

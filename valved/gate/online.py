@@ -54,6 +54,7 @@ class OnlineService:
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds
+    unseen_ns: int = 0  # of these, while nobody looked whether it was idle
     freed_ns: int = 0  # between holds
     judged_ns: int = 0  # held_ns at the breaker's last judgement
     woken_epoch: int | None = None  # of the last wake
@@ -73,15 +74,30 @@ class OnlineService:
         self.since_ns = at_ns
         self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
 
+    def watch(self, on: bool, now_ns: int) -> None:
+        """From now on the native side looks whether it is idle, or does so no more."""
+        self.unseen_ns = self._unseen_ns(now_ns)
+        self.watching, self.watch_since_ns = on, now_ns
+
     def end_hold(self, at_ns: int) -> None:
+        self.unseen_ns = self._unseen_ns(at_ns)
         self.held_ns += max(0, at_ns - self.since_ns)
         self.holding = False
         self.since_ns = at_ns
         self._age_mark(at_ns, held_ns=max(0, at_ns - self.cooldown_state.seen_ns))
 
-    def busy_ns(self, now_ns: int) -> int:
+    def hold_ns(self, now_ns: int) -> int:
         """Time in which it held its GPUs, the hold under way included."""
         return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
+
+    def busy_ns(self, now_ns: int) -> int:
+        """Of this, the time in which it would have left them had it been idle. In the rest nobody looked: without
+        offline work, say, or while it was paused."""
+        return max(0, self.hold_ns(now_ns) - self._unseen_ns(now_ns))
+
+    def _unseen_ns(self, now_ns: int) -> int:
+        is_unseen = self.holding and not self.watching
+        return self.unseen_ns + (max(0, now_ns - max(self.since_ns, self.watch_since_ns)) if is_unseen else 0)
 
     def idle_ns(self, now_ns: int) -> int:
         """Time in which it left its GPUs to others."""

@@ -63,7 +63,7 @@ class Permits:
         self._is_braked = False
         self._askers: set[str] = set()
         self._cooldown = self._settings.cooldown  # that all permissions rest on
-        self._ticker = Ticker(self._clock, self._tick_over)
+        self._ticker = Ticker(self._clock, self._tick_over, on_beat=True)
 
     @property
     def is_braked(self) -> bool:
@@ -160,8 +160,7 @@ class Permits:
     def _set_watch(self, online: OnlineService, on: bool) -> None:
         if online.watching == on:
             return
-        online.watching = on
-        online.watch_since_ns = self._clock.now_ns()
+        online.watch(on, self._clock.now_ns())
         for client in self._books.clients_of(online.id):
             if client.role is Role.ONLINE:
                 self._gate.set_watch(client.id, on)

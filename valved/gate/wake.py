@@ -51,6 +51,7 @@ class GateService:
         self._waiting: set[str] = set()
         self._is_reading = False
         self._lost = 0  # stamps, as the port counts
+        self._lacks_stamps = False  # since the last resync: some were lost, or could not be booked
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
@@ -101,6 +102,7 @@ class GateService:
         now_ns = self._clock.now_ns()
         self.drain()
         online = self.online.pop(service)
+        self._books.touch()
         if online.timer is not None:
             online.timer.cancel()
         self._gate.remove_service(service)
@@ -231,6 +233,7 @@ class GateService:
             self._records.lost(lost)
         if stamps:
             self.listener.drained()
+        self._lacks_stamps |= lost > 0 or bool(errors)
         if errors:
             raise errors[0]
 
@@ -257,12 +260,13 @@ class GateService:
             self.gpus[gpu].release(online.id, now_ns)
         online.end_hold(now_ns)
 
-    def resync(self) -> None:
+    def resync(self, *, is_thorough: bool = True) -> None:
         """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
-        or a caller that waits for the wake would wait on."""
+        or a caller that waits for the wake would wait on. `is_thorough`: also where no stamp is known to be missing."""
         self.drain()
+        is_due, self._lacks_stamps = is_thorough or self._lacks_stamps, False
         gated = frozenset(filter(self._gate.is_gated, self.gpus))
-        for online in self.online.values():
+        for online in self.online.values() if is_due else ():
             if online.holding:
                 if not self._gate.look(online.id).holds:
                     self._woken_unseen(online, self._clock.now_ns())

@@ -5,12 +5,11 @@ The two times of the last step stand in a hook's region. They are looked at now 
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict, deque
 from statistics import fmean
 
 from valved.gate.wake import GateService
-from valved.machine.clock import Clock
+from valved.machine.clock import Clock, beat_of
 from valved.machine.ports import GrantPort
 from valved.model.consent import GAP_MS, Consent
 from valved.model.ids import Role, ServiceId
@@ -31,7 +30,7 @@ class Worths:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await beat_of(LOOK_S)
             self.look()
 
     def look(self) -> None:
@@ -39,13 +38,12 @@ class Worths:
         for service in [service for service in self._steps if service not in self._gating.online]:
             del self._steps[service]
         self._last = {client: end_ns for client, end_ns in self._last.items() if client in self._books.clients}
-        for service in self._gating.online:
-            for client in self._books.clients_of(service):
-                if client.role is Role.HOOK:
-                    begin_ns, end_ns = self._port.step(client.id)
-                    if end_ns != self._last.get(client.id, 0) and 0 < begin_ns < end_ns < begin_ns + LONGEST_NS:
-                        self._steps[service].append((end_ns - begin_ns) / MS)
-                    self._last[client.id] = end_ns
+        for client in self._books.with_role(Role.HOOK):
+            if client.service in self._gating.online:
+                begin_ns, end_ns = self._port.step(client.id)
+                if end_ns != self._last.get(client.id, 0) and 0 < begin_ns < end_ns < begin_ns + LONGEST_NS:
+                    self._steps[client.service].append((end_ns - begin_ns) / MS)
+                self._last[client.id] = end_ns
 
     def of(self, service: ServiceId, consent: Consent, *, by_slices: bool) -> GrantWorth:
         online, now_ns = self._gating.online.get(service), self._clock.now_ns()

@@ -202,7 +202,7 @@ class Observer:
                 if gpu.uuid in cards
             }
             bytes_on = {gpu: held for gpu, held in of_pod.items() if held}
-            yield OnlineUse(namespace=namespace, pod=pod, busy_s=online.busy_ns(now_ns) / 1e9, bytes_on=bytes_on)
+            yield OnlineUse(namespace=namespace, pod=pod, busy_s=online.hold_ns(now_ns) / 1e9, bytes_on=bytes_on)
 
     def resting(self, now_ns: int) -> list[str]:
         """Online services that Valve has delayed too much: nothing is harvested beside them for now."""

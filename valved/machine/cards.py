@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +51,17 @@ class CardUse:
     is_mig: bool
 
 
+_PROCESS = struct.Struct("=I4xQII")  # nvmlProcessInfo_v2_t, which _v3 calls fill, too; a test compares the two
+_UNKNOWN_BYTES = (1 << 64) - 1
+
+
 class CardReader:
     """NVML, kept open: asking costs a fraction of opening it. Calls may block for milliseconds: not for the loop."""
 
     def __init__(self) -> None:
         self._is_open = False
+        self._handles: list[tuple[Any, bytes]] = []  # of each card, and its UUID: until NVML fails, or counts others
+        self._room = ctypes.create_string_buffer(32 * _PROCESS.size)
 
     def look(self) -> dict[bytes, CardUse]:
         """All cards by UUID; empty where NVML is missing or does not answer."""
@@ -63,9 +71,10 @@ class CardReader:
             if not self._is_open:
                 pynvml.nvmlInit()
                 self._is_open = True
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            return dict(self._card(handle) for handle in handles)
-        except pynvml.NVMLError:
+            if (count := pynvml.nvmlDeviceGetCount()) != len(self._handles):
+                self._handles = [_identity(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
+            return {uuid: self._card(handle) for handle, uuid in self._handles}
+        except (pynvml.NVMLError, AttributeError):  # an NVML from before this call
             self.close()
             return {}
 
@@ -73,24 +82,43 @@ class CardReader:
         """Let go of the driver: it cannot be replaced while a process holds it."""
         import pynvml
 
+        self._handles = []
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _card(self, handle: Any) -> tuple[bytes, CardUse]:
+    def _card(self, handle: Any) -> CardUse:
         import pynvml
 
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         try:
             is_mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         except pynvml.NVMLError:  # a card that cannot
             is_mig = False
-        uuid = UUID(pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-")).bytes
-        return uuid, CardUse(
+        return CardUse(
             total_bytes=int(memory.total),
             used_bytes=int(memory.used),
-            by_pid={process.pid: int(process.usedGpuMemory or 0) for process in processes},
+            by_pid=self._processes(handle),
             is_mig=is_mig,
         )
+
+    def _processes(self, handle: Any) -> dict[int, int]:
+        """Into the room of the last answer, with one call: pynvml asks twice, and makes an object of each process."""
+        import pynvml
+
+        while True:
+            count = ctypes.c_uint(len(self._room) // _PROCESS.size)
+            status = pynvml.nvmlLib.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), self._room)
+            if status == pynvml.NVML_SUCCESS:
+                told = _PROCESS.iter_unpack(memoryview(self._room)[: count.value * _PROCESS.size])
+                return {pid: 0 if held == _UNKNOWN_BYTES else held for pid, held, _, _ in told}
+            if status != pynvml.NVML_ERROR_INSUFFICIENT_SIZE:
+                raise pynvml.NVMLError(status)
+            self._room = ctypes.create_string_buffer(2 * max(len(self._room), count.value * _PROCESS.size))
+
+
+def _identity(handle: Any) -> tuple[Any, bytes]:
+    import pynvml
+
+    return handle, UUID(pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-")).bytes

@@ -31,13 +31,19 @@ class LoopClock:
         return self._loop.call_at(when_ns / 1e9, call)
 
 
-class Ticker:
-    """Calls again and again, a whole period after each call. The next one is set before this one is made, too: one that
-    fails is never the last."""
+async def beat_of(period_s: float) -> None:
+    """Sleep until the clock reads a multiple of this: whoever wakes on such beats wakes together, in one turn."""
+    await asyncio.sleep(period_s - time.monotonic() % period_s)
 
-    def __init__(self, clock: Clock, call: Callable[[], None]) -> None:
+
+class Ticker:
+    """Calls again and again, a whole period after each call; `on_beat`: at multiples of the period, as `beat_of`. The
+    next one is set before this one is made, too: one that fails is never the last."""
+
+    def __init__(self, clock: Clock, call: Callable[[], None], *, on_beat: bool = False) -> None:
         self._clock = clock
         self._call = call
+        self._on_beat = on_beat
         self._timer: TimerHandle | None = None
         self._every_ns = 0
 
@@ -58,7 +64,8 @@ class Ticker:
         self._timer = None
 
     def _set(self, after_ns: int) -> None:
-        self._timer = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self._due)
+        when_ns = self._clock.now_ns() + after_ns
+        self._timer = self._clock.call_at_ns(when_ns - when_ns % after_ns if self._on_beat else when_ns, self._due)
 
     def _due(self) -> None:
         self._set(self._every_ns)

@@ -3,6 +3,9 @@
  * gives muted doorbells another chance, and watches the issuers. A disable that does not come back in time is
  * reported, and the next rung (HOLD) is ordered for the clients it concerns while the ioctl still hangs.
  *
+ * Nobody wakes it: an issuer in a hurry makes no system call for it. It looks once per hang_ns, so it sees every flight
+ * before that one's time is over, and sleeps to the very end of that time. Only what is late is looked at more often.
+ *
  * It watches the caller, too. While Python's loop is stuck nobody is welcomed, so an online process that starts now would
  * launch beside offline work: every GPU is held until the loop turns again. A loop that stays away is as good as dead:
  * then the heartbeat ends, and shims do what they do when valved is gone.
@@ -11,21 +14,29 @@
 
 #define GIVEN_UP 30u /* times loop_ns */
 
-/* A flight that takes long while its GPU runs harms nobody yet; it is looked at again in the next round. */
-static void watch_flight(struct gpu *gpu, uint64_t now)
+static uint64_t sooner(uint64_t a, uint64_t b)
+{
+	return a < b ? a : b;
+}
+
+/* Returns when to look at it again, UINT64_MAX: no sooner than at others. A flight that takes long while its GPU runs
+ * harms nobody yet; it is looked at again in the next round. */
+static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 {
 	uint32_t word = load_acquire(&gpu->flight), number = word >> 2;
 	uint64_t start_ns = load_relaxed(&gpu->flight_ns), holders = load_full(&gpu->holders);
 	struct valve_stamp stamp;
 
-	if (word % 4 != FLIGHT_OUT || now < start_ns + gpu->gate->config.hang_ns)
-		return;
+	if (word % 4 != FLIGHT_OUT)
+		return UINT64_MAX;
+	if (now < start_ns + gpu->gate->config.hang_ns)
+		return start_ns + gpu->gate->config.hang_ns;
 	if (gpu_target(gpu, holders) != VALVE_GPU_STOPPED)
-		return;
+		return now + round_ns;
 	/* The number makes this the very flight whose time was read. From here until HELD the issuer would wait in
 	 * land(), so the plan and its clients stay. */
 	if (!compare_swap(&gpu->flight, &word, number << 2 | FLIGHT_LOST))
-		return;
+		return UINT64_MAX;
 	for (uint32_t i = 0; gpu->plan && i < gpu->plan->steps; i++)
 		order_hold_all(gpu, &gpu->plan->step[i]);
 	stamp = service_stamp(gpu, holders);
@@ -38,6 +49,7 @@ static void watch_flight(struct gpu *gpu, uint64_t now)
 	issuer_owe_release(gpu);
 	waking_kick(gpu->gate); /* a listener may hang there, and have set the timer for nobody */
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
+	return UINT64_MAX;
 }
 
 static uint64_t silent_ns(struct valve_gate *gate, uint64_t now)
@@ -47,14 +59,19 @@ static uint64_t silent_ns(struct valve_gate *gate, uint64_t now)
 	return gate->config.loop_ns && alive_ns && now > alive_ns ? now - alive_ns : 0;
 }
 
-static void watch_caller(struct valve_gate *gate, uint64_t now)
+/* Returns when to look at it again: when its patience would be over, or whether it turns again by now. */
+static uint64_t watch_caller(struct valve_gate *gate, uint64_t now, uint64_t round_ns)
 {
-	bool is_silent = silent_ns(gate, now) > gate->config.loop_ns;
+	uint64_t silent = silent_ns(gate, now), loop_ns = gate->config.loop_ns;
+	bool is_silent = silent > loop_ns;
 
-	if (is_silent == (gate->guarding != 0))
-		return;
-	guard_hold(gate, is_silent);
-	store_release(&gate->guarding, is_silent);
+	if (is_silent != (gate->guarding != 0)) {
+		guard_hold(gate, is_silent);
+		store_release(&gate->guarding, is_silent);
+	}
+	if (is_silent)
+		return now + round_ns;
+	return load_relaxed(&gate->alive_ns) && loop_ns ? now + loop_ns - silent + 1 : UINT64_MAX;
 }
 
 static void tend_clients(struct valve_gate *gate, bool beat, uint64_t now)
@@ -77,23 +94,27 @@ static void *watchdog_main(void *argument)
 {
 	struct valve_gate *gate = argument;
 	uint64_t beat_ns = gate->config.lease_ns / 5, last_beat_ns = 0;
-	uint64_t round_ns = gate->config.hang_ns / 4;
+	uint64_t rest_ns = sooner(gate->config.hang_ns, beat_ns);
+	uint64_t round_ns = sooner(gate->config.hang_ns / 4, beat_ns);
 
-	if (round_ns > beat_ns)
-		round_ns = beat_ns;
 	while (!load_acquire(&gate->quit)) {
-		uint64_t now = now_ns();
-		bool beat = now - last_beat_ns + round_ns / 2 >= beat_ns;
+		uint64_t now = now_ns(), next = now + rest_ns;
+		bool beat = now >= last_beat_ns + beat_ns, muted = swap(&gate->mutes, 0);
 
 		for (uint32_t i = 0; i < gate->gpu_count; i++)
-			watch_flight(&gate->gpu[i], now);
-		watch_caller(gate, now);
-		if (swap(&gate->mutes, 0) || beat) /* pages that nobody need look at stay out of our cache */
+			next = sooner(next, watch_flight(&gate->gpu[i], now, round_ns));
+		next = sooner(next, watch_caller(gate, now, round_ns));
+		if (muted || beat) /* pages that nobody need look at stay out of our cache */
 			tend_clients(gate, beat && silent_ns(gate, now) <= GIVEN_UP * gate->config.loop_ns,
 			             now);
+		if (muted) /* who rings for nothing goes on, as a rule */
+			next = sooner(next, now + round_ns);
 		if (beat)
 			last_beat_ns = now;
-		futex_wait(&gate->quit, 0, round_ns);
+		next = sooner(next, last_beat_ns + beat_ns);
+		now = now_ns();
+		if (next > now)
+			futex_wait(&gate->quit, 0, next - now);
 	}
 	return NULL;
 }

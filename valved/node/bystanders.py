@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from valved.clients.identity import identify
 from valved.gate.wake import GateService
 from valved.machine.cards import CardReader, CardUse
+from valved.machine.clock import beat_of
 from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId, Role
@@ -56,16 +57,16 @@ class Bystanders:
                 self.look(await loop.run_in_executor(None, reader.look))
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
                 has_offline |= any(self._books.with_role(Role.OFFLINE))
-                await asyncio.sleep(LOOK_S if has_offline else REST_S)
+                await beat_of(LOOK_S if has_offline else REST_S)
         finally:
             reader.close()
 
     def look(self, cards: Mapping[bytes, CardUse]) -> None:
         """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""
-        shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
-        known = {client.process for client in shims} | self._expected()  # a hook alone stops and hears nothing
-        by_pid = {process.pid: process for process in known}
+        # A hook alone stops and hears nothing.
+        shims = (client for client in self._books.clients.values() if client.role is not Role.HOOK)
         watched = {client.process.pid for client in shims}  # a number is its process's until its client has left
+        back = {process.pid: process for process in self._expected()}
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
             if gpu.uuid not in cards:
@@ -77,14 +78,13 @@ class Bystanders:
                 try:
                     started = self._processes.start_time(pid)
                 except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger
-                    if pid not in by_pid or self._processes.is_gone(by_pid[pid]):
+                    if pid not in back or self._processes.is_gone(back[pid]):
                         users.append(f"process {pid} {UNHEARD}")
                     continue
-                if (
-                    started is None
-                    or pid == os.getpid()
-                    or (process := ProcessId(pid=pid, start_time=started)) in known
-                ):
+                if started is None or pid == os.getpid():
+                    continue
+                process = ProcessId(pid=pid, start_time=started)
+                if back.get(pid) == process:
                     continue
                 name, claim = f"process {pid} ({self._processes.comm(pid)})", self._claim_of(process)
                 if claim is not None and claim.role is Role.OFFLINE:

@@ -261,13 +261,15 @@ class Handover:
             self.save_soon()
         for online in list(self._gating.online.values()):
             self._settle_service(online, patience_over)
-        here = {client.process for client in self._books.clients.values()}  # one that ends leaves: not looked for here
+        here = self._books.per_process  # one that ends leaves: not looked for here
         self._register.lived.keep(lambda process: process in here or not self._processes.is_gone(process))
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
         if (entry := self._books.services.get(online.id)) is None:
             self._gating.remove_service(online.id)  # nobody else would: it ended while it was made
             return
+        if entry.clients and not (entry.kept_gpus or online.away):
+            return  # nobody is waited for
         online.away = {process for process in online.away if not self._processes.is_gone(process)}
         members = [client.id for client in self._books.clients_of(online.id)]
         has_told = self._register.channels.possession.are_quiet(members, TELL_NS)
@@ -283,7 +285,7 @@ class Handover:
 
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
     online.preemptions, online.delay_ns = saved.preemptions, saved.delay_ns
-    online.held_ns, online.freed_ns = saved.held_ns, saved.freed_ns
+    online.held_ns, online.unseen_ns, online.freed_ns = saved.held_ns, saved.unseen_ns, saved.freed_ns
     online.said = Said(slo=saved.slo, grant=saved.grant, share_weights=saved.share_weights)
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted

@@ -23,12 +23,13 @@ from valved.node.handover import Handover
 from valved.node.kv import Kv
 from valved.state import pending
 from valved.state.journal import Journal
-from valved.state.registry import ClientEntry
+from valved.state.registry import Books, ClientEntry
 
 
 class GateNews(GateListener):
     def __init__(
         self,
+        books: Books,
         register: Register,
         ladder: Ladder,
         granting: Granting,
@@ -36,6 +37,8 @@ class GateNews(GateListener):
         handover: Handover,
         kv: Kv | None,
     ) -> None:
+        self._books = books
+        self._revision = -1  # of the books, when all that follows from them was last told
         self._channels = register.channels
         self._ladder = ladder
         self._granting = granting
@@ -63,6 +66,7 @@ class GateNews(GateListener):
         self._channels.lease.refresh()
 
     def clients_changed(self) -> None:
+        self._revision = -1  # it is all looked at once more, soon: this may fail half way
         try:
             self.places_changed()
         finally:  # a consent that was taken back stands in no file because something else failed
@@ -70,6 +74,12 @@ class GateNews(GateListener):
 
     def places_changed(self) -> None:
         self._granting.refresh()
+
+    def time_passed(self) -> None:
+        revision = self._books.revision
+        if revision != self._revision or self._granting.is_behind or self._sharing.is_behind:
+            self.clients_changed()
+            self._revision = revision
 
     def about_to_freeze(self) -> None:
         try:

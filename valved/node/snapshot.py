@@ -157,6 +157,7 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
         preemptions=online.preemptions,
         delay_ns=online.delay_ns,
         held_ns=online.held_ns,
+        unseen_ns=online.unseen_ns,
         freed_ns=online.freed_ns,
         requests=requests,
         most_preempted=most,

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader
-from valved.machine.clock import Clock, Ticker
+from valved.machine.clock import Clock, Ticker, beat_of
 from valved.machine.ports import GatePort
 from valved.node.brake import Brake
 from valved.node.handover import Handover
@@ -45,18 +45,19 @@ class Upkeep:
     async def run(self) -> None:
         ticks = 0
         while True:
-            await asyncio.sleep(TICK_S)
+            await beat_of(TICK_S)
             ticks += 1
             if not self._folder.is_ours():
                 await self._end_unreachable()
+            is_minute = ticks % SAVE_EVERY_TICKS == 0
             with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails
-                if ticks % SAVE_EVERY_TICKS == 0:
+                if is_minute:
                     parts.callback(self._handover.save)
                 if not self.has_watch:
                     parts.callback(self._brake.look_at_file)
                 parts.callback(self._handover.settle, patience_over=True)
-                parts.callback(self._gating.resync)
-                parts.callback(self._gating.listener.clients_changed)  # who has left channels off may have ended
+                parts.callback(self._gating.resync, is_thorough=is_minute)
+                parts.callback(self._gating.listener.time_passed)
 
     async def _end_unreachable(self) -> None:
         """No command finds us any more, and another valved may gate these GPUs soon: hand over and end.
@@ -100,7 +101,7 @@ class LoopBeat:
         late: Callable[[str], None],
     ) -> None:
         self._clock = clock
-        self._ticker = Ticker(clock, self.beat)
+        self._ticker = Ticker(clock, self.beat, on_beat=True)
         self._late = late
         self._due_s = clock.now_ns() / 1e9
         self._alive = alive
@@ -153,6 +154,6 @@ async def read_cards(memory: KvService) -> None:
         while True:
             if memory.is_in_use:
                 memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
-            await asyncio.sleep(CARDS_S)
+            await beat_of(CARDS_S)
     finally:
         reader.close()

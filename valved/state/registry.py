@@ -89,13 +89,18 @@ class Books:
         self.per_home: Counter[tuple[int, str]] = Counter()  # by user and control group
         self.next_client = 1
         self.next_service = FIRST_SERVICE
+        self.revision = 0  # rises with each change: whoever has read the books since need not read them again
 
     # Services and claims
+
+    def touch(self) -> None:
+        self.revision += 1
 
     def add_service(self, name: str, role: Role, root: ProcessId | None) -> ServiceEntry:
         service = ServiceEntry(id=ServiceId(self.next_service), name=name, role=role, root=root)
         self.next_service += 1
         self.services[service.id] = service
+        self.touch()
         return service
 
     def claim(self, root: ProcessId, role: Role, name: str, cgroup: str = "") -> ProcessClaim:
@@ -112,6 +117,7 @@ class Books:
         del self.claims[claim.root]
         self.claims[root] = ProcessClaim(root=root, role=claim.role, service=claim.service, cgroup=claim.cgroup)
         self.services[claim.service].root = root
+        self.touch()
 
     def find_claim(self, chain: Sequence[ProcessId], cgroup: str) -> ProcessClaim | None:
         """The claim of a process: its own, its nearest ancestor's, or that of the control group it lives in."""
@@ -125,6 +131,7 @@ class Books:
         entry = self.services.pop(service)
         if entry.root is not None:
             self.claims.pop(entry.root, None)
+        self.touch()
 
     # Clients
 
@@ -133,6 +140,7 @@ class Books:
         self.services[entry.service].clients.add(entry.id)
         self.per_process[entry.process] += 1
         self.per_home[entry.uid, entry.cgroup] += 1
+        self.touch()
 
     def new_client_id(self) -> ClientId:
         self.next_client += 1
@@ -144,7 +152,12 @@ class Books:
         self.services[entry.service].clients.discard(client)
         _count_down(self.per_process, entry.process)
         _count_down(self.per_home, (entry.uid, entry.cgroup))
+        self.touch()
         return entry
+
+    def note_mps(self, client: ClientEntry) -> None:
+        client.uses_mps = True
+        self.touch()
 
     # Channels
 
@@ -159,6 +172,7 @@ class Books:
         self.holders.setdefault(key, set()).add(client.id)
         for book in self._counts(client, service, channel):
             book[channel.gpu] += 1
+        self.touch()
         return service.refresh_gpus()
 
     def drop_channel(self, client: ClientEntry, key: tuple[int, int]) -> bool:
@@ -167,6 +181,7 @@ class Books:
         self.holders[key].discard(client.id)
         if not self.holders[key]:
             del self.holders[key]
+        self.touch()
         return service.refresh_gpus()
 
     def _uncount(self, client: ClientEntry, service: ServiceEntry, channel: ChannelRef) -> None:

@@ -74,6 +74,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0
+    unseen_ns: int = 0
     freed_ns: int = 0
     harvest_ns: int = 0
     tokens: list[tuple[int, int, int]] = []  # useful ones: pid and start time of the process, how many

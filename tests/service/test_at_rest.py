@@ -1,0 +1,181 @@
+"""A valved at rest: what did not change is not told anew, and what changes without a word is told all the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from node_world import World
+
+from valved.model.consent import Said
+from valved.model.ids import Role
+from valved.paths import WEIGHTS_FILE
+
+CHAT, MS = 700, 1_000_000
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path)
+    made.sharing.begin()
+    made.processes.add(CHAT)
+    made.node.launch(CHAT, made.processes.start_time(CHAT), Role.ONLINE, "chat", Said(share_weights="true"))
+    return made
+
+
+@pytest.fixture
+def bare(tmp_path):
+    return World(tmp_path)
+
+
+def rest(world):
+    """Two looks: the first is for what was told just before."""
+    for _ in range(2):
+        world.gating.listener.time_passed()
+
+
+def told(world):
+    return json.loads((world.folder / WEIGHTS_FILE).read_text()), world.gate.granting.grantable
+
+
+def client_leaves(world, clients):
+    world.register.leave(clients["online"], "link closed")
+
+
+def hook_leaves(world, clients):
+    world.register.leave(clients["hook"], "link closed")
+
+
+def service_ends(world, clients):
+    world.processes.end(CHAT)
+    world.run(10)
+
+
+def offline_ends(world, clients):
+    world.processes.end(world.books.clients[clients["offline"]].process.pid)
+    world.run(10)
+
+
+def process_says_that_it_uses_mps(world, clients):
+    world.books.note_mps(world.books.clients[clients["offline"]])
+
+
+def leftover_ends(world, clients):
+    world.register.leave(clients["offline"], "link closed")
+    rest(world)
+    world.register.channels.leftovers.take_where(lambda left: True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [client_leaves, hook_leaves, service_ends, offline_ends, process_says_that_it_uses_mps, leftover_ends],
+)
+def test_what_changed_is_never_told_later_than_at_the_next_look(world, change):
+    online = world.online(pid=701, parent=CHAT)
+    clients = {"online": online, "hook": world.hook(online), "offline": world.offline(gpus=(0,))}
+    world.run(100)
+    world.gate.launch(online)
+    world.run(10)
+    rest(world)
+    change(world, clients)
+
+    world.gating.listener.time_passed()
+
+    seen = told(world)
+    world.gating.listener.clients_changed()
+    assert seen == told(world)
+
+
+def test_nothing_is_made_anew_while_nothing_changes(world, monkeypatch):
+    world.online(pid=701, parent=CHAT)
+    world.offline()
+    world.run(1000)
+    rest(world)
+    monkeypatch.setattr(world.gating.listener, "clients_changed", lambda: pytest.fail("nothing has changed"))
+
+    rest(world)
+
+
+def test_a_telling_that_failed_is_never_the_last(world, monkeypatch):
+    rest(world)
+    entry = world.sharing._entry
+    monkeypatch.setattr(world.sharing, "_entry", lambda service: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        world.online(pid=701, parent=CHAT)
+    monkeypatch.setattr(world.sharing, "_entry", entry)
+
+    world.gating.listener.time_passed()
+
+    seen = told(world)
+    world.gating.listener.clients_changed()
+    assert seen == told(world)
+
+
+def test_a_file_that_could_not_be_written_is_tried_again_although_nothing_changed(world, monkeypatch):
+    rest(world)
+    file = world.folder / WEIGHTS_FILE
+    before = file.read_text()
+    blocked = file.with_name(f".{file.name}.new")
+    blocked.mkdir()
+    world.online(pid=701, parent=CHAT)
+    assert not file.exists()  # withdrawn
+    rest(world)
+    blocked.rmdir()
+
+    world.gating.listener.time_passed()
+
+    assert file.read_text() != before
+
+
+def test_held_time_in_which_nobody_looked_never_counts_as_busy(bare):
+    """The mode was harvest for long, without offline work. Observing, the idle share was of all that time."""
+    online = bare.online()
+    bare.run(1_000_000)
+    assert bare.state(online).busy_ns(bare.clock.now_ns()) == 0
+
+    bare.gating.permits.ask_idleness("observe", True)
+    bare.run(10_000)
+
+    state, now_ns = bare.state(online), bare.clock.now_ns()
+    assert state.busy_ns(now_ns) + state.idle_ns(now_ns) == pytest.approx(10_000 * MS, rel=0.01)
+    assert state.busy_ns(now_ns) < 100 * MS  # until it was found idle
+    assert state.hold_ns(now_ns) >= 1_000_000 * MS
+
+
+def test_held_time_that_was_looked_at_is_busy_before_during_and_after_one_that_was_not(bare):
+    bare.gating.permits.ask_idleness("observe", True)
+    online = bare.online()
+    bare.run(1)
+    for _ in range(3):
+        bare.gate.launch(online)  # busy until it is said to be done
+        bare.run(1000)
+        bare.gating.permits.ask_idleness("observe", False)
+        bare.run(5000)
+        bare.gating.permits.ask_idleness("observe", True)
+        bare.run(1000)
+
+    assert bare.state(online).busy_ns(bare.clock.now_ns()) == pytest.approx(6000 * MS, rel=0.01)
+
+
+def test_no_lost_stamp_waits_for_the_thorough_look_of_each_minute(bare):
+    bare.offline()
+    online = bare.online()
+    bare.run(100)
+    bare.gate.launch(online)
+    bare.gate.stamps.clear()
+    bare.gate.lost += 1
+    bare.gate.finish(online)
+
+    bare.gating.resync(is_thorough=False)
+    bare.run(200)
+
+    assert not bare.gate.off
+
+
+def test_no_service_is_looked_at_while_no_stamp_is_missing(bare):
+    bare.offline()
+    bare.online()
+    bare.run(1000)
+    bare.gate.look = lambda service: pytest.fail("nothing is missing")
+
+    bare.gating.resync(is_thorough=False)
