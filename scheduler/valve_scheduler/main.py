@@ -21,7 +21,7 @@ from valve_kube.access import find
 from valve_kube.client import KubeClient
 from valve_kube.errors import SchedulerError
 from valve_kube.lease import DURATION_S
-from valve_kube.options import option, seconds
+from valve_kube.options import PORT, option, seconds
 
 from valve_scheduler.cli.check import check
 from valve_scheduler.cli.drain import DrainSettings, drain
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_extender(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     extender = commands.add_parser("extender", help="Answer the filter, prioritize and bind calls of kube-scheduler.")
-    option(extender, "--port", 8901, "Listen for kube-scheduler on this port of 127.0.0.1.")
+    option(extender, "--port", 8901, "Listen for kube-scheduler on this port of 127.0.0.1.", type=PORT)
     _add_probes(extender)
     extender.add_argument(
         "--lease-namespace",
@@ -122,7 +122,7 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _add_webhook(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     webhook = commands.add_parser("webhook", help="Make offline pods schedulable and inject the shim into online pods.")
-    option(webhook, "--port", 8443, "Listen for the API server on this port.")
+    option(webhook, "--port", 8443, "Listen for the API server on this port.", type=PORT)
     option(webhook, "--host", "0.0.0.0", "Listen for the API server on this address.")
     _add_probes(webhook)
     webhook.add_argument(
@@ -174,7 +174,7 @@ def _add_drain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_probes(parser: argparse.ArgumentParser) -> None:
     option(parser, "--probe-host", "0.0.0.0", "Serve probes and metrics on this address.")
-    option(parser, "--probe-port", 8902, "Serve /healthz, /readyz and /metrics on this port.")
+    option(parser, "--probe-port", 8902, "Serve /healthz, /readyz and /metrics on this port.", type=PORT)
 
 
 def _add_alignment(parser: argparse.ArgumentParser) -> None:

@@ -365,9 +365,12 @@ def test_explain_takes_the_name_of_a_service_and_says_which_there_are():
         ]
     )
 
-    assert explain.service_named("chat", status).service == 9
+    ended = [SimpleNamespace(service=n, detail={"name": name}) for n, name in ((11, "chat"), (12, "old"), (13, "old"))]
+
+    assert explain.service_named("chat", status, ended).service == 9, "one that is here comes first"
+    assert explain.service_named("old", status, ended).service == 13
     with pytest.raises(CliError) as refused:
-        explain.service_named("chta", status)
+        explain.service_named("chta", status, ended)
     assert "b, chat" in refused.value.next_step
 
 

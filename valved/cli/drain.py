@@ -1,19 +1,24 @@
-"""`valve drain`: stop all offline work, end its processes, say when none is left. With --stop valved ends then."""
+"""`valve drain`: stop all offline work, end its processes, say when none is left. With --stop valved ends then.
+
+Meanwhile it says what is waited for and how long that takes at most, again whenever that changes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import node
-from valved.cli.exits import FAILED, NOT_RUNNING, OK, CliError
+from valved.cli.client import NodeClient, node
+from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, STILL_THERE, CliError
 
 LOOK_S = 0.2
+MOST_LINES = 8
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,22 +39,63 @@ def drain(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + options.timeout
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
-        left = staying(connection.call(connection.stub.Drain, request))
-        if left:
-            print(f"offline work is stopped; waiting for its end: {', '.join(left)}", file=sys.stderr)
-        while left:
+        status, told = connection.call(connection.stub.Drain, request), None
+        while left := staying(status):
+            if told != (told := [(one.pid, one.waits_for) for one in status.leavers]):
+                print("\n".join(waiting(status, left)), file=sys.stderr, flush=True)
             if time.monotonic() > end_s:
                 step = "they stay stopped; see valve explain, the log, and on Kubernetes the disruption budgets"
-                raise CliError(f"still there: {', '.join(left)}", FAILED, step)
+                raise CliError(f"still there after {options.timeout:g} s: {', '.join(left)}", STILL_THERE, step)
             time.sleep(LOOK_S)
-            try:
-                left = staying(connection.status())
-            except CliError as error:
-                if not options.stop or error.code != NOT_RUNNING:
-                    raise
-                break  # valved has ended: none was left
+            status = look(connection, status, ends=options.stop)
     print("drained: no offline process is left" + (", valved ends" if options.stop else ""))
     return OK
+
+
+def look(connection: NodeClient, before: Any, *, ends: bool) -> Any:
+    """An empty status once valved has ended, as it does when none is left."""
+    try:
+        status = connection.status()
+    except CliError as error:
+        if not ends or error.code != NOT_RUNNING:
+            raise
+        if alive := [pid for pid in before.offline_pids if runs(pid)]:
+            text = f"valved ended before the offline processes {', '.join(map(str, alive))}"
+            raise CliError(text, FAILED, "start it again and drain again: valve up, valve drain --stop") from None
+        return node_pb2.Status(draining=True)
+    if not status.draining:
+        raise CliError("the drain was taken back: offline work goes on", REFUSED, "see: valve events")
+    return status
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there and no zombie. One that cannot be read is there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+
+
+def waiting(status: Any, left: list[str]) -> list[str]:
+    """What is waited for, and how long at most."""
+    if not status.leavers:  # an older valved does not say more
+        return [f"offline work is stopped; waiting for its end: {', '.join(left)}"]
+    names = {pid: service.name for service in status.services for pid in service.pids}
+    until_ns = [leaver.until_ns for leaver in status.leavers]
+    lasts = f"{seconds(max(until_ns), status.monotonic_ns)} s at most" if all(until_ns) else "nobody can say how long"
+    lines = [f"offline work is stopped; {len(until_ns)} of its processes must end, {lasts}:"]
+    for leaver in status.leavers[:MOST_LINES]:
+        bound = f", killed in {seconds(leaver.until_ns, status.monotonic_ns)} s" if leaver.until_ns else ""
+        name = names.get(leaver.pid, "not connected")
+        lines.append(f"  process {leaver.pid} ({name}): {leaver.waits_for}{bound}")
+    return [*lines, f"  and {len(until_ns) - MOST_LINES} more"] if len(until_ns) > MOST_LINES else lines
+
+
+def seconds(until_ns: int, now_ns: int) -> int:
+    """As many as will have passed by then."""
+    return max(0, -((now_ns - until_ns) // 1_000_000_000))
 
 
 def staying(status: Any) -> list[str]:

@@ -8,6 +8,7 @@ USAGE = 2  # the arguments make no sense
 NOT_RUNNING = 3  # no valved answers on this node
 REFUSED = 4  # valved understood and said no
 FINDINGS = 5  # doctor found something that must be fixed
+STILL_THERE = 6  # `valve drain`: offline processes are here yet; they stay stopped
 NOT_FOUND = 127  # `valve run`: the command does not exist, as in a shell
 
 

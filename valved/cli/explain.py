@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
@@ -43,7 +44,10 @@ def subject(text: str) -> node_pb2.ExplainRequest:
         )
     kind, number = match[1], int(match[2])
     kind = kind or ("gpu" if number < 64 else "pid")
-    return node_pb2.ExplainRequest(**{kind: number})
+    try:
+        return node_pb2.ExplainRequest(**{kind: number})
+    except ValueError:
+        raise CliError(f"{text}: no such number exists", USAGE, "see: valve status") from None
 
 
 def is_name(words_given: list[str]) -> bool:
@@ -51,9 +55,10 @@ def is_name(words_given: list[str]) -> bool:
     return len(words_given) == 1 and not re.fullmatch(SUBJECT, words_given[0].lower())
 
 
-def service_named(name: str, status: Any) -> node_pb2.ExplainRequest:
-    """The service of that name; the newest of several."""
+def service_named(name: str, status: Any, ended: Iterable[Any]) -> node_pb2.ExplainRequest:
+    """The service of that name, the newest of several; one that is here before one that has ended."""
     found = [service.id for service in status.services if service.name == name]
+    found = found or [event.service for event in ended if event.detail.get("name") == name]
     if not found:
         known = ", ".join(sorted({service.name for service in status.services})) or "none yet"
         raise CliError(
@@ -71,7 +76,9 @@ def explain(options: argparse.Namespace) -> int:
         wanted = subject(" ".join(options.subject)) if not is_name(options.subject) else None
         status = connection.status()
         now = status.monotonic_ns
-        answer = connection.call(connection.stub.Explain, wanted or service_named(options.subject[0], status))
+        if wanted is None:
+            wanted = service_named(options.subject[0], status, EventStream(connection, ["ended"]).kept())
+        answer = connection.call(connection.stub.Explain, wanted)
     if options.json:
         print(MessageToJson(answer, preserving_proto_field_name=True))
     else:

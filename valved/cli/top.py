@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import node
+from valved.cli.client import NodeClient, node
 from valved.cli.exits import OK
 from valved.cli.keys import Keys, keys
 from valved.cli.status import gpu_state, head, memory, no_gpus, notes
@@ -96,7 +96,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--looks",
-        type=int,
+        type=words.whole(0),
         default=0,
         help="End after this number of looks. 0 means: run until q or Ctrl-C. Default: %(default)s.",
     )
@@ -177,18 +177,31 @@ def render(answer: Any, history: History, view: View, *, has_keys: bool = False)
 
 
 def top(options: argparse.Namespace) -> int:
+    console = Console()
+    is_pipe = not console.is_terminal
+    with (
+        node() as connection,
+        keys() as pressed,
+        Live(console=console, auto_refresh=False, screen=pressed.is_there, transient=is_pipe) as live,
+    ):
+        follow(live, pressed, connection, options)
+    if is_pipe:
+        console.print(live.renderable)  # the last look; the live view would end in the middle of a line
+    return OK
+
+
+def follow(live: Live, pressed: Keys, connection: NodeClient, options: argparse.Namespace) -> None:
     history, view = History(), View(order=options.sort)
-    with node() as connection, keys() as pressed, Live(auto_refresh=False, screen=pressed.is_there) as live:
-        looks = 0
-        while True:
-            answer = connection.status()
-            history.take(answer)
-            looks += 1
-            if options.looks and looks >= options.looks:
-                live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
-                return OK
-            if not stay(live, pressed, view, answer, history, options.interval):
-                return OK
+    looks = 0
+    while True:
+        answer = connection.status()
+        history.take(answer)
+        looks += 1
+        if options.looks and looks >= options.looks:
+            live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
+            return
+        if not stay(live, pressed, view, answer, history, options.interval):
+            return
 
 
 def stay(live: Live, pressed: Keys, view: View, answer: Any, history: History, seconds: float) -> bool:

@@ -30,7 +30,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--config", type=Path, help="The configuration file (docs/configuration.md). Default: none.")
     parser.add_argument(
-        "--metrics-port", type=int, help="Serve Prometheus metrics on this loopback port. Default: as configured."
+        "--metrics-port",
+        type=words.whole(0, 65535),
+        help="Serve Prometheus metrics on this loopback port. Default: as configured.",
     )
     parser.add_argument("--foreground", action="store_true", help="Stay in the terminal and log to it.")
     parser.set_defaults(run=up)

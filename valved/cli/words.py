@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from valve.v1 import node_pb2
@@ -113,6 +114,18 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):  # false for nan, too
         raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
     return value
+
+
+def whole(least: int, most: int = 1_000_000_000) -> Callable[[str], int]:
+    """An option that is a whole number."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):  # of very many digits, too
+            if least <= (found := int(text)) <= most:
+                return found
+        raise argparse.ArgumentTypeError(f"{text[:20]} is not a whole number from {least} to {most}")
+
+    return read
 
 
 def sparkline(shares: Sequence[float]) -> str:

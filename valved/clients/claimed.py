@@ -54,7 +54,7 @@ class ClaimedRoots:
             try:
                 self._gating.add_service(claim.service, frozenset())
             except Exception:
-                self._drop_service(claim.service)  # and its claim with it: a claim without a gate protects nobody
+                self._drop_service(claim.service, tell=False)  # with its claim: one without a gate protects nobody
                 raise
         self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
         self.watch_root(root)
@@ -97,21 +97,24 @@ class ClaimedRoots:
         if claim.service in self._books.services:
             self._drop_service(claim.service)
 
-    def drop_if_empty(self, service: ServiceId) -> None:
+    def drop_if_empty(self, service: ServiceId, *, was_welcome: bool = True) -> None:
         """A service without clients ends with its claimed process; an unclaimed one ends at once."""
         entry = self._books.services.get(service)
         if entry is None or entry.clients:
             return
         if entry.root is None:
-            self._drop_service(service)
+            self._drop_service(service, tell=was_welcome)
         else:
             self.watch_root(entry.root)  # it may have ended before its clients
 
-    def _drop_service(self, service: ServiceId) -> None:
+    def _drop_service(self, service: ServiceId, *, tell: bool = True) -> None:
         if service in self._gating.online:
             self._gating.remove_service(service)
         else:
             self._gate.remove_service(service)  # whatever its hooks took of the gate
+        entry = self._books.services[service]
         self._books.drop_service(service)
+        if tell:
+            self._journal.emit(EventKind.ENDED, service=service, reason=entry.role.name.lower(), name=entry.name)
         self._ended(service)
         self._changed()

@@ -217,7 +217,7 @@ class Register:
     def _take_back(self, client: ClientId, service: ServiceId, *, created: bool) -> None:
         if created:
             self._gate.remove_client(client)
-        self.claimed.drop_if_empty(service)
+        self.claimed.drop_if_empty(service, was_welcome=False)
 
     def leave(self, client: ClientId, reason: str) -> None:
         """A client is gone, by its link or by its process. Its channels are seen to first."""

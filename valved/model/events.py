@@ -15,6 +15,7 @@ class EventKind(enum.Enum):
     STOPPED = "stopped"
     CLAIMED = "claimed"  # a process was claimed for a role (Launch)
     CONSENT = "consent"  # the owner of an online service stated a target, or said whether it may be paused
+    ENDED = "ended"  # a service: no process of it is left
     JOINED = "joined"
     REFUSED = "refused"  # a client was turned away
     LEFT = "left"

@@ -199,6 +199,13 @@ class MemoryState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaverState:
+    pid: int
+    waits_for: str
+    until_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     version: str
     pid: int
@@ -216,6 +223,7 @@ class NodeState:
     run_dir: str
     memory: MemoryState = MemoryState()
     offline_pids: tuple[int, ...] = ()
+    leavers: tuple[LeaverState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ and the node is not empty.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 
@@ -22,6 +23,7 @@ from valved.machine.ports import ProcessPort
 from valved.machine.signals import SignalPort
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
+from valved.model.states import LeaverState
 from valved.state.journal import Journal
 from valved.state.registry import Books
 
@@ -46,6 +48,7 @@ class Leaving:
         self._grace_ns = round(config.leave_grace_s * SECOND_NS)
         self._ends_jobs = not config.kube.node  # on a Kubernetes node the controller ends them
         self._until_ns: dict[ProcessId, int] = {}  # whom we have asked, and when they are killed
+        self._ended: Counter[ProcessId] = Counter()  # whose time is over, and how often they were killed for it
         self._since_ns: int | None = None  # somebody has been here for so long
         self._ticker = Ticker(self._clock, self._look)
 
@@ -65,6 +68,25 @@ class Leaving:
         """How long processes that must leave have stayed; 0 while none does."""
         return 0.0 if self._since_ns is None else (self._clock.now_ns() - self._since_ns) / SECOND_NS
 
+    def leavers(self) -> tuple[LeaverState, ...]:
+        """While they must leave: who has not yet, and what that takes."""
+        present = self.present() if self._ticker.runs else ()
+        return tuple(self._leaver(process) for process in sorted(present, key=lambda one: one.pid))
+
+    def _leaver(self, process: ProcessId) -> LeaverState:
+        until_ns = 0
+        if process in self._signals.waiting(signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
+            waits_for = "its signal needs a free descriptor of valved"
+        elif process in self._endings and self._ended[process] < 2:
+            waits_for = "it is being stopped, and is killed then"
+        elif process in self._ended:
+            waits_for = "it was killed, and the kernel has not ended it yet"
+        elif not self._ends_jobs:
+            waits_for = "the controller evicts its pod, as disruption budgets allow"
+        else:
+            waits_for, until_ns = "it was asked to end", self._until_ns.get(process, 0)
+        return LeaverState(pid=process.pid, waits_for=waits_for, until_ns=until_ns)
+
     def begin(self, then: Callable[[], None]) -> None:
         """`then`: at each look that finds no offline process. Safe to call again: no process gets more time."""
         self._then = then
@@ -78,12 +100,14 @@ class Leaving:
         self._ticker.stop()
         self._since_ns = None
         self._until_ns.clear()
+        self._ended.clear()
         self._endings.take_back(self._ladder.frozen())
 
     def _look(self) -> None:
         now_ns = self._clock.now_ns()
         present = self.present()
         self._until_ns = {process: at_ns for process, at_ns in self._until_ns.items() if process in present}
+        self._ended = Counter({process: times for process, times in self._ended.items() if process in present})
         was_empty, self._since_ns = self._since_ns is None, (self._since_ns or now_ns) if present else None
         if not present:
             if not was_empty:
@@ -93,6 +117,7 @@ class Leaving:
             self._ask(present - self._until_ns.keys(), now_ns)
             for process in [process for process, at_ns in self._until_ns.items() if now_ns >= at_ns]:
                 self._until_ns[process] = now_ns + SECOND_NS  # again, if it is here
+                self._ended[process] += 1
                 self._endings.begin(process, "did not leave within its time")
 
     def _ask(self, processes: set[ProcessId], now_ns: int) -> None:

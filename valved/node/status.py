@@ -114,6 +114,7 @@ class Reporter:
             run_dir=str(self.run_dir),
             memory=self.kv.state() if self.kv is not None else MemoryState(),
             offline_pids=tuple(sorted(process.pid for process in brake.leaving.present())),
+            leavers=brake.leaving.leavers(),
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
@@ -252,7 +253,7 @@ class Reporter:
     def explain_service(self, service: int) -> Explanation | None:
         entry = self._books.services.get(ServiceId(service))
         if entry is None:
-            return None
+            return self._explain_ended(service)
         self._gating.drain()
         state = self._service(entry, self._clock.now_ns())
         facts = [f"GPUs {list(state.gpus)}, processes {list(state.pids)}", *granted_facts(state.granted)]
@@ -269,10 +270,20 @@ class Reporter:
         return Explanation(
             summary=f"{entry.role.name.lower()} service {entry.id} {entry.name}: {state.state}",
             facts=(*facts, *self._brake_facts()),
-            decisions=tuple(
-                self._journal.recent(lambda event: is_telling(event) and event.service == service, EXPLAINED)
-            ),
+            decisions=self._decisions_of(service),
         )
+
+    def _explain_ended(self, service: int) -> Explanation | None:
+        """As far as the journal knows."""
+        decisions = self._decisions_of(service)
+        if not (ends := [event for event in decisions if event.kind is EventKind.ENDED]):
+            return None
+        ago_s = (self._clock.now_ns() - ends[-1].t_ns) / 1e9
+        summary = f"{ends[-1].reason} service {service} {ends[-1].detail['name']}: ended {ago_s:.0f} s ago"
+        return Explanation(summary=summary, facts=self._brake_facts(), decisions=decisions)
+
+    def _decisions_of(self, service: int) -> tuple[Event, ...]:
+        return tuple(self._journal.recent(lambda event: is_telling(event) and event.service == service, EXPLAINED))
 
     def explain_reclaim(self, number: int) -> Explanation | None:
         return self.kv.report.explain_reclaim(number) if self.kv is not None else None

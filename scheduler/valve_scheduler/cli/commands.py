@@ -19,7 +19,7 @@ from valve_kube import names
 from valve_kube.access import find
 from valve_kube.client import ApiError, Json, KubeClient
 from valve_kube.errors import SchedulerError
-from valve_kube.options import option
+from valve_kube.options import option, whole
 
 from valve_scheduler.cli import reporting
 from valve_scheduler.cli.coverage import coverage
@@ -171,7 +171,7 @@ def _add_profiling(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     runs.add_argument(
         "--gpu-model", default="", help="The card as nodes report it, such as H100 80GB HBM3. Default: any card."
     )
-    option(runs, "--tensor-parallel", 1, "The number of GPUs that the workload runs on.", metavar="GPUS")
+    option(runs, "--tensor-parallel", 1, "The number of GPUs that the workload runs on.", metavar="GPUS", type=whole(1))
     option(
         runs, "--pattern", PATTERN, "The regular expression that finds tokens per second in what the command prints."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from valve_tune.options import option
+from valve_tune.options import option, whole
 from valve_tune.serve import flags, fleet, jobs
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
@@ -61,12 +61,12 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     one.add_argument(
         "--checkpoint",
-        type=int,
+        type=whole(),
         default=None,
         metavar="STEP",
         help="Publish the checkpoint of this step number. Default: the newest adapter.",
     )
-    option(one, "--keep", 2, "The number of versions that stay loaded.", metavar="N")
+    option(one, "--keep", 2, "The number of versions that stay loaded.", metavar="N", type=whole(1))
     one.add_argument(
         "--token-file",
         default="",
@@ -92,7 +92,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--folder", required=True, metavar="DIR", help="The folder of the database, the files and the adapters."
     )
     option(one, "--host", "127.0.0.1", "Listen on this address.")
-    option(one, "--port", 8090, "Listen on this port. 0 stands for any free one.")
+    option(one, "--port", 8090, "Listen on this port. 0 stands for any free one.", type=whole(0, 65535))
     one.add_argument(
         "--token-file",
         default="",

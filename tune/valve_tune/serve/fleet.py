@@ -31,7 +31,7 @@ from valve_tune.base.consent import NotShared
 from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter
 from valve_tune.model.names import BadTarget
-from valve_tune.options import option
+from valve_tune.options import option, whole
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
@@ -345,8 +345,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="URL",
         help="The replica beside which it trains, by the URL that the router has.",
     )
-    option(one, "--rounds", 1, "The number of averages until the job is done.")
-    option(one, "--sync-steps", 100, "The optimizer steps of all trainers from one average to the next.")
+    option(one, "--rounds", 1, "The number of averages until the job is done.", type=whole(1))
+    steps = "The optimizer steps of all trainers from one average to the next."
+    option(one, "--sync-steps", 100, steps, type=whole(1))
     option(
         one,
         "--sync-minutes",
@@ -355,7 +356,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "stands for no limit.",
     )
     option(one, "--average", METHODS[0], "How the averages are made.", choices=METHODS[:2])
-    option(one, "--push-steps", 10, "Send the work after so many steps. A dead node costs no more.")
+    often = "Send the work after so many steps. A dead node costs no more."
+    option(one, "--push-steps", 10, often, type=whole(1))
     one.add_argument(
         "--publish-to",
         action="append",

@@ -1,0 +1,107 @@
+"""`valve drain` says what it waits for, how long at most, and by its exit code how it ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+from valve.v1 import node_pb2
+
+from valved.cli import drain
+from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, STILL_THERE, CliError
+
+SECOND = 1_000_000_000
+GONE = CliError("no valved answers", NOT_RUNNING)
+
+
+def leaver(pid, waits_for="it was asked to end", until_s=60.0):
+    return node_pb2.Leaver(pid=pid, waits_for=waits_for, until_ns=round((100 + until_s) * SECOND) if until_s else 0)
+
+
+def status(*leavers, draining=True, now_s=0.0):
+    batch = [node_pb2.Service(name="batch", role=node_pb2.ROLE_OFFLINE, pids=[one.pid for one in leavers])]
+    return node_pb2.Status(
+        draining=draining,
+        services=batch if leavers else [],
+        leavers=leavers,
+        offline_pids=[one.pid for one in leavers],
+        monotonic_ns=round((100 + now_s) * SECOND),
+    )
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`valve drain` beside a valved that answers one after another."""
+
+    def run(*answers, stop=False, timeout=120.0):
+        left = list(answers)
+
+        def answer(*_):
+            if isinstance(left[0], Exception):
+                raise left[0]
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        connection = SimpleNamespace(stub=SimpleNamespace(Drain=None), call=answer, status=answer)
+        monkeypatch.setattr(drain, "node", lambda: contextlib.nullcontext(connection))
+        monkeypatch.setattr(drain, "LOOK_S", 0.0)
+        return drain.drain(argparse.Namespace(stop=stop, timeout=timeout))
+
+    return run
+
+
+def test_a_drain_never_waits_without_saying_for_whom_and_how_long_at_most(run, capsys):
+    assert run(status(leaver(7), leaver(8, until_s=59.5)), status()) == 0
+
+    told = capsys.readouterr().err
+    assert "2 of its processes must end, 60 s at most" in told
+    assert "process 7 (batch): it was asked to end, killed in 60 s" in told
+    assert "process 8 (batch): it was asked to end, killed in 60 s" in told
+
+
+def test_a_drain_never_names_a_bound_that_nobody_keeps(run, capsys):
+    run(status(leaver(7), leaver(8, "the controller evicts its pod", until_s=0)), status())
+
+    told = capsys.readouterr().err
+    assert "nobody can say how long" in told
+    assert "process 8 (batch): the controller evicts its pod\n" in told
+
+
+def test_what_a_drain_waits_for_is_told_when_it_changes_and_never_again_while_it_does_not(run, capsys):
+    asked = [status(leaver(7), now_s=at) for at in range(5)]
+    killed = [status(leaver(7, "it was killed", until_s=0), now_s=at) for at in range(60, 65)]
+
+    run(*asked, *killed, status())
+
+    told = capsys.readouterr().err
+    assert [told.count(one) for one in ("asked to end", "it was killed")] == [1, 1]
+
+
+def test_a_drain_whose_time_is_over_never_ends_like_one_that_failed(run):
+    with pytest.raises(CliError, match=r"still there after 0 s: batch \(7\)") as caught:
+        run(status(leaver(7)), timeout=0.0)
+
+    assert caught.value.code == STILL_THERE
+
+
+def test_a_drain_that_was_taken_back_is_never_waited_for(run):
+    with pytest.raises(CliError, match="taken back") as caught:
+        run(status(leaver(7)), status(leaver(7), draining=False))
+
+    assert caught.value.code == REFUSED
+
+
+def test_a_valved_that_was_killed_is_never_taken_for_one_that_has_drained(run):
+    with pytest.raises(CliError, match=f"before the offline processes {os.getpid()}") as caught:
+        run(status(leaver(os.getpid())), GONE, stop=True)
+
+    assert caught.value.code == FAILED
+    assert run(status(leaver(2**22 + 1)), GONE, stop=True) == 0
+
+
+def test_who_is_left_of_very_many_is_never_a_wall_of_text(run, capsys):
+    run(status(*map(leaver, range(1, 101))), status())
+
+    assert "and 92 more" in capsys.readouterr().err
