@@ -178,11 +178,14 @@ def render(answer: Any, history: History, view: View, *, has_keys: bool = False)
 
 def top(options: argparse.Namespace) -> int:
     console = Console()
-    with node() as connection, keys() as pressed:
-        look = {"screen": pressed.is_there, "transient": not console.is_terminal}
-        with Live(console=console, auto_refresh=False, **look) as live:
-            follow(live, pressed, connection, options)
-    if not console.is_terminal:
+    is_pipe = not console.is_terminal
+    with (
+        node() as connection,
+        keys() as pressed,
+        Live(console=console, auto_refresh=False, screen=pressed.is_there, transient=is_pipe) as live,
+    ):
+        follow(live, pressed, connection, options)
+    if is_pipe:
         console.print(live.renderable)  # the last look; the live view would end in the middle of a line
     return OK
 
