@@ -492,3 +492,24 @@ def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_clien
     hasty.settle()
     hasty.gate.channels.add_channel(workload.client, workload.allocate())  # the next mail frees those that came back
     assert not os.path.exists(f"/proc/self/fd/{mine}")
+
+
+def test_two_stops_that_hang_never_leave_a_ring_unheard(rig: Rig) -> None:
+    """Each listener hangs with the stop that it makes itself; the next one has listened since."""
+    first, second, third = rig.online(7, {0}), rig.online(8, {1}), rig.online(9, {0})
+    for gpu in (0, 1):
+        rig.offline(gpu=gpu).add()
+    for service in (7, 8, 9):
+        assert rig.gate.wake(ServiceId(service)) is WakeOutcome.WOKEN
+    rig.wait_gated(0, False)
+    rig.wait_gated(1, False)
+    rig.driver.rules.hang = 1
+
+    assert first.launch()
+    wait_until(lambda: rig.driver.counts.hanging == 1, "the first stop hangs")
+    assert second.launch()
+    wait_until(lambda: rig.driver.counts.hanging == 2, "the second stop hangs")
+    assert third.launch()
+
+    wait_until(lambda: third.control["gate_epoch"] % 2 == 0, "the third ring is heard")
+    assert rig.driver.counts.hanging == 2

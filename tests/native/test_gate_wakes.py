@@ -204,3 +204,21 @@ def test_a_client_that_claims_times_to_come_only_harms_itself(rig: Rig) -> None:
         prove(honest)
 
     assert not is_open(liar)
+
+
+def test_a_stop_that_hangs_never_keeps_its_service_from_being_woken(hasty: Rig) -> None:
+    """Whoever hangs there has set no timer for the next look."""
+    online = hasty.online(7, {0})
+    hasty.offline().add()
+    prove(online)
+    hasty.gate.permit(SERVICE, QUICK)
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 1, "the first wake")
+    hasty.wait_gated(0, gated=False)
+    hasty.driver.rules.hang = 1
+
+    assert online.launch()
+    wait_until(lambda: hasty.driver.counts.hanging == 1, "the stop hangs")
+    prove(online)
+
+    wait_until(lambda: online.control["gate_epoch"] % 2 == 1, "the next wake")
+    assert hasty.driver.counts.hanging == 1

@@ -23,12 +23,9 @@
  * adds one more way back: at its end the listener takes the hold as a ring does, by the same swap; whichever of ring, end and
  * caller wins the swap counts the hold, closes the grant, and says the cause. A launch that comes as it ends either rang (it
  * saw the open word) or saw the closed one, and then the hold is being counted already. */
-#include <linux/membarrier.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include "internal.h"
+
+#include <linux/membarrier.h>
 
 uint32_t holders_count(uint64_t holders)
 {
@@ -66,11 +63,9 @@ static void gpu_drop(struct gpu *gpu, struct gpu **freed)
 
 	while (!compare_swap(&gpu->holders, &old, old - 1))
 		;
-	if (holders_count(old) != 1)
-		return;
-	if (freed && !*freed)
+	if (holders_count(old) == 1 && freed && !*freed)
 		*freed = gpu;
-	else
+	else if (holders_count(old) == 1)
 		issuer_kick(gpu);
 }
 

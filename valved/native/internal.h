@@ -2,11 +2,9 @@
  * internal.h - the state of the gate, and which thread may touch what.
  *
  * Threads
- *   listener   one at a time: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):
- *              looks, words opened, holds dropped.
+ *   listener   one at a time: doorbells in, holds taken, words closed, issuers kicked; and the way back (waking.c).
  *   issuer     one per GPU: the worker at its seat, and no other, switches that GPU's channels.
- *              The workers are in worker.c: the listener borrows the seat of the first GPU that it has to close or to
- *              enable, if its issuer sleeps, and the second listener hears what rings meanwhile.
+ *              Both are workers (worker.c): a listener borrows the seat of an issuer that sleeps.
  *   watchdog     one: heartbeat of all control pages; notices calls of issuers that do not come back.
  *   caller     valved's Python thread: everything in gate.h.
  *
@@ -275,11 +273,9 @@ struct valve_gate {
 
 	struct worker worker[MAX_GPUS + LISTENERS];
 	pthread_t watchdog;
-	uint32_t listeners; /* who waits for events or handles them, ... */
-	uint32_t listening; /* ... and 1 while one of them does the latter */
-	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit and kicked */
-	int timer;          /* rings when the next look falls due */
-	uint32_t kicked;    /* caller: look at every service */
+	uint32_t listeners, listening; /* so many; 1 while one of them handles events */
+	int epoll, wake, timer; /* wake: makes a listener look at quit and kicked; timer: a look is due */
+	uint32_t kicked;        /* caller: look at every service */
 	uint64_t look_ns, armed_ns, turn_ns[MAX_SERVICES + 1]; /* listener's: next look, timer, of each */
 	_Alignas(64) uint64_t listener_turn;                   /* listener's: odd while it handles events */
 	struct valve_client *client[MAX_CLIENTS];

@@ -20,6 +20,7 @@
 	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
 #define MAX_IDLE  64u /* ... is not listened to until the watchdog's next round */
 #define PLAUSIBLE 1000000000u
+#define TRIES     1000u /* some 20 us: a batch takes less, and who sleeps comes back after 50 */
 
 /* Odd while events are being handled. Full order: either the caller, having unpublished something, sees odd here and
  * waits, or what follows sees that it is unpublished. */
@@ -90,8 +91,12 @@ static struct gpu *listen(struct valve_gate *gate, const struct epoll_event *eve
 {
 	struct gpu *taken;
 
-	while (swap(&gate->listening, 1)) /* the other is in its batch */
-		sleep_ns(2000);
+	for (uint32_t tries = 0; swap(&gate->listening, 1); tries++) { /* the other is in its batch */
+		if (tries < TRIES)
+			__builtin_ia32_pause();
+		else
+			sleep_ns(2000);
+	}
 	taken = handle(gate, events, count, seen_ns);
 	*undone = taken && count > 1;
 	if (!taken)
