@@ -276,6 +276,7 @@ class Channels:
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             self._books.note_mps(entry)
             self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
+            self._gating.listener.places_changed()
         if not text or len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)

@@ -24,7 +24,7 @@ class GateListener:
         """Clients or consents changed. Called before any of them is answered."""
 
     def places_changed(self) -> None:
-        """An offline process uses another set of GPUs, or may have a new channel group. Called as early."""
+        """An offline process uses another set of GPUs, is never stopped, or may have a new channel group. As early."""
 
     def time_passed(self) -> None:
         """Every few seconds. For what changes without a word, and for what could not be told at the time."""
