@@ -9,34 +9,9 @@
  * With clang: -fsanitize=fuzzer,address,undefined. Elsewhere main() runs N inputs of its own making: -r N SEED, or the one
  * that stands in hex on the command line.
  */
-#define valve_packet_send real_packet_send
-#include "link/packet.c"
-#undef valve_packet_send
-
-/* Each registration would wait some ms for the kernel. */
-#include <sys/syscall.h>
-#include <unistd.h>
-#define syscall(number, ...) ((number) == SYS_membarrier ? 0 : (syscall)(number, __VA_ARGS__))
 #include "link/session.c"
-#undef syscall
 
 #include "nvrm.h"
-
-#include <dirent.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-
-#define CHECK(condition)                                                                \
-	do {                                                                            \
-		if (!(condition)) {                                                     \
-			fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-			abort();                                                        \
-		}                                                                       \
-	} while (0)
 
 #define SETTLED 8 /* turns: a link that breaks, a new one, a question, its answer */
 
@@ -46,8 +21,8 @@ _Thread_local struct valve_tls valve_tls;
 
 /* ---- valved: the page of the present link, and that of the one before ---- */
 static struct {
-	int listener, link;
-	struct sockaddr_un address;
+	struct kernel_file *backlog, *link;      /* who has not said HELLO, and who has */
+	struct kernel_file *memory, *old_memory; /* of the present page, and of the one before */
 	struct valve_control *page, *old;
 	bool is_there, keeps_stops;
 	uint32_t refusal;   /* of the next HELLO; 0: welcome */
@@ -59,41 +34,43 @@ static struct {
 	bool refuses;       /* the driver, whatever is asked */
 	uint32_t failures;  /* passes in a row that it refused */
 	bool owes_enable;   /* the last of them was to enable */
-} valved = {.listener = -1, .link = -1};
+} valved;
 
-static int memory(size_t bytes)
+static void let_go(struct kernel_file **file)
 {
-	int fd = memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-
-	CHECK(fd >= 0 && !ftruncate(fd, (off_t)bytes) &&
-	      !fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW));
-	return fd;
+	if (*file)
+		kernel_let_go(*file);
+	*file = NULL;
 }
 
 static void forget_old(void)
 {
-	if (valved.old)
-		munmap(valved.old, VALVE_CONTROL_BYTES);
+	let_go(&valved.old_memory);
 	valved.old = NULL;
 }
 
 static void hang_up(void)
 {
-	if (valved.link >= 0)
-		close(valved.link);
-	valved.link = -1;
+	if (valved.link)
+		kernel_hang_up(valved.link, false);
+	valved.link = NULL;
 	valved.asked = 0;
 	valved.let_go = false;
-	if (valved.page)
-		forget_old(), valved.old = valved.page;
+	if (valved.page) {
+		forget_old();
+		valved.old = valved.page;
+		valved.old_memory = valved.memory;
+	}
 	valved.page = NULL;
+	valved.memory = NULL;
 }
 
-static void say(void *message, uint16_t type, uint32_t bytes, uint32_t seq, const int *fds, uint32_t count)
+static void say(void *message, uint16_t type, uint32_t bytes, uint32_t seq, struct kernel_file **files,
+                uint32_t count)
 {
 	*(struct valve_link_header *)message = (struct valve_link_header){
 	        .magic = VALVE_LINK_MAGIC, .abi = VALVE_LINK_ABI, .type = type, .length = bytes, .seq = seq};
-	real_packet_send(valved.link, message, bytes, fds, count);
+	kernel_tell(valved.link, message, bytes, files, count);
 }
 
 static void welcome(uint32_t seq)
@@ -103,11 +80,12 @@ static void welcome(uint32_t seq)
 	                                     .features = valved.keeps_stops ? VALVE_FEATURE_KEEP_STOP : 0,
 	                                     .control_bytes = VALVE_CONTROL_BYTES,
 	                                     .region_bytes = VALVE_REGION_BYTES};
-	int fds[] = {memory(VALVE_CONTROL_BYTES), memory(VALVE_REGION_BYTES),
-	             eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+	struct kernel_file *files[] = {kernel_memory(VALVE_CONTROL_BYTES, F_SEAL_SHRINK | F_SEAL_GROW),
+	                               kernel_memory(VALVE_REGION_BYTES, F_SEAL_SHRINK | F_SEAL_GROW),
+	                               kernel_bell(), kernel_bell()};
 
-	valved.page = mmap(NULL, VALVE_CONTROL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0], 0);
-	CHECK(valved.page != MAP_FAILED);
+	valved.memory = files[0];
+	valved.page = kernel_bytes(valved.memory);
 	*valved.page = (struct valve_control){.magic = VALVE_CONTROL_MAGIC,
 	                                      .abi = VALVE_REGION_ABI,
 	                                      .bytes = VALVE_CONTROL_BYTES,
@@ -115,26 +93,35 @@ static void welcome(uint32_t seq)
 	                                      .lease_ns = 3600000000000ull,
 	                                      .online_registered = valved.online,
 	                                      .heartbeat_ns = now_ns()};
-	say(&message, VALVE_LINK_WELCOME, sizeof(message), seq, fds, 4);
-	for (size_t i = 0; i < 4; i++)
-		close(fds[i]);
+	say(&message, VALVE_LINK_WELCOME, sizeof(message), seq, files, 4);
+	for (size_t i = 1; i < 4; i++)
+		kernel_let_go(files[i]);
 }
 
-/* HELLO is answered before its sender waits for the answer: there is no second thread. */
-int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count)
+int valved_accepts(struct kernel_file *link)
 {
-	const struct valve_link_header *header = message;
-	int err = real_packet_send(socket_fd, message, bytes, fds, count);
+	if (valved.backlog)
+		kernel_hang_up(valved.backlog, false);
+	valved.backlog = link;
+	return 0;
+}
 
-	if (header->type == VALVE_LINK_SCHEDULE_WAIT && !err) {
+/* There is no second thread: HELLO is answered before its sender waits for the answer. */
+int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
+{
+	const struct valve_link_header *header = packet;
+
+	CHECK(bytes >= sizeof(*header) && bytes == header->length);
+	if (header->type == VALVE_LINK_SCHEDULE_WAIT) {
 		valved.asked = header->seq;
 		valved.let_go = false;
 	}
 	if (header->type != VALVE_LINK_HELLO)
-		return err;
+		return 0;
 	hang_up();
-	valved.link = accept4(valved.listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-	CHECK(valved.link >= 0);
+	CHECK(link == valved.backlog);
+	valved.link = link;
+	valved.backlog = NULL;
 	if (valved.refusal) {
 		struct valve_link_refused no = {.code = valved.refusal};
 
@@ -142,12 +129,22 @@ int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *f
 	} else {
 		welcome(header->seq);
 	}
-	return err;
+	return 0;
+}
+
+void kernel_waits(void)
+{
+}
+
+void kernel_exit(int status)
+{
+	CHECK(!status);
+	abort();
 }
 
 int valve_settings_socket(struct sockaddr_un *address)
 {
-	*address = valved.address;
+	address->sun_family = AF_UNIX;
 	return valved.is_there ? 0 : -ENOENT;
 }
 
@@ -267,7 +264,7 @@ static void answer(uint32_t seq, uint32_t status)
 {
 	struct valve_link_ack ack = {.status = status};
 
-	if (valved.link < 0)
+	if (!valved.link)
 		return;
 	say(&ack, VALVE_LINK_ACK, sizeof(ack), seq, NULL, 0);
 	valved.let_go |= valved.asked && seq == valved.asked && status != EAGAIN;
@@ -278,8 +275,8 @@ static void junk(uint32_t length)
 	unsigned char packet[128];
 
 	memset(packet, (int)length, sizeof(packet));
-	if (valved.link >= 0)
-		send(valved.link, packet, length % sizeof(packet) + 1, MSG_NOSIGNAL);
+	if (valved.link)
+		kernel_tell(valved.link, packet, length % sizeof(packet) + 1, NULL, 0);
 }
 
 static void order(struct valve_control *page, uint32_t what)
@@ -362,7 +359,7 @@ static void turn(void)
 		int bell = valve_own(VALVE_OWN_ORDER);
 
 		if (bell >= 0)
-			eventfd_write(bell, 1); /* poll returns at once */
+			kernel_ring_number(bell); /* poll returns at once */
 		serve();
 	} else {
 		check_lease();
@@ -417,32 +414,10 @@ static void settle(void)
 	CHECK(!valved.is_off && !valved.failures && !valve_launches_wait());
 }
 
-static uint32_t open_files(void)
-{
-	DIR *folder = opendir("/proc/self/fd");
-	uint32_t count = 0;
-
-	while (readdir(folder))
-		count++;
-	closedir(folder);
-	return count;
-}
-
-static void listen_once(void)
-{
-	if (valved.listener >= 0)
-		return;
-	valved.address.sun_family = AF_UNIX;
-	snprintf(valved.address.sun_path + 1, 32, "valve-fuzz-%d", (int)getpid());
-	valved.listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-	CHECK(!bind(valved.listener, (void *)&valved.address, sizeof(valved.address)));
-	CHECK(!listen(valved.listener, 8));
-}
-
 static void begin(void)
 {
+	kernel_begin();
 	memset(&valve_shim, 0, sizeof(valve_shim));
-	valve_shim.pid = (uint32_t)getpid();
 	valve_map_fresh();
 	valved.is_there = valved.keeps_stops = valved.whole = true;
 	valved.refusal = valved.online = 0;
@@ -459,22 +434,21 @@ static void end(void)
 		valve_own_close((enum valve_own)i);
 	hang_up();
 	forget_old();
+	if (valved.backlog)
+		kernel_hang_up(valved.backlog, false);
+	valved.backlog = NULL;
+	kernel_end();
 }
 
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 {
-	uint32_t before;
-
-	listen_once();
-	before = open_files();
 	begin();
 	for (size_t i = 0; i < size; i++)
 		step(data[i]);
 	settle();
 	end();
-	CHECK(open_files() == before);
 	return 0;
 }
 

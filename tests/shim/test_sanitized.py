@@ -13,7 +13,7 @@ ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "kv/parts", "link/packet", "lock")
 KV = ("orders", "zeroing", "announce", "alloc", "answers", "scratch")
 MEMORY = (*ORDERS, "link/ownfd", *(f"kv/{part}" for part in KV))
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan")), "lock")
+LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan", "packet")), "lock")
 THREADS = (
     *("activity/activity", "activity/contexts", "activity/hint", "activity/watcher"),
     *("link/ownfd", "link/pages", "lock", "say"),
@@ -84,7 +84,8 @@ def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
 @pytest.fixture(scope="session")
 def link_fuzzer(tmp_path_factory, repository):
     out = tmp_path_factory.mktemp("fuzz") / "fuzz_link"
-    return build(repository, out, "tests/fuzz/fuzz_link.c", LINK, *STRICT)
+    model = ("-include", repository / "tests/fuzz/kernel.h", repository / "tests/fuzz/kernel.c")
+    return build(repository, out, "tests/fuzz/fuzz_link.c", LINK, *STRICT, *model)
 
 
 @pytest.mark.sanitizer
