@@ -9,7 +9,7 @@ client has told of it. One that is refused is in no book, and the answer says no
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
@@ -21,7 +21,7 @@ from valved.config import LinkTable, QuotaTable
 from valved.gate.accounts import Harvest
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, ProverPort
+from valved.machine.ports import GatePort, GpuInfo, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.state.journal import Journal
@@ -30,6 +30,19 @@ from valved.state.registry import Books, ClientEntry
 NO_UUID = bytes(16)
 Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
 Comes = Callable[[ClientEntry, ChannelRef], None]  # before it can be switched off
+
+
+class Cards:
+    """The node's cards, and which of them a message means."""
+
+    def __init__(self, infos: Iterable[GpuInfo]) -> None:
+        self.infos = {info.index: info for info in infos}
+        self._by_uuid = {info.uuid: info.index for info in self.infos.values()}
+        self._by_instance = {info.device_instance: info.index for info in self.infos.values()}
+
+    def find(self, body: RmClient | Channel) -> GpuIndex | None:
+        uuid = body.gpu_uuid
+        return self._by_instance.get(body.device_instance) if uuid == NO_UUID else self._by_uuid.get(uuid)
 
 
 class Channels:
@@ -62,9 +75,7 @@ class Channels:
         self._changed = changed
         self._comes = comes
         self.schedules = Schedules(gate, books, gating, clock, link, self.possession, self._ack)
-        self._infos = {info.index: info for info in gate.gpus()}
-        self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
-        self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
+        self._cards = Cards(gate.gpus())
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
         """One message. A descriptor that is kept is taken off the list."""
@@ -89,11 +100,8 @@ class Channels:
     def _ack(self, client: ClientId, seq: int, status: int = 0, *, want_fd: bool = False) -> None:
         self._send(client, LinkType.ACK, Ack(status=status, want_fd=want_fd), seq)
 
-    def _find_gpu(self, uuid: bytes, device_instance: int) -> GpuIndex | None:
-        return self._by_instance.get(device_instance) if uuid == NO_UUID else self._by_uuid.get(uuid)
-
     def _rm_client(self, entry: ClientEntry, seq: int, body: RmClient, fds: list[int]) -> None:
-        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
+        gpu = self._cards.find(body)
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
             return
@@ -105,7 +113,7 @@ class Channels:
         if fds:
             keep = entry.role is Role.OFFLINE and (entry.asked_fd or self.keeps_files)
             take = give if keep else None  # once it was found to be what its sender says
-            self.possession.offer(entry.id, self._infos[gpu], body.h_client, body.h_subdevice, fds.pop(), take)
+            self.possession.offer(entry.id, self._cards.infos[gpu], body.h_client, body.h_subdevice, fds.pop(), take)
             self._ack(entry.id, seq)
         else:  # a shim of 0.1 sends it when it is asked, and only once: then it is kept
             is_missing = not self.possession.is_proven(entry.id, body.h_client, gpu)
@@ -113,7 +121,7 @@ class Channels:
             self._ack(entry.id, seq, want_fd=is_missing)
 
     def _channel_add(self, entry: ClientEntry, seq: int, body: Channel) -> None:
-        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
+        gpu = self._cards.find(body)
         key = (body.h_client, body.h_channel)
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)

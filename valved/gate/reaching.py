@@ -94,7 +94,7 @@ class NativeChannels:
                     return status, entry
                 missing = readings.status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
-        if status and self._is_failing(entry.ref.gpu):
+        if status and lib.valve_gpu_state(self._gate, entry.ref.gpu) == lib.VALVE_GPU_FAILED:
             return status, self._arm_untested(holder, numbers, entry)
         given_up = replace(entry, reach=Reach.NONE)
         self._put(given_up)
@@ -199,19 +199,15 @@ class NativeChannels:
             numbers.fd = fd  # else it has more RM clients than a process has any use for; the fd is closed
         if numbers == before:
             return
-        for channel in self._channels.of(client):
-            if channel.ref.h_client != h_client or not channel.ref.compute:
-                continue
+        mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.ref.compute]
+        for channel in mine:
             if numbers.fd != before.fd and is_worse(channel.reach, Reach.CHANNEL_FD):
-                self._upgrade(holder, numbers, channel)
+                # The fd has come: climb again from its rung. Orders that the old rung gave stand until the next wake,
+                # which takes back every order of every client in the plan.
+                numbers.reach = None
+                self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)
             else:
                 self._put(channel)  # its entry names them
-
-    def _upgrade(self, holder: GateClient, numbers: RmNumbers, channel: ArmedChannel) -> None:
-        """The fd has come: climb again from its rung. Orders that the old rung gave stand until the next wake, which
-        takes back every order of every client in the plan."""
-        numbers.reach = None
-        self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)
 
     def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None:
         channel = self._channels.get(client, h_client, h_channel)
@@ -220,9 +216,6 @@ class NativeChannels:
         channel = replace(channel, app_disabled=disabled)
         self._put(channel)
         self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
-
-    def _is_failing(self, gpu: GpuIndex) -> bool:
-        return bool(lib.valve_gpu_state(self._gate, gpu) == lib.VALVE_GPU_FAILED)
 
     def _is_stopping(self, gpu: GpuIndex) -> bool:
         """Stopped, or tried to be: what is armed here now is switched on with the rest."""
