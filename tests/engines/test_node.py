@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from valve_tools.demo import kv_service
 from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, MemoryPlan, start_online
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.rounds import ONLINE
 from valve_tools.emulator.node import Options
 from valve_tools.engines.sides import CONFIG, POOL_MIB, Sides
 
@@ -63,7 +63,7 @@ def beside_bursts(engines, folder, *, seconds, count, **knobs):
     load = ["--trace", folder / "requests.csv", "--duration", plan.seconds, "--decode-us", 4000]
     with EmulatedNode(folder, options=Options(knobs=knobs), config=plan.config(folder / "trace.jsonl")) as node:
         sides, alone, batch = start(engines, node, folder, count)
-        online = start_online(node, [str(part) for part in (ONLINE, *cache, *load)], folder)
+        online = start_online(node, [str(part) for part in (*kv_service.COMMAND, *cache, *load)], folder)
         node.wait_for(lambda: online.poll() is not None, "the online service is done", 600.0)
         reclaims = node.status().memory.reclaims
         ours = sides.finish(batch, "batch")

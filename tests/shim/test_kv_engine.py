@@ -1,7 +1,7 @@
 """A whole engine on KV memory that is taken and given back all the time: the answers stay those of an undisturbed run.
 
-The engine is the demo's (tools/demo/kvbatch.c): every token of its answers comes from owner tags that a kernel found in
-the request's blocks, and its hook is the contract of kv.h in C.
+The engine is the demo's (tools/demo/kv_engine.py): every token of its answers comes from owner tags that a kernel found
+in the request's blocks, and its hook is the one of the real engines.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 from fake_daemon import OFFLINE, RUN, STOP, Client, until
 from kv_pool import MIB, QUARANTINE, UNBACK, Entry, Pool
 from kv_table import Hook
-from valve_tools.demo.rounds import OFFLINE as BATCH
-from valve_tools.demo.rounds import ONLINE as SERVICE
+from valve_tools.demo import kv_batch, kv_service
 
 H = 2 * MIB
 BLOCK = 64 << 10
@@ -72,7 +71,7 @@ def undisturbed(emulated_gpus, tmp_path_factory):
     from kv_world import World
 
     world = World(emulated_gpus, tmp_path_factory.mktemp("alone"), OFFLINE)
-    alone = summary(world.program(BATCH, *REQUESTS, "--kv-requests", "200", "--step-us", "100"))
+    alone = summary(world.program(*kv_batch.COMMAND, *REQUESTS, "--kv-requests", "200", "--step-us", "100"))
     world.close()
     return alone
 
@@ -80,7 +79,7 @@ def undisturbed(emulated_gpus, tmp_path_factory):
 def attached(world, *arguments: str) -> tuple[object, Node]:
     pool = world.begin(limit=2 * SLOTS * PLANES)
     pool.hooks.columns = SLOTS
-    program = world.program(BATCH, *REQUESTS, *arguments)
+    program = world.program(*kv_batch.COMMAND, *REQUESTS, *arguments)
     client = world.daemons[-1].client()
     hook = pool.hooks.hook()
     ranges = [world.range_of(pool).range for _ in range(PLANES)]
@@ -138,13 +137,15 @@ def test_an_engine_offers_whole_free_columns_down_to_the_target(kv_world):
     assert summary(program)["ok"]
 
 
-def test_an_online_engine_asks_for_memory_and_uses_it_when_it_is_there(kv_world):
+def test_an_online_engine_asks_for_memory_and_uses_it_when_it_is_there(kv_world, tmp_path):
     world = kv_world()
     pool = world.begin(initial=1)
     per = BLOCKS // SLOTS
     pool.hooks.columns, pool.hooks.backed = SLOTS, per
-    shape = ["--kv-blocks", str(BLOCKS), "--kv-planes", "1", "--duration", "1", "--rate", "8", "--in-tokens", "1500"]
-    program = world.program(SERVICE, *shape, "--prefill-us", "1", "--decode-us", "500", "--quiet")
+    trace = tmp_path / "requests.csv"
+    trace.write_text("t_s,in_tokens,out_tokens\n" + "".join(f"{n / 8},{500 + 300 * n},40\n" for n in range(8)))
+    shape = ["--kv-blocks", str(BLOCKS), "--kv-planes", "1", "--trace", str(trace)]
+    program = world.program(*kv_service.COMMAND, *shape, "--prefill-us", "1", "--decode-us", "500", "--quiet")
     client, hook = world.daemons[-1].client(), pool.hooks.hook()
     number = world.range_of(pool).range
 

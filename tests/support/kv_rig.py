@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from valve_tools.demo import kv_batch, kv_service
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.rounds import OFFLINE, ONLINE
 
 BLOCKS, PLANES, BLOCK_KIB = 256, 2, 64  # 8 columns of two 2 MiB handles
 # A loaded machine is no driver that hangs: order_s.
@@ -41,7 +41,7 @@ class Engines:
         self.folder = node.folder
 
     def start_offline(self, *more: str) -> None:
-        argv = [str(OFFLINE), *CACHE, "--kv-requests", "0", "--in-tokens", "120", "--out-tokens", "60", *more]
+        argv = [*kv_batch.COMMAND, *CACHE, "--in-tokens", "120", "--out-tokens", "60", *more]
         self.offline = self.node.run("offline", argv, name="batch", out=self.folder / "offline.out")
         self.node.wait_for(lambda: self.engine("offline"), "the offline engine has attached")
         self.node.wait_for(lambda: self.engine("offline").backed_blocks == BLOCKS, "it has all its memory")
@@ -50,7 +50,8 @@ class Engines:
         trace = self.folder / "requests.csv"
         trace.write_text("t_s,in_tokens,out_tokens\n" + "".join(f"{t},{i},{o}\n" for t, i, o in requests))
         last = requests[-1][0] + 0.1
-        argv = [str(ONLINE), *CACHE, "--trace", str(trace), "--duration", str(last), "--decode-us", "2000", *more]
+        load = ["--trace", str(trace), "--duration", str(last), "--decode-us", "2000", *more]
+        argv = [*kv_service.COMMAND, *CACHE, *load]
         while True:
             self.online = self.node.run("online", argv, name="chat", out=self.folder / "online.out")
             self.node.wait_for(lambda: self.engine("online") or self.online.poll() is not None, "it attached or ended")

@@ -22,6 +22,8 @@ LINES = [
     ("valve_tools.demo.command", []),
     ("valve_tools.demo.granted", []),
     ("valve_tools.demo.granted_service", []),
+    ("valve_tools.demo.kv_batch", []),
+    ("valve_tools.demo.kv_service", []),
     ("valve_tools.demo.memory", []),
     ("valve_tools.demo.tune", []),
     ("valve_tools.emulator.ctl", []),

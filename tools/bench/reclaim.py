@@ -27,8 +27,8 @@ from typing import Any
 from valve.v1 import node_pb2
 from valve_tools.bench.hops import HOPS, hops_ns
 from valve_tools.bench.row import Row, row_of
+from valve_tools.demo import kv_batch, kv_service
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.rounds import OFFLINE, ONLINE
 from valve_tools.emulator.node import Options
 from valve_tools.emulator.process import ProcessPage, ThreadCall, union_ns
 
@@ -116,10 +116,10 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
     cache += ["--block-kib", str(BLOCK_MIB * 1024 // case.planes)]
     with EmulatedNode(folder, options=Options(knobs=KNOBS.get(case.remap, {})), config=config) as node:
         node.start_valved()
-        offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
+        offline = node.run("offline", [*kv_batch.COMMAND, *cache], name="batch", out=folder / "off")
         node.wait_for(lambda: _is_full(node, case), "the offline engine has all the memory")
         duration = str(3 + 4 * SAMPLES)
-        argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
+        argv = [*kv_service.COMMAND, *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
         online = node.run("online", argv, name="chat", out=folder / "on")
         samples: list[ReclaimTimes] = []
         clients: dict[int, int] = {}

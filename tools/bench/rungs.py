@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.bench.row import Row
+from valve_tools.demo import kv_batch, kv_service
 from valve_tools.demo.memory import start_online
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
+from valve_tools.demo.rounds import last_summary
 
 WAYS = ("sparse", "helper", "cooperative")
 BUDGET_PERCENT = {"sparse": 2.5}  # P5
@@ -108,15 +109,13 @@ def serve(load: Load, way: str, folder: Path) -> WayServed:
     requests = folder / "requests.csv"
     requests.write_text(load.trace())
     cache = ["--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB), "--kv-blocks", str(BLOCKS)]
-    argv = [str(ONLINE), *load.service, *cache, "--trace", str(requests), "--duration", "600", "--quiet"]
+    argv = [*kv_service.COMMAND, *load.service, *cache, "--trace", str(requests), "--duration", "600", "--quiet"]
     with EmulatedNode(folder, config=CONFIG.format(way=way)) as node:
         if not way:
             node.run("", argv, name="chat", out=folder / "on").wait(600)
             return WayServed(mean_ttft_ms=_ttft(folder))
         node.start_valved()
-        offline = node.run(
-            "offline", [str(OFFLINE), *load.batch, *cache, "--kv-requests", "0"], name="batch", out=folder / "off"
-        )
+        offline = node.run("offline", [*kv_batch.COMMAND, *load.batch, *cache], name="batch", out=folder / "off")
         node.wait_for(lambda: _is_full(node, way), "the offline engine has all the memory")
         start_online(node, argv, folder).wait(600)
         memory = node.status().memory

@@ -4,12 +4,9 @@
 
 #include <stdint.h>
 
-struct kvseq;
 struct request {
 	double arrival_s, first_s, done_s; /* since the start; 0: not yet */
 	unsigned id, in_tokens, out_tokens, made;
-	struct request *next;
-	struct kvseq *seq; /* its KV, while it has some */
 };
 struct shape {
 	double rate_per_s, duration_s,

@@ -17,12 +17,10 @@ typedef void (*CUhostFn)(void *user);
 	X(cuGetErrorName, 6000, (CUresult code, const char **out))                                          \
 	X(cuDeviceGet, 2000, (CUdevice * out, int ordinal))                                                 \
 	X(cuDevicePrimaryCtxRetain, 7000, (CUcontext * out, CUdevice dev))                                  \
-	X(cuDevicePrimaryCtxRelease, 11000, (CUdevice dev))                                                 \
 	X(cuCtxSetCurrent, 4000, (CUcontext ctx))                                                           \
 	X(cuModuleLoadData, 2000, (CUmodule * out, const void *image))                                      \
 	X(cuModuleGetFunction, 2000, (CUfunction * out, CUmodule module, const char *name))                 \
 	X(cuStreamCreate, 2000, (CUstream * out, unsigned flags))                                           \
-	X(cuStreamSynchronize, 2000, (CUstream stream))                                                     \
 	X(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                         \
 	X(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * out))                                      \
 	X(cuGraphInstantiateWithFlags, 11040, (CUgraphExec * out, CUgraph graph, unsigned long long flags)) \
@@ -32,9 +30,7 @@ typedef void (*CUhostFn)(void *user);
 	X(cuEventRecord, 2000, (CUevent event, CUstream stream))                                            \
 	X(cuEventSynchronize, 2000, (CUevent event))                                                        \
 	X(cuMemAlloc, 3020, (CUdeviceptr * out, size_t bytes))                                              \
-	X(cuMemFree, 3020, (CUdeviceptr address))                                                           \
 	X(cuMemHostRegister, 6050, (void *at, size_t bytes, unsigned flags))                                \
-	X(cuMemHostUnregister, 4000, (void *at))                                                            \
 	X(cuMemcpyHtoD, 3020, (CUdeviceptr to, const void *from, size_t bytes))                             \
 	X(cuMemcpyDtoH, 3020, (void *to, CUdeviceptr from, size_t bytes))                                   \
 	X(cuLaunchKernel, 4000,                                                                             \

@@ -27,8 +27,9 @@ from rich.table import Table
 from valve.v1 import node_pb2
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
+from valve_tools.demo import kv_batch, kv_service
 from valve_tools.demo.node import EmulatedNode, demo_folder
-from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
+from valve_tools.demo.rounds import last_summary
 from valve_tools.emulator.node import Options
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
 
@@ -128,10 +129,10 @@ def perform(plan: MemoryPlan, folder: Path, say: Callable[[str], None] = lambda 
     capacity: list[float] = []
     with EmulatedNode(folder, options=Options(), config=plan.config(trace)) as node:
         node.start_valved()
-        offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
+        offline = node.run("offline", [*kv_batch.COMMAND, *cache], name="batch", out=folder / "off")
         node.wait_for(lambda: _backed(node) == BLOCKS, "the offline engine has all the memory")
-        argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", str(plan.seconds), "--decode-us", "4000"]
-        online = start_online(node, argv, folder)
+        load = ["--trace", str(requests), "--duration", str(plan.seconds), "--decode-us", "4000"]
+        online = start_online(node, [*kv_service.COMMAND, *cache, *load], folder)
         while online.poll() is None:
             time.sleep(0.5)
             memory = node.status().memory

@@ -4,7 +4,6 @@
  * often the job was stopped. A second stream may beat: counter and time of the last beat in a file that others map.
  */
 #include "driver.h"
-#include "kvbatch.h"
 #include "options.h"
 
 #include <fcntl.h>
@@ -20,14 +19,6 @@ enum { MAX_FLIGHT = 64, PAGE = 4096 };
 static double units, words = 4096, rounds = 8, unit_us = 5000, flight = 2, duration, report, device,
                      beat_us = 250;
 static const char *heartbeat;
-static struct kvbatch_plan kv = {.block_kib = 64,
-                                 .planes = 4,
-                                 .batch = 16,
-                                 .in_tokens = 200,
-                                 .out_tokens = 60,
-                                 .step_us = 2000,
-                                 .prefill_us = 5,
-                                 .seed = 1};
 
 static const struct option options[] = {
         {"units", "units of work to do; 0: until told to stop", OPTION_NUMBER, &units},
@@ -41,17 +32,6 @@ static const struct option options[] = {
         {"beat-us", "GPU time between beats", OPTION_NUMBER, &beat_us},
         {"report", "seconds between progress lines; 0: none", OPTION_NUMBER, &report},
         {"device", "GPU", OPTION_NUMBER, &device},
-        {"kv-blocks", "answer requests from a KV cache of so many blocks instead; 0: do not", OPTION_NUMBER,
-         &kv.blocks},
-        {"kv-requests", "requests to answer; 0: until told to stop", OPTION_NUMBER, &kv.requests},
-        {"kv-batch", "requests answered together", OPTION_NUMBER, &kv.batch},
-        {"kv-planes", "pieces of a block: layers x (K, V)", OPTION_NUMBER, &kv.planes},
-        {"block-kib", "KiB of a block in each plane", OPTION_NUMBER, &kv.block_kib},
-        {"in-tokens", "median prompt", OPTION_NUMBER, &kv.in_tokens},
-        {"out-tokens", "median answer", OPTION_NUMBER, &kv.out_tokens},
-        {"step-us", "GPU time of a step", OPTION_NUMBER, &kv.step_us},
-        {"prefill-us", "and more per prompt token", OPTION_NUMBER, &kv.prefill_us},
-        {"seed", "of the requests", OPTION_NUMBER, &kv.seed},
         {0},
 };
 
@@ -182,11 +162,6 @@ int main(int argc, char **argv)
 	sigaction(SIGTERM, &action, NULL);
 	sigaction(SIGINT, &action, NULL);
 	cuda_open((int)device);
-	if (kv.blocks > 0) {
-		kv.duration = duration;
-		kv.report = report;
-		return kvbatch_run(&kv, &stop);
-	}
 	job.step = cuda_kernel("emu_checksum_step");
 	CHECK(cu.cuStreamCreate(&job.stream, 1));
 	for (unsigned i = 0; i < (unsigned)flight; i++)

@@ -5,7 +5,6 @@
  */
 #include "arrivals.h"
 #include "driver.h"
-#include "kvserve.h"
 #include "options.h"
 
 #include <dlfcn.h>
@@ -22,7 +21,6 @@ static double batch = 64, prefill_us = 40, decode_us = 10000, sequence_us = 50, 
               device;
 static const char *trace;
 static int graphs, quiet;
-static struct kvserve_plan kv = {.block_kib = 64, .planes = 4};
 
 static const struct option options[] = {
         {"trace", "CSV of arrivals: t_s,in_tokens,out_tokens; else they are drawn", OPTION_TEXT, &trace},
@@ -42,10 +40,6 @@ static const struct option options[] = {
         {"gap-ms", "median host gap between iterations (lognormal)", OPTION_NUMBER, &gap_ms},
         {"device", "GPU", OPTION_NUMBER, &device},
         {"graphs", "launch decode iterations as CUDA graphs", OPTION_FLAG, &graphs},
-        {"kv-blocks", "give every request KV blocks of a cache of so many; 0: no KV", OPTION_NUMBER,
-         &kv.blocks},
-        {"kv-planes", "pieces of a block: layers x (K, V)", OPTION_NUMBER, &kv.planes},
-        {"block-kib", "KiB of a block in each plane", OPTION_NUMBER, &kv.block_kib},
         {"quiet", "only the summary", OPTION_FLAG, &quiet},
         {0},
 };
@@ -114,7 +108,6 @@ static void finish(struct service *s, unsigned slot)
 
 	r->done_s = elapsed_s(s);
 	s->finished++;
-	kvserve_leave(r);
 	s->active[slot] = s->active[--s->batch];
 	if (quiet)
 		return;
@@ -132,14 +125,10 @@ static void admit(struct service *s)
 
 	while (s->arrived < s->count && s->all[s->arrived].arrival_s <= elapsed_s(s) && room--) {
 		struct request *r = &s->all[s->arrived];
-		if (!kvserve_enter(r))
-			break; /* no memory for it yet: it waits, and those behind it */
 		s->arrived++;
 		hint(s);
-		kvserve_launch(s->stream, &r, 1);
 		run_for(s, r->in_tokens * prefill_us);
 		wait_done(s);
-		kvserve_check(&r, 1);
 		r->first_s = elapsed_s(s);
 		r->made = 1;
 		s->active[s->batch++] = r;
@@ -166,25 +155,13 @@ static void launch_graph(struct service *s)
 	CHECK(cu.cuGraphLaunch(s->graph[bucket], s->stream));
 }
 
-/* Of those that have come and were not let in. */
-static void want_memory(const struct service *s)
-{
-	unsigned last = s->arrived;
-
-	while (last < s->count && s->all[last].arrival_s <= elapsed_s(s))
-		last++;
-	kvserve_publish(s->active, s->batch, &s->all[s->arrived], last - s->arrived);
-}
-
 static void decode(struct service *s)
 {
-	kvserve_launch(s->stream, s->active, s->batch);
 	if (graphs)
 		launch_graph(s);
 	else
 		run_for(s, decode_us + sequence_us * s->batch);
 	wait_done(s);
-	kvserve_check(s->active, s->batch);
 	for (unsigned i = s->batch; i-- > 0;)
 		if (++s->active[i]->made >= s->active[i]->out_tokens)
 			finish(s, i);
@@ -197,11 +174,10 @@ static void serve(struct service *s)
 	s->start_s = now_s();
 	while (!stop && s->finished < s->count) {
 		admit(s);
-		want_memory(s);
 		if (s->batch)
 			decode(s);
 		else if (s->arrived < s->count)
-			sleep_s(kvserve_nap(s->all[s->arrived].arrival_s - elapsed_s(s)));
+			sleep_s(s->all[s->arrived].arrival_s - elapsed_s(s));
 	}
 }
 
@@ -244,7 +220,6 @@ static void summarise(const struct service *s)
 	       s->count, s->finished, tokens, s->start_s, elapsed_s(s));
 	print_figure("ttft_ms", ttft, firsts);
 	print_figure("tpot_ms", tpot, rests);
-	kvserve_summarise();
 	printf("}\n");
 	free(ttft);
 	free(tpot);
@@ -270,10 +245,8 @@ int main(int argc, char **argv)
 	s.spin = cuda_kernel("emu_spin");
 	CHECK(cu.cuStreamCreate(&s.stream, 1));
 	CHECK(cu.cuEventCreate(&s.done, CU_EVENT_DISABLE_TIMING));
-	if (kv.blocks > 0 && !kvserve_open(&kv, MAX_BATCH))
-		return 2;
 	serve(&s);
 	summarise(&s);
 	free(s.all);
-	return kvserve_is_sound() ? 0 : 1;
+	return 0;
 }

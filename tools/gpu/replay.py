@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FREE, CONTROL, ALLOC, CARD_INFO, REGISTER_FD, XFER = 0x29, 0x2A, 0x2B, 200, 201, 211
+FREE, CONTROL, ALLOC, CARD_INFO, REGISTER_FD = 0x29, 0x2A, 0x2B, 200, 201
 GID_INFO, ID_INFO, DISABLE = 0x2080014A, 0x205, 0x2080110B
 ROOT_CLASSES = {0x0, 0x1, 0x41}
 GPU_ID_AT, UUID_AT, UUID_BYTES = 16, 12, 16  # in the first card of CARD_INFO; in the parameters of GID_INFO
@@ -40,14 +40,14 @@ UVM_590 = {28: (-1, 8)}
 
 
 def name_of(line: dict[str, Any]) -> str:
-    """A call in words, for the list of differences."""
+    """A driver call in short: uvm 33, alloc class 0x40, control 0x3d05."""
     if line["call"] == "uvm":
         return f"uvm {line['request']}"
     if line.get("op") == "control":
         return f"control {line['cmd']:#x}"
     if line.get("op") == "alloc":
         return f"alloc class {line['class']:#x}"
-    return str(line.get("op") or f"escape {line['nr']}")
+    return str(line.get("op") or f"{line['call']} {line.get('nr', '')}".strip())
 
 
 class Replayer:

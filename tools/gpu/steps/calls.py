@@ -32,7 +32,6 @@ def c1(rig: Rig) -> LabOutcome:
         a = work.helper().ask_json("pointers")
         with rig.probe(work) as probe:
             seen = probe.do("list")
-        rig.stop(work)
     channels = len(seen["channels"])
     return LabOutcome(
         verdict=LabVerdict.BLIND if not channels else LabVerdict.OK if a["found"] == a["asked"] else LabVerdict.PART,
@@ -47,7 +46,6 @@ def c5(rig: Rig) -> LabOutcome:
     """What do the calls cost that could prove a context idle?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         cost = work.helper().ask_json(f"calls {400 if rig.effort.dry else 4000}", patience_s=60)
-        rig.stop(work)
     shown = figures(cost, *(f"{name}_us" for name in CALLS))
     probe = shown.get("ctx_record_event_us")
     good = not cost["error"] and probe is not None
@@ -62,14 +60,12 @@ def c5(rig: Rig) -> LabOutcome:
 
 def still_moves(rig: Rig, engine: str, path: str) -> tuple[bool, int]:
     """Whether copies go on while `engine` is off, and how many channels the process has."""
-    with rig.workload("copy", rig.effort.ms(20000)) as work:
-        with rig.probe(work, path=path) as probe:
-            channels = probe.do("list")["channels"]
-            probe.do(f"off {engine} 10000")
-            time.sleep(0.05)
-            moves = work.moves(0.5)
-            probe.do(f"on {engine}")
-        rig.stop(work)
+    with rig.workload("copy", rig.effort.ms(20000)) as work, rig.probe(work, path=path) as probe:
+        channels = probe.do("list")["channels"]
+        probe.do(f"off {engine} 10000")
+        time.sleep(0.05)
+        moves = work.moves(0.5)
+        probe.do(f"on {engine}")
     return moves, len(channels)
 
 
@@ -89,15 +85,13 @@ def c12(rig: Rig) -> LabOutcome:
 
 def timeslice(rig: Rig, uid: int | None) -> tuple[int, int, int]:
     """(status of get, slice in us, status of setting it to 1 ms) on the workload's descriptor, by this user."""
-    with rig.workload("alu", rig.effort.ms(8000)) as work:
-        with rig.probe(work, path="b", uid=uid) as probe:
-            tsg = next(c["tsg"] for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8)
-            got, raw = probe.control("theirs", str(tsg), GET_TIMESLICE, bytes(8))
-            (us,) = struct.unpack("<Q", raw)
-            put, _ = probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", 1000))
-            if got == 0 and put == 0:
-                probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", us))
-        rig.stop(work)
+    with rig.workload("alu", rig.effort.ms(8000)) as work, rig.probe(work, path="b", uid=uid) as probe:
+        tsg = next(c["tsg"] for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8)
+        got, raw = probe.control("theirs", str(tsg), GET_TIMESLICE, bytes(8))
+        (us,) = struct.unpack("<Q", raw)
+        put, _ = probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", 1000))
+        if got == 0 and put == 0:
+            probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", us))
     return got, us, put
 
 

@@ -43,12 +43,11 @@ def channel_words(channels: list[dict[str, Any]]) -> str:
 )
 def d1(rig: Rig) -> LabOutcome:
     """Which objects and driver calls make a CUDA process?"""
-    with rig.workload("alu", rig.effort.ms(2000), trace=True) as work:
-        with rig.probe(work) as probe:
-            seen = probe.do("list")
-        rig.stop(work)
-        calls = [json.loads(line) for line in work.trace.read_text().splitlines()]
-        keep_trace(rig, work.trace.read_text())
+    with rig.workload("alu", rig.effort.ms(2000), trace=True) as work, rig.probe(work) as probe:
+        seen = probe.do("list")
+    text = work.trace.read_text()
+    calls = [json.loads(line) for line in text.splitlines()]
+    keep_trace(rig, text)
     channels = seen["channels"]
     gr = [channel for channel in channels if 1 <= channel["engine"] <= 8]
     commands = Counter(call["cmd"] for call in calls if call.get("op") == "control")

@@ -50,24 +50,22 @@ def d7(rig: Rig) -> LabOutcome:
     path = rig.reach()
     if path == "c":
         return LabOutcome(verdict=LabVerdict.SKIPPED, detail="raw lists need path a or b")
-    with rig.workload("alu", rig.effort.ms(30000)) as work:
-        with rig.probe(work, path=path) as probe:
-            channels = [c for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8]
-            full = [(c["client"], c["channel"]) for c in channels]
-            middle = [*full[: len(full) // 2], (full[0][0], BOGUS), *full[len(full) // 2 + 1 :]]
-            first = [(full[0][0], BOGUS), *full[1:]]
-            cases = {
-                "plain": edge(probe, work, full, [full], [full]),
-                "twice off, once on": edge(probe, work, full, [full, full], [full]),
-                "twice on": edge(probe, work, full, [full], [full, full]),
-                "no channels": edge(probe, work, full, [[]], [full]),
-                "one of the group": edge(probe, work, full, [full[:1]], [full]),
-                "wrong pair in the middle": edge(probe, work, full, [middle], [full]),
-                "wrong pair first": edge(probe, work, full, [first], [full]),
-                "only disable scheduling": edge(probe, work, full, [full], [full], flags=1),
-                "enable with a wrong pair": edge(probe, work, full, [full], [middle]),
-            }
-        rig.stop(work)
+    with rig.workload("alu", rig.effort.ms(30000)) as work, rig.probe(work, path=path) as probe:
+        channels = [c for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8]
+        full = [(c["client"], c["channel"]) for c in channels]
+        middle = [*full[: len(full) // 2], (full[0][0], BOGUS), *full[len(full) // 2 + 1 :]]
+        first = [(full[0][0], BOGUS), *full[1:]]
+        cases = {
+            "plain": edge(probe, work, full, [full], [full]),
+            "twice off, once on": edge(probe, work, full, [full, full], [full]),
+            "twice on": edge(probe, work, full, [full], [full, full]),
+            "no channels": edge(probe, work, full, [[]], [full]),
+            "one of the group": edge(probe, work, full, [full[:1]], [full]),
+            "wrong pair in the middle": edge(probe, work, full, [middle], [full]),
+            "wrong pair first": edge(probe, work, full, [first], [full]),
+            "only disable scheduling": edge(probe, work, full, [full], [full], flags=1),
+            "enable with a wrong pair": edge(probe, work, full, [full], [middle]),
+        }
     words = [
         f"{name}: {case['off']:#x} {'runs' if case['runs_while_off'] else 'off'}, on {case['on']:#x} "
         f"{'runs' if case['runs_after'] else 'off'}"
@@ -95,7 +93,6 @@ def make_while_off(rig: Rig, what: str, path: str) -> dict[str, Any]:
             if hung:
                 helper.hear(20)
         moves = work.moves()
-        rig.stop(work)
     return {"error": error, "hung": hung, "runs_again": runs, "schedules": scheduled, "moves_after": moves}
 
 

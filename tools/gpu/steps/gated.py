@@ -120,7 +120,6 @@ def c4(rig: Rig) -> LabOutcome:
                     calls.round(i)
             except Hang as error:
                 hang = error
-            rig.stop(work)
         shown.update({f"{mode}_{kind}_{name}": figure for name, figure in calls.figures().items()})
         words.append(calls.words(mode, hang))
         verdicts.append(calls.verdict(hang))
@@ -173,7 +172,6 @@ def c6(rig: Rig) -> LabOutcome:
     path, n = rig.reach(), rig.effort.cycles(20)
     with rig.workload("alu", rig.effort.ms(60000), helper=True) as work, rig.probe(work, path=path) as probe:
         found = {who: sparse_rounds(work, probe, who, n) for who in SPARSE_BY}
-        rig.stop(work)
     good = [who for who, each in found.items() if each["works"]]
     refused = [
         f"{who} errno {e['errno']} status {e['status']:#x}" for who, e in found.items() if e["errno"] or e["status"]

@@ -10,6 +10,7 @@ from typing import Any
 from valve_tools.gpu.experiment import ExperimentBatch, experiment
 from valve_tools.gpu.machine import branch_of
 from valve_tools.gpu.outcome import LabOutcome, LabVerdict, figures
+from valve_tools.gpu.replay import name_of
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.gated import REMAP, c4, c6
 from valve_tools.gpu.talk import Talk
@@ -36,24 +37,12 @@ def c8(rig: Rig) -> LabOutcome:
             words.append(
                 f"{mib} MiB: remap {each:.0f} us, {gib['each_ms']:.1f} ms per GiB ({gib['batch_ms']:.1f} in one go)"
             )
-        rig.stop(work)
     return LabOutcome(verdict=LabVerdict.OK, detail="; ".join(words), figures=shown, answers=answers)
 
 
 def lines_since(work: Workload, seen: int) -> list[dict[str, Any]]:
     """What the tracer wrote after line `seen`."""
     return [json.loads(line) for line in work.trace.read_text().splitlines()[seen:]]
-
-
-def call_name(line: dict[str, Any]) -> str:
-    """A driver call in short: uvm 33, alloc 0x40, control 0x3d05."""
-    if line["call"] == "uvm":
-        return f"uvm {line['request']}"
-    if line.get("op") == "alloc":
-        return f"alloc {line['class']:#x}"
-    if line.get("op") == "control":
-        return f"control {line['cmd']:#x}"
-    return str(line.get("op") or f"{line['call']} {line.get('nr', '')}".strip())
 
 
 @experiment("C2", seconds=15, decides="what runs under which lock, and what the daemon could do by itself")
@@ -66,8 +55,7 @@ def c2(rig: Rig) -> LabOutcome:
             answer = work.helper().ask_json(f"vmm {call} 0 0")
             if answer["error"]:
                 return LabOutcome(verdict=LabVerdict.BAD, detail=f"{call}: CUDA error {answer['error']}")
-            found[call] = [call_name(line) for line in lines_since(work, seen)]
-        rig.stop(work)
+            found[call] = [name_of(line) for line in lines_since(work, seen)]
     return LabOutcome(
         verdict=LabVerdict.OK,
         detail="; ".join(f"{call}: {', '.join(calls) or 'none'}" for call, calls in found.items()),
@@ -92,7 +80,6 @@ def c9(rig: Rig) -> LabOutcome:
         for call in REMAP:
             work.helper().ask_json(f"vmm {call} 0 0")
         back = work.helper().ask_json("read 0")["own"]
-        rig.stop(work)
     moved = answer["moved"] and back
     refused = answer["errno"] or answer["status"]
     return LabOutcome(
@@ -109,7 +96,6 @@ def c7(rig: Rig) -> LabOutcome:
     """What do frameworks learn about such memory?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         a = work.helper().ask_json("range")
-        rig.stop(work)
     return LabOutcome(
         verdict=LabVerdict.OK if not a["range"] and not a["type"] else LabVerdict.PART,
         detail=f"address range: {a['bytes']} bytes, {'per mapping' if a['per_mapping'] else 'the whole reservation'}; "
@@ -159,13 +145,11 @@ def d13(rig: Rig) -> LabOutcome:
     mib, before = rig.effort.mib(2048), used(rig)
     with rig.workload("idle", 60_000, helper=True) as exporter:
         text, fd = exporter.helper().ask(f"export {mib}", patience_s=60)
-        rig.stop(exporter)
     if fd < 0:
         return LabOutcome(verdict=LabVerdict.BAD, detail=f"export failed: {text}")
     held = used_below(rig, before + mib / 2, rig.effort.seconds(6))
     with rig.workload("idle", 60_000, helper=True) as importer:
         checked = importer.helper().ask_json(f"import {mib}", patience_s=60, fd=fd)
-        rig.stop(importer)
     os.close(fd)
     closed = used_below(rig, before + mib / 2)
     kept = held >= before + mib / 2

@@ -64,7 +64,6 @@ def d6(rig: Rig) -> LabOutcome:
             mode_word = mode_word or preemption_mode(rig, work)
             with rig.probe(work, path=path) as probe:
                 done = probe.cycles(rig.effort.cycles(60), engine=engine_of(mode), gap_us=(2000, 6000), limit_s=8)
-            rig.stop(work)
         part = judge_cycles(done, path, name=f"{mode} ")
         good = good and (part.verdict is LabVerdict.OK or (mode == "long" and done["frozen"] == done["n"]))
         shown.update(part.figures)
@@ -95,7 +94,6 @@ def beside(rig: Rig, *, paused: bool) -> Figure:
                 probe.do("off gr 60000")
                 found = duty(rig)
                 probe.do("on gr")
-        rig.stop(work)
     return found
 
 
@@ -127,7 +125,6 @@ def d11(rig: Rig) -> LabOutcome:
             stays = probe.do(f"watch {rig.effort.ms(3000)}", patience_s=5)["changes"] == 0
             enabled = probe.do("on gr")
         moves = work.moves()
-        rig.stop(work)
     words = "stays off" if stays else "runs again by itself"
     return LabOutcome(
         verdict=LabVerdict.OK if moves else LabVerdict.BAD,
@@ -147,18 +144,19 @@ def storm(work: Workload, over: threading.Event) -> None:
 def d14(rig: Rig) -> LabOutcome:
     """How much slower is a disable beside a process that maps memory?"""
     path, over = rig.reach(), threading.Event()
-    with rig.workload("alu", rig.effort.ms(40000)) as work, rig.workload("idle", 120_000, helper=True) as mapper:
-        with rig.probe(work, path=path) as probe:
-            quiet = probe.cycles(rig.effort.cycles(300), gap_us=(1000, 3000))
-            thread = threading.Thread(target=storm, args=(mapper, over))
-            thread.start()
-            try:
-                busy = probe.cycles(rig.effort.cycles(1500), gap_us=(1000, 3000), limit_s=20)
-            finally:
-                over.set()
-                thread.join()
-        rig.stop(work)
-        rig.stop(mapper)
+    with (
+        rig.workload("alu", rig.effort.ms(40000)) as work,
+        rig.workload("idle", 120_000, helper=True) as mapper,
+        rig.probe(work, path=path) as probe,
+    ):
+        quiet = probe.cycles(rig.effort.cycles(300), gap_us=(1000, 3000))
+        thread = threading.Thread(target=storm, args=(mapper, over))
+        thread.start()
+        try:
+            busy = probe.cycles(rig.effort.cycles(1500), gap_us=(1000, 3000), limit_s=20)
+        finally:
+            over.set()
+            thread.join()
     shown = {**figures(quiet, *CYCLE, prefix="quiet_"), **figures(busy, *CYCLE, prefix="mapping_")}
     return LabOutcome(
         verdict=LabVerdict.OK if busy["frozen"] == busy["n"] else LabVerdict.PART,
@@ -189,7 +187,6 @@ def c13(rig: Rig) -> LabOutcome:
             stood = settled_launches(work, 0.5)
             probe.do("on gr")
         goes_on = work.moves()
-        rig.stop(work)
     return LabOutcome(
         verdict=LabVerdict.OK if goes_on else LabVerdict.BAD,
         detail=f"launches blocked the CPU after {stood} in all, {stood - before} of them made while off",

@@ -47,7 +47,6 @@ def beside(rig: Rig, *more: Callable[[Workload], list[str]]) -> tuple[Figure, fl
         start, before = time.monotonic(), work.beat.launches
         shared = duty(rig, *flags)
         rate = (work.beat.launches - before) / (time.monotonic() - start)
-        rig.stop(work)
     return shared, rate
 
 
@@ -122,7 +121,6 @@ def r4(rig: Rig) -> LabOutcome:
             high = set_slice(rig, online, HIGH_US)
             shared = Figure(samples=tuple(rig.finish(online)["latency_us"]))
         rate = (offline.beat.launches - before) / (time.monotonic() - start)
-        rig.stop(offline)
     if low:
         return LabOutcome(verdict=LabVerdict.REFUSED, detail=f"slice of {LOW_US} us: status {low:#x}")
     return outcome(rig, shared, rate, note=f"; offline slice {LOW_US} us, online {HIGH_US} us (status {high:#x})")
@@ -141,7 +139,6 @@ def r6(rig: Rig) -> LabOutcome:
     total = rig.effort.mib(1024)
     with rig.workload("idle", 120_000, helper=True) as work:
         cost = work.helper().ask_json(f"cost 2 {total}", patience_s=90)
-        rig.stop(work)
     if cost["error"]:
         return LabOutcome(verdict=LabVerdict.BAD, detail=f"CUDA error {cost['error']}")
     shown = figures(cost, *COST)
