@@ -274,8 +274,6 @@ class Channels:
                 self._app_switched(entry, key, disabled=False)  # a SCHEDULE enables what a disable had stopped
         self.schedules.done(entry, body)
 
-    # Notes
-
     def _note(self, entry: ClientEntry, body: NoteMessage) -> None:
         if body.code in (Note.APP_DISABLED, Note.APP_ENABLED) and entry.role is Role.OFFLINE:
             self._app_switched(entry, (body.h_client, body.h_channel), body.code == Note.APP_DISABLED)
