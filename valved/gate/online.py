@@ -89,8 +89,10 @@ class OnlineService:
 
     def _age_mark(self, at_ns: int, held_ns: int) -> None:
         """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
-        mark_ns, age_ns, seen_ns, gaps = self.cooldown_state
-        self.cooldown_state = CooldownState(mark_ns, age_ns + held_ns, max(at_ns, seen_ns), gaps)
+        old = self.cooldown_state
+        self.cooldown_state = CooldownState(
+            mark_ns=old.mark_ns, age_ns=old.age_ns + held_ns, seen_ns=max(at_ns, old.seen_ns), gaps=old.gaps
+        )
 
     def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
         """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -52,7 +51,8 @@ class CooldownSettings:
             raise ValueError("cooldown window_ns must be positive and at most thirty days")
 
 
-class CooldownState(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CooldownState:
     """The mark and how far it has decayed."""
 
     mark_ns: int  # the gap that set the mark
