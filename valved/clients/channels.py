@@ -217,8 +217,8 @@ class Channels:
         entry.app_disabled.discard(key)
         is_other = self._books.drop_channel(entry, key)
         self._counted(entry, channel, is_other, is_news=channel.gpu not in entry.channels_on)
-        names = {"h_client": key[0], "h_channel": key[1]}
-        self._journal.emit(EventKind.CHANNEL_GONE, service=entry.service, client=entry.id, gpus=(channel.gpu,), **names)
+        names, gpus = {"h_client": key[0], "h_channel": key[1]}, (channel.gpu,)
+        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, gpus, "", 0, names)
         self._changed()
 
     def _counted(self, entry: ClientEntry, channel: ChannelRef, is_other: bool, *, is_news: bool) -> None:
