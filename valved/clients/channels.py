@@ -191,12 +191,7 @@ class Channels:
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
         is_seen = channel.gpu in entry.channels_on and not self.keeps_files
-        if self._books.put_channel(entry, channel):
-            self.gpus_changed(entry.service)
-        elif entry.role is Role.OFFLINE:
-            self._count_offline(entry.service, channel.gpu)
-            if not is_seen:
-                self._gating.listener.places_changed()
+        self._counted(entry, channel, self._books.put_channel(entry, channel), is_news=not is_seen)
         self._journal.emit(
             EventKind.CHANNEL_ADDED,
             service=entry.service,
@@ -232,21 +227,19 @@ class Channels:
         if entry.role is Role.OFFLINE:
             self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
-        if self._books.drop_channel(entry, key):
+        is_other = self._books.drop_channel(entry, key)
+        self._counted(entry, channel, is_other, is_news=channel.gpu not in entry.channels_on)
+        names, gpus = {"h_client": key[0], "h_channel": key[1]}, (channel.gpu,)
+        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, gpus, "", 0, names)
+        self._changed()
+
+    def _counted(self, entry: ClientEntry, channel: ChannelRef, is_other: bool, *, is_news: bool) -> None:
+        if is_other:
             self.gpus_changed(entry.service)
         elif entry.role is Role.OFFLINE:
             self._count_offline(entry.service, channel.gpu)
-            if channel.gpu not in entry.channels_on:
+            if is_news:
                 self._gating.listener.places_changed()
-        self._journal.emit(
-            EventKind.CHANNEL_GONE,
-            service=entry.service,
-            client=entry.id,
-            gpus=(channel.gpu,),
-            h_client=key[0],
-            h_channel=key[1],
-        )
-        self._changed()
 
     def gpus_changed(self, service: ServiceId) -> None:
         """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""

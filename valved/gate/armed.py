@@ -74,7 +74,7 @@ class ArmedChannel:
         return LADDER.index(self.reach), self.is_kept_off, self.client, self.ref.h_client, self.ref.h_channel
 
 
-class ChannelPlan:
+class GpuPlan:
     """What valve_arm is told of one GPU, in order. A channel that comes or goes moves bytes."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ArmedChannels:
 
     _of: dict[ClientId, dict[tuple[int, int], ArmedChannel]] = field(default_factory=dict)
     _rungs: defaultdict[GpuIndex, Counter[Reach]] = field(default_factory=lambda: defaultdict(Counter))  # of compute
-    _plans: defaultdict[GpuIndex, ChannelPlan] = field(default_factory=lambda: defaultdict(ChannelPlan))
+    _plans: defaultdict[GpuIndex, GpuPlan] = field(default_factory=lambda: defaultdict(GpuPlan))
 
     def put(self, channel: ArmedChannel, entry: dict[str, Any] | None) -> None:
         """`entry`: for the plan, if it is armed."""
@@ -145,7 +145,7 @@ class ArmedChannels:
     def of(self, client: ClientId) -> list[ArmedChannel]:
         return list(self._of.get(client, {}).values())
 
-    def plan(self, gpu: GpuIndex) -> ChannelPlan:
+    def plan(self, gpu: GpuIndex) -> GpuPlan:
         return self._plans[gpu]
 
     def weakest(self, gpu: GpuIndex) -> Reach | None:

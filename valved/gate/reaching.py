@@ -7,7 +7,7 @@ why one was not used is kept for `valve status`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,8 +96,7 @@ class NativeChannels:
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and lib.valve_gpu_state(self._gate, entry.ref.gpu) == lib.VALVE_GPU_FAILED:
             return status, self._arm_untested(holder, numbers, entry)
-        given_up = replace(entry, reach=Reach.NONE)
-        self._put(given_up)
+        self._put(given_up := replace(entry, reach=Reach.NONE))
         self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [entry])  # takes back what the tries left
         return status, given_up
 
@@ -106,8 +105,7 @@ class NativeChannels:
         with all others.
         """
         reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
-        untested = replace(entry, reach=reach)
-        self._put(untested)
+        self._put(untested := replace(entry, reach=reach))
         self._arm(entry.ref.gpu)
         return untested
 
@@ -156,12 +154,10 @@ class NativeChannels:
     ) -> int:
         """Hand the issuer its new list. 0, or what stopping `stop_now` met (only while the GPU is stopped)."""
         plan = self._channels.plan(gpu)
-        stops = [self._entry(channel) for channel in stop_now]
-        runs = [self._entry(channel, leaving) for channel in sorted(run_now, key=lambda channel: channel.place)]
-        arguments = [plan.entries, len(plan)]
-        for group in (stops, runs):
-            arguments += [ffi.new("struct valve_entry[]", group), len(group)]
-        return int(lib.valve_arm(self._gate, gpu, *arguments, was_off))
+        stops = _entries(self._entry(channel) for channel in stop_now)
+        ordered = sorted(run_now, key=lambda channel: channel.place)
+        runs = _entries(self._entry(channel, leaving) for channel in ordered)
+        return int(lib.valve_arm(self._gate, gpu, plan.entries, len(plan), *stops, *runs, was_off))
 
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None:
         """Forget a channel that its process frees. It is not enabled first: an enabled channel would run its group."""
@@ -213,8 +209,7 @@ class NativeChannels:
         channel = self._channels.get(client, h_client, h_channel)
         if channel is None or channel.app_disabled == disabled:
             return
-        channel = replace(channel, app_disabled=disabled)
-        self._put(channel)
+        self._put(channel := replace(channel, app_disabled=disabled))
         self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
 
     def _is_stopping(self, gpu: GpuIndex) -> bool:
@@ -275,6 +270,11 @@ class NativeChannels:
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
+
+
+def _entries(group: Iterable[dict[str, Any]]) -> tuple[Any, int]:
+    entries = list(group)
+    return ffi.new("struct valve_entry[]", entries), len(entries)
 
 
 def _can_wait(gone: Sequence[ArmedChannel]) -> list[ArmedChannel]:

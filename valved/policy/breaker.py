@@ -8,8 +8,7 @@ keeps its hold, so nothing can preempt it again, and rests. Each further trip so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from valved.policy.cooldown import SECOND
 
@@ -29,7 +28,8 @@ class BreakerSettings:
             raise ValueError("breaker least_gates, window and rest must be greater than 0")
 
 
-class Tally(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
     """Sums over a stretch of time."""
 
     delay_ns: int = 0
@@ -44,7 +44,8 @@ class Tally(NamedTuple):
         )
 
 
-class BreakerState(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerState:
     since_ns: int  # start of the newer half window
     newer: Tally = Tally()
     older: Tally = Tally()
@@ -52,7 +53,8 @@ class BreakerState(NamedTuple):
     open_until_ns: int = 0  # 0: closed
 
 
-class BreakerDecision(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerDecision:
     is_open: bool
     tripped: bool  # with this very observation
     share: float
@@ -98,4 +100,4 @@ def _forget(state: BreakerState, now_ns: int, settings: BreakerSettings) -> Brea
     older = state.newer if age_ns < 2 * half_ns else Tally()
     long_closed = now_ns - state.open_until_ns > settings.rest_most * settings.rest_ns
     trips = 0 if state.open_until_ns and long_closed else state.trips
-    return state._replace(since_ns=now_ns, newer=Tally(), older=older, trips=trips)
+    return replace(state, since_ns=now_ns, newer=Tally(), older=older, trips=trips)
