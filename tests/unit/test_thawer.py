@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from valved.machine.processes import LinuxProcesses
-from valved.machine.thawer import Thawer
+from valved.machine.thawer import PROGRAM, Thawer
 from valved.model.ids import ProcessId
 
 SLEEPER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
@@ -89,3 +90,14 @@ def test_a_helper_that_was_killed_is_never_missed_by_the_next_who_stands(stopped
     end_of_valved(thawer)
 
     until(lambda: state(stopped[0].pid) != "T" and state(stopped[1].pid) != "T")
+
+
+def test_nobody_is_left_standing_because_the_helper_ran_out_of_descriptors(stopped):
+    def few():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))
+
+    lines = "".join(f"+ {process.pid} {process.start_time}\n" for process in stopped)
+    command = [sys.executable, "-I", "-S", os.fspath(PROGRAM)]
+    subprocess.run(command, input=lines.encode(), check=True, preexec_fn=few)
+
+    until(lambda: all(state(process.pid) != "T" for process in stopped))

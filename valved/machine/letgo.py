@@ -25,10 +25,13 @@ def main() -> None:
 
 def _let_go(pid: int, start_time: int) -> None:
     fd = os.pidfd_open(pid)
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        fields = file.read().rpartition(")")[2].split()
-    if int(fields[_FIELD_START]) == start_time:
-        signal.pidfd_send_signal(fd, signal.SIGCONT)
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        if int(fields[_FIELD_START]) == start_time:
+            signal.pidfd_send_signal(fd, signal.SIGCONT)
+    finally:  # a thousand may stand
+        os.close(fd)
 
 
 if __name__ == "__main__":
