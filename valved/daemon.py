@@ -90,6 +90,8 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
         daemon.journal.emit(EventKind.NOTED, reason=problem)
     if saved is not None:
         daemon.handover.restore(saved, config.link.come_back_s)
+    else:
+        daemon.handover.save()  # unsaved channels are read beside it alone: it names their boot
     if mode_flag is not None:
         daemon.handover.keep(mode=None)
     daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")

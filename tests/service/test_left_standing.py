@@ -9,10 +9,12 @@ from fake_gate import FakeGate
 from node_world import World
 
 from valved.config import Config, LadderTable
+from valved.daemon import take_over
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId
 from valved.node.upkeep import leave_nobody_standing
 from valved.state import saved as state
+from valved.state.unsaved import FILE as UNSAVED
 
 GPU = GpuIndex(0)
 
@@ -166,3 +168,64 @@ def test_no_channel_of_a_former_boot_is_taken_for_one_of_this(world):
 
     assert not second.register.channels.leftovers.all()
     assert not list(second.handover._unsaved.read())
+
+
+def test_no_channel_is_forgotten_because_another_one_was_noted_on_a_full_disk(world):
+    """The disk takes a part of a line. Later it has room again."""
+    world.online(pid=200)
+    world.run(100)
+    world.handover.save()
+    world.offline(pid=300)
+    file = world.folder / UNSAVED
+    file.write_bytes(file.read_bytes()[:-9])
+    client = world.offline(pid=301)
+
+    second = after_a_crash(world)
+
+    assert 0xC1D00000 + client in {left.channel.h_client for left in second.register.channels.leftovers.all()}
+
+
+def test_no_channel_is_forgotten_because_the_first_valved_of_a_node_was_killed_at_once(tmp_path):
+    first = World(tmp_path)
+    take_over(first, first.config, tmp_path)
+    first.brake.pause("a test")
+    client = first.offline(pid=300)
+    assert first.gate.off
+
+    second = World(tmp_path, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    take_over(second, second.config, tmp_path)
+
+    assert [left.channel.h_client for left in second.register.channels.leftovers.all()] == [0xC1D00000 + client]
+
+
+def test_a_process_whose_channels_are_on_to_be_killed_is_never_let_go_when_valved_is_killed(world, monkeypatch):
+    """Its page says no longer that it is to hold its launches."""
+    client, _ = frozen(world)
+    assert world.thawer.standing
+    seen, leave = [], world.register.leave
+
+    def left(*why):
+        seen.append(set(world.thawer.standing))
+        leave(*why)
+
+    monkeypatch.setattr(world.register, "leave", left)
+    world.ladder.end(client, "a test")
+    world.run(1000)
+
+    assert seen == [set()]
+
+
+def test_a_process_that_was_let_go_late_is_never_let_go_again_when_valved_is_killed(world):
+    """Somebody may have stopped it by hand since."""
+    _, online = frozen(world)
+    world.is_scarce = True
+    world.register.leave(online, "exit")
+    world.processes.end(200)
+    world.run(1000)
+    assert world.thawer.standing, "it waits for a descriptor"
+
+    world.is_scarce = False
+    world.run(100)
+
+    assert world.signals == [(300, "SIGSTOP"), (300, "SIGCONT")]
+    assert not world.thawer.standing

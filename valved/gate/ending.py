@@ -121,6 +121,7 @@ class Endings:
 
     def _end(self, process: ProcessId, end: _End) -> None:
         del self._under_way[process]
+        self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
         try:
             self._let_die(process)
         finally:  # it stands, and is in no book by which anybody would end it later

@@ -95,7 +95,9 @@ class Ladder:
         True: it stands."""
         if not self._settings.freeze:
             return False
-        if self._signals.send(process, signal.SIGSTOP, for_good=True) is not Delivery.DONE:
+        delivery = self._signals.send(process, signal.SIGSTOP)
+        self._signals.keep_standing(process)
+        if delivery is not Delivery.DONE:
             return False
         if process not in self._strangers:
             self._strangers = {one for one in self._strangers if not self._processes.is_gone(one)} | {process}

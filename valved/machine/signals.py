@@ -28,8 +28,10 @@ class Delivery(enum.Enum):
 
 
 class SignalPort(Protocol):
-    def send(self, process: ProcessId, number: signal.Signals, *, for_good: bool = False) -> Delivery:
-        """`for_good`: who is stopped is let go by nobody, also when this valved is gone."""
+    def send(self, process: ProcessId, number: signal.Signals) -> Delivery: ...
+
+    def keep_standing(self, process: ProcessId) -> None:
+        """It was stopped, and nobody lets it go, also when this valved is gone."""
         ...
 
     def waiting(self, *numbers: signal.Signals) -> set[ProcessId]:
@@ -45,14 +47,14 @@ class Signals:
         self._waiting: dict[ProcessId, tuple[signal.Signals, ...]] = {}
         self._timers: dict[ProcessId, TimerHandle] = {}  # one for each that waits
 
-    def send(self, process: ProcessId, number: signal.Signals, *, for_good: bool = False) -> Delivery:
+    def send(self, process: ProcessId, number: signal.Signals) -> Delivery:
         """With whatever waits for it, in the order in which it was asked for."""
-        if number is signal.SIGSTOP and not for_good:
+        if number is signal.SIGSTOP:
             self._thawer.put(process)
-        delivery = self._deliver(process, with_one_more(self._waiting.get(process, ()), number))
-        if number in (signal.SIGCONT, signal.SIGKILL) and delivery is not Delivery.WAITS:
-            self._thawer.drop(process)
-        return delivery
+        return self._deliver(process, with_one_more(self._waiting.get(process, ()), number))
+
+    def keep_standing(self, process: ProcessId) -> None:
+        self._thawer.drop(process)
 
     def waiting(self, *numbers: signal.Signals) -> set[ProcessId]:
         return {process for process, queue in self._waiting.items() if not set(queue).isdisjoint(numbers)}
@@ -71,6 +73,8 @@ class Signals:
         self._waiting.pop(process, None)
         if timer := self._timers.pop(process, None):
             timer.cancel()
+        if signal.SIGCONT in queue or signal.SIGKILL in queue:
+            self._thawer.drop(process)
         return delivery
 
     def _send(self, process: ProcessId, queue: tuple[signal.Signals, ...]) -> bool:
