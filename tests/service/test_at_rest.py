@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from node_world import World
+from node_world import World, successor
 
+from valved.abi.link import Feature
 from valved.model.consent import Said
 from valved.model.ids import Role
 from valved.paths import WEIGHTS_FILE
@@ -17,6 +18,7 @@ CHAT, MS = 700, 1_000_000
 @pytest.fixture
 def world(tmp_path):
     made = World(tmp_path)
+    made.shim_features |= Feature.GRANT  # else nothing is grantable, whatever changes
     made.sharing.begin()
     made.processes.add(CHAT)
     made.node.launch(CHAT, made.processes.start_time(CHAT), Role.ONLINE, "chat", Said(share_weights="true"))
@@ -42,6 +44,10 @@ def client_leaves(world, clients):
     world.register.leave(clients["online"], "link closed")
 
 
+def client_without_channels_leaves(world, clients):
+    world.register.leave(clients["bare"], "link closed")
+
+
 def hook_leaves(world, clients):
     world.register.leave(clients["hook"], "link closed")
 
@@ -56,6 +62,11 @@ def offline_ends(world, clients):
     world.run(10)
 
 
+def another_service_is_claimed(world, clients):
+    world.processes.add(710)
+    world.node.launch(710, world.processes.start_time(710), Role.ONLINE, "more")
+
+
 def process_says_that_it_uses_mps(world, clients):
     world.books.note_mps(world.books.clients[clients["offline"]])
 
@@ -68,11 +79,21 @@ def leftover_ends(world, clients):
 
 @pytest.mark.parametrize(
     "change",
-    [client_leaves, hook_leaves, service_ends, offline_ends, process_says_that_it_uses_mps, leftover_ends],
+    [
+        client_leaves,
+        client_without_channels_leaves,
+        hook_leaves,
+        service_ends,
+        offline_ends,
+        another_service_is_claimed,
+        process_says_that_it_uses_mps,
+        leftover_ends,
+    ],
 )
 def test_what_changed_is_never_told_later_than_at_the_next_look(world, change):
     online = world.online(pid=701, parent=CHAT)
     clients = {"online": online, "hook": world.hook(online), "offline": world.offline(gpus=(0,))}
+    clients["bare"] = world.online(pid=702, parent=CHAT, gpus=())
     world.run(100)
     world.gate.launch(online)
     world.run(10)
@@ -179,3 +200,36 @@ def test_no_service_is_looked_at_while_no_stamp_is_missing(bare):
     bare.gate.look = lambda service: pytest.fail("nothing is missing")
 
     bare.gating.resync(is_thorough=False)
+
+
+def test_held_time_is_never_lost_or_turned_into_busy_time_by_a_restart(bare):
+    """The hold under way counts, and so does the part of it in which nobody looked."""
+    online = bare.online()
+    bare.run(1_000_000)
+    bare.gating.permits.ask_idleness("observe", True)
+    for _ in range(20):
+        bare.gate.launch(online)
+        bare.run(1000)
+    state, now_ns = bare.state(online), bare.clock.now_ns()
+    before = state.hold_ns(now_ns), state.busy_ns(now_ns), state.idle_ns(now_ns)
+    assert before[1] > 19_000 * MS
+
+    second = successor(bare)
+
+    restored = second.gating.online[state.id]
+    now_ns = second.clock.now_ns()
+    assert (restored.hold_ns(now_ns), restored.busy_ns(now_ns), restored.idle_ns(now_ns)) == before
+
+
+def test_the_breaker_never_takes_what_a_predecessor_held_for_time_of_its_own_window(bare):
+    bare.offline()
+    online = bare.online()
+    for _ in range(3):
+        bare.work(online, ms=5)
+        bare.run(10_000)
+
+    second = successor(bare)
+
+    restored = second.gating.online[bare.state(online).id]
+    assert restored.held_ns
+    assert restored.count_preemption(epoch=1, delay_ns=1).held_ns == 0

@@ -386,6 +386,20 @@ class World:
         for gpu, account in self.gating.gpus.items():
             holders = {s for s, entry in self.gate.services.items() if entry.holds and gpu in entry.gpus}
             assert account.holders == holders, f"GPU {gpu}: booked {account.holders}, held by {holders}"
+        self._check_told()
+
+    def _check_told(self):
+        """A look at rest leaves nothing untold: whatever changes what is told raises `Books.revision`, or is asked."""
+        listener = self.gating.listener
+        listener.time_passed()
+        before = self._told()
+        listener.clients_changed()
+        assert before == self._told()
+        listener.time_passed()  # from here on only what changes is told
+
+    def _told(self):
+        port = self.gate.granting
+        return port.grantable, dict(port.consents), dict(port.offers), port.sliceable, self.sharing._written
 
 
 def successor(first, boot="boot", driver=None, **changes):

@@ -286,6 +286,7 @@ class Handover:
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
     online.preemptions, online.delay_ns = saved.preemptions, saved.delay_ns
     online.held_ns, online.unseen_ns, online.freed_ns = saved.held_ns, saved.unseen_ns, saved.freed_ns
+    online.judged_ns = saved.held_ns
     online.said = Said(slo=saved.slo, grant=saved.grant, share_weights=saved.share_weights)
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted

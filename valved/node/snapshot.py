@@ -95,6 +95,7 @@ class Snapshots:
         )
 
     def _saved_service(self, entry: ServiceEntry) -> SavedService:
+        now_ns = self._clock.now_ns()
         claim = self._books.claims.get(entry.root) if entry.root is not None else None
         saved = SavedService(
             id=entry.id,
@@ -103,11 +104,11 @@ class Snapshots:
             root=entry.root,
             cgroup=claim.cgroup if claim is not None else "",
             gpus=sorted(entry.gpus),
-            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
+            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, now_ns),
             tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
         )
         online = self._gating.online.get(entry.id)
-        return saved if online is None else _with_online(saved, online, self._saved_requests(online))
+        return saved if online is None else _with_online(saved, online, self._saved_requests(online), now_ns)
 
     def _saved_requests(self, online: OnlineService) -> list[SavedRequests]:
         told = dict(online.left)
@@ -148,7 +149,9 @@ class Snapshots:
                     )
 
 
-def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests]) -> SavedService:
+def _with_online(
+    saved: SavedService, online: OnlineService, told: list[SavedRequests], now_ns: int
+) -> SavedService:
     requests, most, histogram = online.request_figures()
     mark = online.cooldown_state
     return msgspec.structs.replace(
@@ -156,9 +159,9 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
         cooldown=(mark.mark_ns, mark.age_ns, mark.gaps),
         preemptions=online.preemptions,
         delay_ns=online.delay_ns,
-        held_ns=online.held_ns,
-        unseen_ns=online.unseen_ns,
-        freed_ns=online.freed_ns,
+        held_ns=online.hold_ns(now_ns),
+        unseen_ns=online.hold_ns(now_ns) - online.busy_ns(now_ns),
+        freed_ns=online.idle_ns(now_ns),
         requests=requests,
         most_preempted=most,
         preempted=histogram,
