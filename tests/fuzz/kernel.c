@@ -1,13 +1,11 @@
 /*
  * kernel.c - the part of Linux that the link of the shim uses, as a model: files and their numbers, SOCK_SEQPACKET, eventfds, memfds,
- * mappings, poll and the clock. Where the kernel has a choice, this does what net/unix/af_unix.c does.
+ * poll and the clock; mappings are in kernel_pages.c. Where the kernel has a choice, this does what net/unix/af_unix.c does.
  */
-#include "kernel.h"
+#include "kernel_pages.h"
 
 #include <linux/futex.h>
 #include <stdarg.h>
-
-#include <sanitizer/asan_interface.h>
 
 #ifdef __clang__ /* libFuzzer is to look for what is new in the shim, not in here */
 #pragma clang attribute push(__attribute__((no_sanitize("coverage"))), apply_to = function)
@@ -15,7 +13,6 @@
 
 #define NUMBERS   1024
 #define FIRST     3
-#define MEMORIES  64
 #define PASSED    4
 #define EVENT_INO 7 /* of all eventfds */
 #define LOOK_NS   100u
@@ -27,121 +24,26 @@ struct packet {
 	unsigned char bytes[];
 };
 
-struct memory {
-	uint32_t refs; /* its file, and mappings */
-	uint32_t bytes;
-	_Alignas(64) unsigned char at[VALVE_REGION_BYTES];
-};
-
 struct kernel_file {
 	enum { SOCKET, BELL, MEMORY } kind;
 	uint32_t refs;    /* numbers, packets that carry it, and the fuzzer */
 	uint32_t numbers; /* of the process */
 	uint64_t ino;
 	int signal;
-	uint64_t rung;         /* BELL */
-	struct memory *memory; /* MEMORY */
+	uint64_t rung;                /* BELL */
+	struct kernel_memory *memory; /* MEMORY */
 	uint32_t seals;
 	struct packet *first, **last; /* SOCKET: what was told and not read */
+	bool is_foreign;              /* the application's */
 	bool is_connected, has_valved, reads_no_more, is_reset;
 };
 
-unsigned char *kernel_at[KERNEL_PLACES];
-
 static struct {
 	struct kernel_file *file[NUMBERS];
-	uint32_t numbers, files, memories;
+	uint32_t numbers, files;
 	uint64_t now_ns, next_ino;
-	struct memory memory[MEMORIES];
+	int limit, lowest; /* a bell above a limit that was lowered may stay: ownfd.c */
 } kernel;
-
-/* ---- memory ---- */
-
-static struct memory *new_memory(uint32_t bytes)
-{
-	CHECK(bytes <= VALVE_REGION_BYTES);
-	for (uint32_t i = 0; i < MEMORIES; i++) {
-		struct memory *memory = &kernel.memory[i];
-
-		if (memory->refs)
-			continue;
-		ASAN_UNPOISON_MEMORY_REGION(memory->at, bytes);
-		memory->refs = 1;
-		memory->bytes = bytes;
-		memset(memory->at, 0, bytes);
-		kernel.memories++;
-		return memory;
-	}
-	CHECK(!"memories");
-	return NULL;
-}
-
-static void drop_memory(struct memory *memory)
-{
-	if (--memory->refs)
-		return;
-	ASAN_POISON_MEMORY_REGION(memory->at, sizeof(memory->at));
-	kernel.memories--;
-}
-
-static struct memory *memory_at(const void *at)
-{
-	return (struct memory *)(void *)((unsigned char *)(uintptr_t)at - offsetof(struct memory, at));
-}
-
-static int place_of(const void *at)
-{
-	if (at == valve_pages)
-		return KERNEL_LAUNCH;
-	if (at == valve_pages + VALVE_CONTROL_BYTES)
-		return KERNEL_REGION;
-	CHECK(at == kernel_at[KERNEL_CONTROL]);
-	return KERNEL_CONTROL;
-}
-
-static void put(enum kernel_place place, unsigned char *at)
-{
-	unsigned char *before = kernel_at[place];
-
-	kernel_at[place] = at;
-	if (before)
-		drop_memory(memory_at(before));
-}
-
-void *kernel_map(void *at, size_t bytes, int flags, int number)
-{
-	struct memory *memory;
-
-	if (flags & MAP_FIXED) { /* all pages at once, fresh */
-		CHECK(at == valve_pages && bytes == VALVE_PAGES_BYTES);
-		put(KERNEL_LAUNCH, new_memory(VALVE_CONTROL_BYTES)->at);
-		put(KERNEL_REGION, new_memory(VALVE_REGION_BYTES)->at);
-		put(KERNEL_CONTROL, new_memory(VALVE_CONTROL_BYTES)->at);
-		return at;
-	}
-	if (flags & MAP_ANONYMOUS)
-		return new_memory((uint32_t)bytes)->at;
-	CHECK(kernel.file[number] && kernel.file[number]->kind == MEMORY);
-	memory = kernel.file[number]->memory;
-	CHECK(memory->bytes >= bytes); /* else a touch would be SIGBUS */
-	memory->refs++;
-	return memory->at;
-}
-
-void *kernel_remap(void *from, size_t bytes, void *to)
-{
-	if (from == kernel_at[KERNEL_CONTROL]) /* old size 0: mapped twice */
-		memory_at(from)->refs++;
-	CHECK(memory_at(from)->bytes >= bytes);
-	put(place_of(to), from);
-	return to;
-}
-
-int kernel_unmap(void *at)
-{
-	drop_memory(memory_at(at));
-	return 0;
-}
 
 /* ---- files ---- */
 
@@ -168,7 +70,7 @@ void kernel_let_go(struct kernel_file *file)
 		free(packet);
 	}
 	if (file->memory)
-		drop_memory(file->memory);
+		kernel_memory_drop(file->memory);
 	kernel.files--;
 	free(file);
 }
@@ -177,7 +79,7 @@ struct kernel_file *kernel_memory(uint32_t bytes, uint32_t seals)
 {
 	struct kernel_file *file = new_file(MEMORY);
 
-	file->memory = new_memory(bytes);
+	file->memory = kernel_memory_new(bytes);
 	file->seals = seals;
 	return file;
 }
@@ -207,10 +109,10 @@ static struct kernel_file *file_of(int number)
 	return number >= 0 && number < NUMBERS ? kernel.file[number] : NULL;
 }
 
-/* Takes over the reference. */
+/* Takes over the reference, or leaves it. */
 static int new_number(struct kernel_file *file, int from)
 {
-	for (int number = from; number < NUMBERS; number++) {
+	for (int number = from; number < kernel.limit; number++) {
 		if (kernel.file[number])
 			continue;
 		kernel.file[number] = file;
@@ -225,7 +127,7 @@ static int close_number(int number)
 {
 	struct kernel_file *file = file_of(number);
 
-	CHECK(file); /* closed twice: by then it may be another's */
+	CHECK(file && !file->is_foreign); /* closed twice: by then it may be another's */
 	kernel.file[number] = NULL;
 	kernel.numbers--;
 	file->numbers--;
@@ -233,18 +135,39 @@ static int close_number(int number)
 	return 0;
 }
 
+void kernel_steal(int number, bool reuse)
+{
+	struct kernel_file *file = file_of(number);
+
+	if (!file || file->is_foreign)
+		return;
+	close_number(number);
+	if (!reuse)
+		return;
+	kernel.file[number] = new_file(BELL);
+	kernel.file[number]->is_foreign = true;
+	kernel.file[number]->numbers++;
+	kernel.numbers++;
+}
+
+void kernel_limit(int numbers, bool no_memory)
+{
+	kernel.limit = numbers;
+	kernel.lowest = numbers < kernel.lowest ? numbers : kernel.lowest;
+	kernel_pages_fail(no_memory);
+}
+
 static int duplicate(int from, int to)
 {
 	struct kernel_file *file = file_of(from);
 
-	if (!file || to >= NUMBERS)
+	if (!file || to >= kernel.limit)
 		return -EBADF;
-	CHECK(from != to);
+	CHECK(from != to && !file->is_foreign);
 	file->refs++;
 	if (kernel.file[to])
 		close_number(to);
-	new_number(file, to);
-	return to;
+	return new_number(file, to);
 }
 
 static int control(int number, int what, int value)
@@ -257,13 +180,18 @@ static int control(int number, int what, int value)
 	case F_GETSIG:
 		return file->signal;
 	case F_SETSIG:
+		CHECK(!file->is_foreign);
 		file->signal = value;
 		return 0;
 	case F_GET_SEALS:
 		return file->kind == MEMORY ? (int)file->seals : -EINVAL;
 	case F_DUPFD_CLOEXEC:
-		file->refs++;
-		return new_number(file, value);
+		CHECK(!file->is_foreign);
+		if (value >= kernel.limit)
+			return -EINVAL;
+		if ((value = new_number(file, value)) >= 0)
+			file->refs++;
+		return value;
 	}
 	CHECK(!"fcntl");
 	return 0;
@@ -286,10 +214,18 @@ static int read_bell(int number, uint64_t *rung)
 
 	if (!file)
 		return -EBADF;
-	CHECK(file->kind == BELL);
+	CHECK(file->kind == BELL && !file->is_foreign);
 	*rung = file->rung;
 	file->rung = 0;
 	return *rung ? (int)sizeof(*rung) : -EAGAIN;
+}
+
+struct kernel_memory *kernel_memory_of(int number)
+{
+	struct kernel_file *file = file_of(number);
+
+	CHECK(file && file->kind == MEMORY);
+	return file->memory;
 }
 
 /* ---- sockets ---- */
@@ -298,7 +234,7 @@ static struct kernel_file *link_of(int number)
 {
 	struct kernel_file *file = file_of(number);
 
-	CHECK(!file || file->kind == SOCKET);
+	CHECK(!file || (file->kind == SOCKET && !file->is_foreign));
 	return file;
 }
 
@@ -341,19 +277,22 @@ static int send_packet(int number, const struct msghdr *packet)
 static void pass(struct packet *packet, struct msghdr *to)
 {
 	struct cmsghdr *head = to->msg_control;
+	uint32_t count = 0;
 
-	if (!packet->count) {
-		to->msg_controllen = 0;
-		return;
-	}
 	CHECK(to->msg_controllen >= CMSG_SPACE(PASSED * sizeof(int)));
 	for (uint32_t i = 0; i < packet->count; i++) {
 		int number = new_number(packet->passed[i], FIRST);
 
-		memcpy(CMSG_DATA(head) + i * sizeof(int), &number, sizeof(int));
+		if (number < 0) {
+			to->msg_flags |= MSG_CTRUNC;
+			kernel_let_go(packet->passed[i]);
+			continue;
+		}
+		memcpy(CMSG_DATA(head) + count++ * sizeof(int), &number, sizeof(int));
 	}
-	*head = (struct cmsghdr){CMSG_LEN(packet->count * sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
-	to->msg_controllen = CMSG_SPACE(packet->count * sizeof(int));
+	to->msg_controllen = count ? CMSG_SPACE(count * sizeof(int)) : 0;
+	if (count)
+		*head = (struct cmsghdr){CMSG_LEN(count * sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
 }
 
 static int receive_packet(int number, struct msghdr *to)
@@ -374,7 +313,7 @@ static int receive_packet(int number, struct msghdr *to)
 	length = (int)packet->length;
 	to->msg_flags = packet->length > to->msg_iov[0].iov_len ? MSG_TRUNC : 0;
 	memcpy(to->msg_iov[0].iov_base, packet->bytes,
-	       to->msg_flags ? to->msg_iov[0].iov_len : packet->length);
+	       packet->length > to->msg_iov[0].iov_len ? to->msg_iov[0].iov_len : packet->length);
 	pass(packet, to);
 	free(packet);
 	return length;
@@ -425,8 +364,14 @@ void kernel_pass(uint64_t ns)
 	kernel_waits();
 }
 
+uint64_t kernel_now(void)
+{
+	return kernel.now_ns;
+}
+
 int kernel_clock(struct timespec *now)
 {
+	kernel_enters();
 	kernel.now_ns += LOOK_NS;
 	now->tv_sec = (time_t)(kernel.now_ns / 1000000000u);
 	now->tv_nsec = (long)(kernel.now_ns % 1000000000u);
@@ -442,6 +387,7 @@ static short state_of(int number, short wanted)
 		return 0;
 	if (!file)
 		return POLLNVAL;
+	CHECK(!file->is_foreign);
 	if (file->kind == BELL)
 		return file->rung ? wanted & POLLIN : 0;
 	CHECK(file->kind == SOCKET);
@@ -451,7 +397,9 @@ static short state_of(int number, short wanted)
 		is |= POLLHUP | POLLIN;
 	if (file->first || file->reads_no_more)
 		is |= POLLIN;
-	return (short)((is | POLLOUT) & (wanted | POLLERR | POLLHUP));
+	if (valved_has_room())
+		is |= POLLOUT;
+	return (short)(is & (wanted | POLLERR | POLLHUP));
 }
 
 static int wait_ready(struct pollfd *ready, int count, int timeout_ms)
@@ -535,6 +483,7 @@ long kernel_call(long number, ...)
 	va_list list;
 	int result;
 
+	kernel_enters();
 	va_start(list, number);
 	result = enter(number, list);
 	va_end(list);
@@ -546,7 +495,14 @@ long kernel_call(long number, ...)
 
 int kernel_socket(void)
 {
-	return new_number(new_file(SOCKET), FIRST);
+	struct kernel_file *file = new_file(SOCKET);
+	int number = new_number(file, FIRST);
+
+	if (number >= 0)
+		return number;
+	kernel_let_go(file);
+	errno = EMFILE;
+	return -1;
 }
 
 off_t kernel_size(int number)
@@ -558,16 +514,23 @@ off_t kernel_size(int number)
 
 void kernel_end(void)
 {
-	for (int place = 0; place < KERNEL_PLACES; place++)
-		put((enum kernel_place)place, NULL);
-	CHECK(!kernel.numbers && !kernel.files && !kernel.memories);
+	for (int number = FIRST; number < NUMBERS; number++) {
+		struct kernel_file *file = kernel.file[number];
+
+		if (!file || !(file->is_foreign || (file->kind == BELL && number >= kernel.lowest)))
+			continue;
+		file->is_foreign = false;
+		close_number(number);
+	}
+	CHECK(!kernel.numbers && !kernel.files);
+	kernel_pages_end();
 }
 
 void kernel_begin(void)
 {
 	kernel.now_ns = 100000000000000u; /* a day: further than any lease */
 	kernel.next_ino = EVENT_INO;
-	ASAN_POISON_MEMORY_REGION(valve_pages, VALVE_PAGES_BYTES);
+	kernel.lowest = NUMBERS;
 }
 
 const char *__asan_default_options(void);

@@ -75,12 +75,18 @@ void kernel_hang_up(struct kernel_file *link,
                     bool unread); /* lets go of it; `unread`: with words of ours in it */
 void kernel_begin(void);
 void kernel_end(void); /* nothing is left: no number, no file, no page */
+uint64_t kernel_now(void);
 void kernel_pass(uint64_t ns);
+void kernel_steal(int number,
+                  bool reuse); /* the application closes it, and may open a file of its own there */
+void kernel_limit(int numbers, bool no_memory);
 
 /* What the model asks of the fuzzer. */
 int valved_accepts(struct kernel_file *link);
 int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes); /* 0 or -errno */
-void kernel_waits(void);                                                        /* the clock has moved */
+bool valved_has_room(void);
+void kernel_waits(void);  /* the clock has moved */
+void kernel_enters(void); /* before each call of the shim */
 
 #define CHECK(condition)                                                                \
 	do {                                                                            \

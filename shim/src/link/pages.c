@@ -5,7 +5,7 @@
  * by a change of pages:
  *
  *   launches  read         the link is lost            a valved welcomes us             it lets us go
- *   TOLD      its page     OURS if they wait, or TOLD  TOLD                             TOLD
+ *   TOLD      its page     OURS if they wait, or TOLD  KEPT if they wait, or else TOLD  TOLD
  *   OURS      one of ours  OURS                        KEPT if they wait, or else TOLD  -
  *   KEPT      one of ours  OURS                        KEPT                             TOLD
  *
@@ -134,6 +134,8 @@ int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 	if (err)
 		goto out_control;
 	if (role == VALVE_ROLE_OFFLINE && valve_launches_wait()) {
+		if (launches == LAUNCHES_TOLD)
+			valve_launches_hold(); /* who has lost us said so since: it does not end it under this one */
 		launches = LAUNCHES_KEPT;
 		return 0;
 	}
