@@ -115,7 +115,8 @@ static void check_stops(uint64_t ended_ns)
 	if (!is_linked() && page->online_registered && !page->draining && page->heartbeat_ns &&
 	    now > page->heartbeat_ns + lease_ns + TICK_NS)
 		CHECK(process.is_off || valve_launches_wait());
-	if (ended_ns && ended_ns == ended_grant() && !session.released)
+	if (ended_ns && ended_ns == ended_grant() && !page->draining &&
+	    (is_linked() || page->online_registered))
 		CHECK(is_off_or_refused());
 }
 

@@ -221,7 +221,7 @@ uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 	CHECK(process.role == VALVE_ROLE_OFFLINE);
 	/* what was refused once is not tried again on a guess */
 	CHECK(disable || !process.owes_enable || valve_shim.state != VALVE_STATE_LINKED || valved.let_go ||
-	      session.released || VALVE_CONTROL->draining);
+	      valved.last_word || session.released || VALVE_CONTROL->draining);
 	process.owes_enable = !disable && process.refuses;
 	if (process.refuses) {
 		process.due_ns = kernel_now() + (2000000ull << (process.failures < 7 ? process.failures : 7));
@@ -435,6 +435,7 @@ static void online(uint32_t detail)
 	valved.online = detail & 1;
 	if (valved.page)
 		valved.page->online_registered = valved.online;
+	process.may |= valved.page && !valved.online;
 }
 
 static void drain(uint32_t detail)
@@ -442,6 +443,7 @@ static void drain(uint32_t detail)
 	if (!valved.page)
 		return;
 	valved.page->draining = detail & 1;
+	process.may |= detail & 1;
 	process.let_ns = kernel_now();
 	valved.stops = false; /* it says so again */
 }
