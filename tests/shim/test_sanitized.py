@@ -114,9 +114,9 @@ def test_a_valved_that_has_lost_a_process_never_ends_the_hold_of_its_successor(l
 
 @pytest.mark.sanitizer
 def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(link_fuzzer):
-    done = subprocess.run([link_fuzzer, "-r", "500", "7"], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([link_fuzzer, "-r", "5000", "7"], capture_output=True, text=True, timeout=200, check=False)
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, "500 inputs\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5000 inputs\n", "")
 
 
 @pytest.mark.sanitizer
