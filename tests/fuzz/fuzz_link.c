@@ -60,17 +60,6 @@ void kernel_enters(void)
 /* What keep() does once. */
 static void turn(void)
 {
-#ifdef TRACE
-	fprintf(stderr,
-	        "t=%llu st=%u gen=%u off=%d held=%d out=%d fail=%u due=%lld wait=%d kept=%d | stopped=%d "
-	        "rel=%d ref=%d self=%u ask=%u may_run=%d | page=%d asked=%u letgo=%d order=%u\n",
-	        (unsigned long long)(kernel_now() - 100000000000000ull) / 1000, valve_shim.state,
-	        valve_shim.link_generation, process.is_off, process.held, process.outside, process.failures,
-	        (long long)(process.due_ns - kernel_now()), valve_launches_wait(), valve_launches_kept(),
-	        session.stopped, session.released, session.refused, valve_shim.self_stopped, session.ask_seq,
-	        session.may_run, !!valved.page, valved.asked, valved.let_go,
-	        valved.page ? valved.page->order : 9);
-#endif
 	if (valve_shim.state == VALVE_STATE_LINKED) {
 		serve();
 	} else {
