@@ -181,3 +181,12 @@ def test_coverage_guided_inputs_break_neither_the_ioctl_parser_nor_orders(reposi
 
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Done 300000 runs" in done.stderr
+
+
+def test_a_number_that_is_busy_never_keeps_a_process_from_its_link(repository, tmp_path):
+    """The caller holds the link's lock: every thread that sends would wait as well."""
+    program = build(repository, tmp_path / "busyfd", "tests/shim/c/busyfd.c", ("link/ownfd",), "-Wl,--wrap=syscall")
+
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "1 1\n")
