@@ -1,9 +1,9 @@
 """Names the processes that stand by a signal of valved to a small process beside it, which lets them go when valved is
 killed (letgo.py). It is started with the first of them, and ends with valved.
 
-Whoever goes on so launches nothing: valved has told it to hold its launches before it stopped it. A process that it kills
-next is named no longer: its channels are on by then. Where the small process cannot be started, or is killed with valved
-(a container that ends), who stands does so until the next valved.
+Whoever goes on so launches nothing: valved has told it to hold its launches before it stopped it. A process that valved
+kills next is named no longer: its channels are on by then. Where the small process cannot be started, or is killed with
+valved (a container that ends), who stands does so until the next valved.
 """
 
 from __future__ import annotations

@@ -149,9 +149,7 @@ class Snapshots:
                     )
 
 
-def _with_online(
-    saved: SavedService, online: OnlineService, told: list[SavedRequests], now_ns: int
-) -> SavedService:
+def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests], now_ns: int) -> SavedService:
     requests, most, histogram = online.request_figures()
     mark = online.cooldown_state
     return msgspec.structs.replace(
