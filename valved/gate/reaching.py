@@ -101,8 +101,8 @@ class NativeChannels:
         return status, given_up
 
     def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel) -> ArmedChannel:
-        """A GPU that nobody can stop now is no judge of a rung: take the best that lacks nothing, which is tried again
-        with all others.
+        """A GPU that cannot be stopped now is no judge of a rung: take the best that lacks nothing, which is tried
+        again with all others.
         """
         reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
         self._put(untested := replace(entry, reach=reach))
