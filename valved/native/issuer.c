@@ -83,9 +83,8 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 	return stamp.status == 0;
 }
 
-/* Say that the GPU is stopped no longer, before the first call. False if it is held again by now: either we see that
- * hold, or the thread that took it sees that nothing is proven any more (both sides store, then load, in full order).
- * */
+/* Say before the first call that the GPU is stopped no longer. False if it is held again by now: either we see that
+ * hold, or its thread sees that nothing is proven any more (both sides store, then load, in full order). */
 static bool leave_stopped(struct gpu *gpu)
 {
 	store_full(&gpu->state, VALVE_GPU_ENABLING);
