@@ -65,8 +65,7 @@ void rm_set_version(struct rm_map *map, const char *version); /* "580.159.04" */
 bool rm_is_known_branch(const struct rm_map *map);
 uint32_t rm_unregister_at(const struct rm_map *map);
 
-/* Before the ioctl: decodes it, marks the objects that a FREE will destroy and the channels that a SCHEDULE will start.
- * */
+/* Before the ioctl: decodes it, marks what a FREE will destroy and the channels that a SCHEDULE will start. */
 void rm_before(struct rm_map *map, uint32_t request, const void *argument, struct rm_call *call);
 /* After it. `ok`: ioctl() returned 0. */
 void rm_after(struct rm_map *map, int fd, const struct rm_call *call, bool ok);
