@@ -66,7 +66,7 @@ cluster-tools: ## build real Kubernetes, containerd and helm for tests (Go, abou
 	@tests/cluster/build_tools.sh
 
 FUZZ_RUNS ?= 5000000
-FUZZ_LINK_RUNS ?= 300000 # each is up to 128 events over real sockets and pages: some 500 a second
+FUZZ_LINK_RUNS ?= 3000000 # each is up to 128 events on a model of the kernel: some 5,000 a second
 FUZZ = clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi $(addprefix -Ishim/src/,. channels hooks kv link activity) -Itests/shim/c \
 	-fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 fuzz: ## libFuzzer on the ioctl parser, on KV orders (FUZZ_RUNS inputs each) and on orders of link events (FUZZ_LINK_RUNS); needs clang

@@ -60,6 +60,20 @@ static bool queue(const void *packet, size_t length, struct valve_fds *fds, stru
 	return true;
 }
 
+/* The header of a packet of the right length in front of a body: coverage alone does not lead there. */
+static size_t frame(unsigned char *packet, const unsigned char *body, size_t length, bool runs)
+{
+	size_t bytes = runs ? sizeof(struct valve_link_kv_runs) : sizeof(struct valve_link_kv_entries);
+	size_t room = bytes - sizeof(struct valve_link_header);
+
+	*(struct valve_link_header *)(void *)packet =
+	        (struct valve_link_header){.magic = VALVE_LINK_MAGIC,
+	                                   .type = runs ? VALVE_LINK_KV_RUNS : VALVE_LINK_KV_ORDER,
+	                                   .length = (uint32_t)bytes};
+	memcpy(packet + sizeof(struct valve_link_header), body, length < room ? length : room);
+	return bytes;
+}
+
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
@@ -70,13 +84,15 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 	uint32_t slots = 0, parts = 0;
 	size_t length = size > 2 ? size - 2 : 0;
 	struct valve_fds fds = {.count = size ? data[0] % (VALVE_LINK_FDS + 1) : 0,
-	                        .cut = size > 1 && data[1] == 1};
+	                        .cut = size > 1 && data[1] & 1};
 
 	if (!range)
 		begin();
 	if (length > sizeof(packet))
 		return 0;
-	if (length)
+	if (length && data[1] & 6)
+		length = frame(packet, data + 2, length, data[1] & 2);
+	else if (length)
 		memcpy(packet, data + 2, length);
 	/* Numbers that are no descriptors: whatever is wrong with an order, it must not close what is not its own. */
 	for (uint32_t i = 0; i < fds.count; i++)

@@ -10,6 +10,7 @@ from valved.kv import reclaim
 from valved.kv.journey import Pause, start
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
+from valved.state.registry import MEMORY_SERVICE
 
 WAYS = [Remap.COOPERATIVE, Remap.SPARSE, Remap.HELPER]
 
@@ -161,4 +162,32 @@ def test_what_was_freed_for_a_service_is_never_lent_back(tmp_path, remap, layers
     assert len(online.backed()) >= 32
     assert len(world.events(EventKind.RECLAIMED)) == before + 1
     assert not any(lent)
+    world.check()
+
+
+@pytest.mark.parametrize("remap", [Remap.SPARSE, Remap.HELPER])
+def test_orders_of_a_step_that_failed_never_meet_running_kernels(tmp_path, monkeypatch, remap):
+    world, _, online = make(tmp_path, remap)
+    take = world.kv.moves.take
+    under_way = []
+
+    def half(parts, how):
+        orders = take(parts, how)
+        under_way.extend(orders)
+        monkeypatch.undo()
+        raise ValueError("after they were sent")
+
+    monkeypatch.setattr(world.kv.moves, "take", half)
+    online.want(used=4, wanted=32)
+    looks = 0
+    for _ in range(10_000):
+        if any(not order.settled.is_set for order in under_way):
+            looks += 1
+            assert any(MEMORY_SERVICE in account.holders for account in world.gating.gpus.values())
+        world.run(0.1)
+
+    assert looks
+    assert not world.gate.off
+    assert len(online.backed()) >= 32
+    world.journey_failures.clear()
     world.check()

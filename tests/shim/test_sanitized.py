@@ -113,10 +113,20 @@ def test_a_valved_that_has_lost_a_process_never_ends_the_hold_of_its_successor(l
 
 
 @pytest.mark.sanitizer
-def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(link_fuzzer):
-    done = subprocess.run([link_fuzzer, "-r", "500", "7"], capture_output=True, text=True, timeout=200, check=False)
+def test_a_stop_that_a_valved_took_over_while_the_link_was_broken_never_outlives_it(link_fuzzer):
+    take_number, close_all, few_numbers, none_left = (19, 7), (11, 7), (20, 1), (20, 7)
+    granted, stop, clear = (14, 3), (31, 7), (14, 1)
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, "500 inputs\n", "")
+    broken = (take_number, close_all, few_numbers, *[close_all] * 4, none_left, close_all)
+
+    assert said_of(link_fuzzer, *broken, granted, stop, clear) == (0, "1 inputs\n", "")
+
+
+@pytest.mark.sanitizer
+def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(link_fuzzer):
+    done = subprocess.run([link_fuzzer, "-r", "5000", "7"], capture_output=True, text=True, timeout=200, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5000 inputs\n", "")
 
 
 @pytest.mark.sanitizer
@@ -171,3 +181,12 @@ def test_coverage_guided_inputs_break_neither_the_ioctl_parser_nor_orders(reposi
 
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Done 300000 runs" in done.stderr
+
+
+def test_a_number_that_is_busy_never_keeps_a_process_from_its_link(repository, tmp_path):
+    """The caller holds the link's lock: every thread that sends would wait as well."""
+    program = build(repository, tmp_path / "busyfd", "tests/shim/c/busyfd.c", ("link/ownfd",), "-Wl,--wrap=syscall")
+
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "1 1\n")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from valved.abi.kv_link import KvHow
 from valved.gate.wake import GateService
 from valved.kv.beside import Beside
@@ -25,6 +27,7 @@ from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.state.journal import Journal
 from valved.state.stats import MemoryCounters
 
+TRIES = 3  # to take all of what an engine offers: its shim may carry out a part
 RETRY_NS = 1_000_000_000  # after a lending that brought nothing
 REST_NS = 60 * RETRY_NS  # the longest between two of them: each may cost a stop of the GPU
 LEND_HANDLES = 64  # at a time and GPU: one packet of orders, a stop of a millisecond
@@ -99,9 +102,17 @@ class Lending:
         try:
             self._moves.lose(engine, columns)
             await self._turn.while_turning()
-            if self._books.is_attached(engine):  # a hook that attached anew meanwhile has been told that it has them
-                orders = self._moves.unback(engine, columns)
-            await all_of([order.settled for order in orders])
+            left = columns
+            for _ in range(TRIES):
+                if self._books.is_attached(
+                    engine
+                ):  # a hook that attached anew meanwhile has been told that it has them
+                    more = self._moves.unback(engine, left)
+                    await all_of([order.settled for order in more])
+                    orders += more
+                    left = np.intersect1d(columns, engine.partial_columns())
+                if not len(left):
+                    break
         finally:
             self._moves.lost(engine, columns)
         freed = sum(order.done for order in orders)

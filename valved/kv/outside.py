@@ -19,6 +19,7 @@ import numpy as np
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch
 from valved.config import MemoryTable
+from valved.fds import is_scarce
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.orders import Draft, Order, Orders
@@ -26,7 +27,7 @@ from valved.kv.slots import NO_HANDLE, NOTHING, Ints, KvRangeBook, RangeKey, Ran
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
-from valved.machine.ports import Door, OutsidePort, SparseResult
+from valved.machine.ports import CloserPort, Door, OutsidePort, SparseResult
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, Remap, TrialOutcome
 from valved.model.states import TrialState
@@ -72,16 +73,19 @@ class Outside:
     _port: OutsidePort
     _settings: MemoryTable
     _counters: MemoryCounters
+    _closer: CloserPort
 
     def __post_init__(self) -> None:
+        self._waiting: dict[tuple[ClientId, GpuIndex], tuple[KvRangeBook, int]] = {}  # for room to open a door by these
         self._trials = Trials(self._orders, self._turn, self._clock, self._settings)
         self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
 
     # Who may be treated so
 
     def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> bool:
-        """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it now, and the
-        uvm descriptor stays the caller's."""
+        """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it, and the uvm
+        descriptor stays the caller's."""
+        self._forget_waiting((entry.id, gpu))
         scratch = KvRangeBook(
             key=RangeKey(entry.id, body.place),
             gpu=gpu,
@@ -90,24 +94,46 @@ class Outside:
             is_elastic=False,
             at=np.full(1, NO_HANDLE, np.int64),
         )
+        return self._come_in(entry, gpu, uuid, scratch, fd)
+
+    def _come_in(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, scratch: KvRangeBook, fd: int) -> bool:
+        """Whether it is ours: now, or as soon as there is room for it."""
+        key = entry.id, gpu
         try:
             door = self._port.open(fd, uuid)
         except OSError as error:
+            if is_scarce(error):
+                self._waiting[key] = scratch, fd
+                self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: self._come_later(scratch, uuid, entry))
+                return True
             reason = f"memory of the process cannot be taken from outside it: {error.strerror}"
             self._journal.emit(EventKind.NOTED, client=entry.id, gpus=(gpu,), reason=reason, pid=entry.process.pid)
             return False
-        before = self._ways.pop((entry.id, gpu), None)
+        before = self._ways.pop(key, None)
         if before is not None:
             self._close(before)
         way = Way(entry=entry, gpu=gpu, door=door, scratch=scratch)
-        self._ways[entry.id, gpu] = way
+        self._ways[key] = way
         start(self._try(way))
         return True
+
+    def _come_later(self, scratch: KvRangeBook, uuid: bytes, entry: ClientEntry) -> None:
+        waiting, fd = self._waiting.get((entry.id, scratch.gpu), (None, -1))
+        if waiting is scratch:
+            del self._waiting[entry.id, scratch.gpu]
+            if not self._come_in(entry, scratch.gpu, uuid, scratch, fd):
+                self._closer.close_in_turn([fd])
+
+    def _forget_waiting(self, key: tuple[ClientId, GpuIndex]) -> None:
+        if key in self._waiting:
+            self._closer.close_in_turn([self._waiting.pop(key)[1]])
 
     def forget(self, client: ClientId) -> None:
         """Never holds a descriptor longer than its process has a link."""
         for key in [key for key in self._ways if key[0] == client]:
             self._close(self._ways.pop(key))
+        for key in [key for key in self._waiting if key[0] == client]:
+            self._forget_waiting(key)
 
     def _close(self, way: Way) -> None:
         if way.is_open:
@@ -239,6 +265,8 @@ class Outside:
         for way in self._ways.values():
             self._close(way)
         self._ways.clear()
+        for key in list(self._waiting):
+            self._forget_waiting(key)
 
 
 def runs_of(slots: RangeSlots) -> Runs:

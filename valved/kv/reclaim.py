@@ -161,11 +161,22 @@ class Reclaimer:
         try:
             await steps
         except Exception:
+            beside: list[Order] = []
             for victims in reclaim.victims:
                 orders = [one for client in victims.engine.clients for one in self._books.orders.under_way(client)]
                 self._lost_when(victims.engine, victims.columns, orders)
+                beside += [order for order in orders if order.how is not KvHow.AT_STEP]
             set_ready(reclaim.needs)
+            await self._settle(reclaim, beside)
             raise
+
+    async def _settle(self, reclaim: Reclaim, orders: list[Order]) -> None:
+        """The GPU stands until these have come back: no mapping is changed under a running kernel."""
+        deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
+        if not await until(all_of([order.settled for order in orders]), self._clock, deadline_ns):
+            late = [order for order in orders if not order.settled.is_set]
+            reclaim.late = len(late)
+            self._ways.mark_unsafe(late)
 
     # The two ways
 
@@ -177,11 +188,7 @@ class Reclaimer:
             stages = self._tell_and_take(reclaim, KvHow.AT_ONCE)
             orders = list(chain(*stages))
             self._begun(reclaim, stages)
-            deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
-            if not await until(all_of([order.settled for order in orders]), self._clock, deadline_ns):
-                late = [order for order in orders if not order.settled.is_set]
-                reclaim.late = len(late)
-                self._ways.mark_unsafe(late)
+            await self._settle(reclaim, orders)
             self._taken(reclaim, orders)
             await self._wait_given(reclaim)
         else:

@@ -101,7 +101,7 @@ def put_together(
 
     supply = Supply(books, clock)
     turn = GateTurn(gate, gating, clock, supply)
-    outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters)
+    outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters, closer)
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)

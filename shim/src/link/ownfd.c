@@ -15,8 +15,9 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
-#define HIGH 900 /* below 1024: within the usual limit, and within an fd_set */
-#define MARK 61  /* a real-time signal */
+#define HIGH      900 /* below 1024: within the usual limit, and within an fd_set */
+#define MARK      61  /* a real-time signal */
+#define PUT_TRIES 100 /* as many yields as another thread has to end its open() under that number */
 
 static int number_of(const struct valve_own_fd *own)
 {
@@ -49,13 +50,20 @@ int valve_own_high(int fd)
 	return high;
 }
 
-/* In one step, so that the number is never another's. False: it lies above a limit that the application has lowered. */
+/*
+ * In one step, so that the number is never another's. False: it lies above a limit that the application has lowered; or an
+ * open() of the application was given it, and waits: for ever, if nobody comes to the other end of a FIFO.
+ */
 static bool put_there(int fd, int number)
 {
-	while (syscall(SYS_dup3, fd, number, O_CLOEXEC) < 0)
+	for (int tries = 0; tries < PUT_TRIES; tries++) {
+		if (syscall(SYS_dup3, fd, number, O_CLOEXEC) >= 0)
+			return true;
 		if (errno != EBUSY && errno != EINTR)
 			return false;
-	return true;
+		syscall(SYS_sched_yield);
+	}
+	return false;
 }
 
 /* Bells keep their numbers while they are ours: a launching thread may be about to write to one. For the same reason one

@@ -95,10 +95,12 @@ static void stop(uint64_t end_ns, uint32_t gpu, bool *stopped)
 static void drop(bool *stopped)
 {
 	if (over.stopped && !over.was_stopped) {
-		*stopped = false;
 		/* channels to come are no business of ours from here on */
 		if (load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_STOP)
 			valve_self_gate_hand_over();
+		/* else its order RUN ends the stop; without a link nobody gives that, and the next valved is asked */
+		*stopped = load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED &&
+		           load_relaxed(&valve_shim.self_stopped);
 	}
 	valve_until_forget();
 }
