@@ -249,8 +249,8 @@ class NativeChannels:
         return int(lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel, unless_held))
 
     def client_leaves(self, client: ClientId, holder: GateClient, *, lives_on: bool) -> tuple[ChannelRef, ...]:
-        """Forgets the client's channels and enables them. Returns those that were off. If the process lives on, those that
-        valved can enable later stay off, and only they are returned."""
+        """Forgets the client's channels and enables them. Returns those that were off. If the process lives on,
+        channels that valved can enable later stay off, and only these are returned."""
         off = list[ChannelRef]()
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:

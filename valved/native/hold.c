@@ -37,8 +37,7 @@ uint32_t holders_closer(uint64_t holders)
 	return (uint32_t)(holders >> 16 & 0xFFFFu);
 }
 
-/* Count one more hold. True if no service held this GPU before, or its holder shared it in slices: its issuer must
- * look. */
+/* Count one more hold. True if the issuer must look: no service held this GPU, or its holder shared it in slices. */
 static bool gpu_hold(struct gpu *gpu, uint32_t service)
 {
 	uint64_t old = load_relaxed(&gpu->holders), next; /* the swap decides */
