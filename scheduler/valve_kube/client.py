@@ -189,8 +189,8 @@ class KubeClient:
         return int(head.start[1]), head, raw
 
     def _kept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """One that the server has not closed meanwhile, as it does after a minute or two without a request: what is
-        written to such a one is lost, and of a Binding nobody would know."""
+        """A connection that the server has not closed. The server closes one after a minute or two without a request.
+        What is written to a closed connection is lost, and the caller would not learn that a Binding was lost."""
         while self._idle:
             reader, writer = self._idle.pop()
             if not reader.at_eof() and not writer.is_closing():

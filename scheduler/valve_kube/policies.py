@@ -14,7 +14,7 @@ Object = Mapping[str, Any]
 
 ANY_NAMESPACE = "*"
 DRAIN_POLICY = "valve-drain"  # made by `valve-scheduler drain`, gone with the release
-# paused-for-... while nobody may use the driver; GPU Operators before 26.7 know the second alone.
+# The value is paused-for-... while no pod may use the driver. GPU Operators before 26.7 have only the second label.
 _DRIVER_LABELS = ("nvidia.com/gpu.deploy.client", "nvidia.com/gpu.deploy.device-plugin")
 BRAKE = "valve-pause"  # every daemon and every extender watches it
 # What a node's daemon obeys, as it stands in the policy.

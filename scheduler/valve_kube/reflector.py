@@ -160,7 +160,7 @@ class Reflector:
         self._relisted.clear()
         watching = asyncio.ensure_future(self._follow())
         relisted = asyncio.ensure_future(self._relisted.wait())
-        watching.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        watching.add_done_callback(lambda done: done.cancelled() or done.exception())  # no task may be left to read it
         try:
             await asyncio.wait({watching, relisted}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():

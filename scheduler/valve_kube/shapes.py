@@ -245,8 +245,8 @@ def _shared(node: _Node) -> Json:
 
 
 def _slim(pod: _Pod) -> Json:
-    """What has a meaning here. The pods of a Job are much the same: what is equal is one object, and nobody may write
-    into it."""
+    """The parts of a pod that Valve reads. The pods of a Job are much the same, so equal parts are one object. No code
+    may write into it."""
     found: Json = {"metadata": _slim_metadata(pod.metadata)}
     working = _working(pod.spec.containers if pod.spec else None)
     if pod.spec is not None:

@@ -1,7 +1,7 @@
 """Which adapters each replica has, which it lost as its engine restarted, and by which names clients may ask for them.
 
-An engine that restarts comes back without what was loaded into it. An adapter that goes while its engine stays in sight
-was unloaded by somebody, and is nobody's loss.
+An engine that restarts comes back without the adapters that were loaded into it. If an adapter goes while the router
+sees its engine all the time, an operator unloaded it: it is not lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HeldAdapters:
         has_stayed = any(one.version in there for one in before.values() if one.version[1])
         if self.was_away and not has_stayed:  # where one is left, it was only out of sight, and the rest was unloaded
             missed = dict(before) | {one.name: one for one in expected}
-            newer = {name for name, number in there if number}  # somebody was quicker
+            newer = {name for name, number in there if number}  # another router loaded a newer one first
             self.lost |= {name: one for name, one in missed.items() if one.version[0] not in newer}
         self.lost = {
             name: one

@@ -1,4 +1,4 @@
-"""Which requests the router answers (tokens), and what a refusal looks like."""
+"""Checks the token of a request to the router, and makes refusals."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ async def has_changed(status: int, model: str, sent: Sent, replicas: Replicas, l
     held = sent.replica.adapters
     if replicas.is_published(model):
         has_said = await looks.again(sent.replica)
-        if not replicas.is_published(model):  # somebody unloaded the last one: the engine's answer is right
+        if not replicas.is_published(model):  # the last one was unloaded: the engine's answer is right
             return False
     elif status == 404 and model:  # it may have been published just now
         await looks.everybody()

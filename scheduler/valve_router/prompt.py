@@ -1,5 +1,5 @@
-"""Reads from the body of a request what says how long its prompt is, and which model it asks for. Anything else of it
-stays unread."""
+"""Reads two things from the body of a request: its prompt, for the length of it, and the model that it asks for. It
+reads no other field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 READ_BYTES = 1 << 20  # a longer body is not read for its prompt, which counts as unknown
-READ_ITEMS = 16_384  # of a list in it
+READ_ITEMS = 16_384  # items of a list in the body
 NO_REQUEST = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -29,7 +29,7 @@ class AskedBody:
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-        self.prompt = ""  # the text that a replica will read first, as well as it can be told
+        self.prompt = ""  # the text that a replica will read first, as far as the router can tell
         self._model: str | None = None
         if len(body) <= READ_BYTES:
             self._read()
@@ -47,7 +47,7 @@ class AskedBody:
 
     @property
     def model(self) -> str:
-        """Empty for whatever names none."""
+        """Empty if the body names no model."""
         if self._model is None:
             self._model = model_of(self.body)
         return self._model
@@ -65,7 +65,7 @@ def _name(value: Any) -> str:
 
 
 def _collect(value: Any, parts: list[str]) -> None:
-    """Texts of a prompt, of a list of them, of messages and of their parts."""
+    """Collects the texts of a prompt, of a list of prompts, of messages and of their parts."""
     if isinstance(value, str):
         parts.append(value)
     elif isinstance(value, list):

@@ -38,7 +38,7 @@ class Replica:
     url: str
     pod: str  # its UID, or what else tells one process from the next under an address
     timeline: Timeline
-    is_alive: bool = True  # until a question says otherwise: a router that just started refuses nobody
+    is_alive: bool = True  # until a question says otherwise: a router that just started refuses no request
     is_drained: bool = False
     left_s: float = 0.0
     why_not: str = ""

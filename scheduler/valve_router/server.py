@@ -86,7 +86,7 @@ async def known(
         connector=connector,
         timeout=timeout,
         auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),  # a cookie of one client is nobody else's
+        cookie_jar=aiohttp.DummyCookieJar(),  # no client gets a cookie of another one
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
     ) as client:
         advice = Advice(settings, replicas)

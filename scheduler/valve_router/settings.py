@@ -23,7 +23,7 @@ PASSED = (
     "/tokenize",
     "/detokenize",
 )
-"""What clients may ask of an engine. Its other paths are for its operator: some end the requests of everybody."""
+"""What clients may ask of an engine. Its other paths are for its operator: some end the requests of all clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RouterSettings:
     host: str = "127.0.0.1"
     port: int = 8100
     token: str = ""  # clients must send it; required where others than this machine can connect
-    operator_token: str = ""  # for /route and /metrics; without it and with a token nobody drains a replica by HTTP
+    operator_token: str = ""  # for /route and /metrics; without it and with a token no client drains a replica by HTTP
     replica_token: str = ""  # the router sends it to the replicas
     paths: tuple[str, ...] = PASSED
     newest: tuple[str, ...] = ()  # names that stand for the newest of their versions

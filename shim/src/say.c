@@ -28,5 +28,5 @@ void valve_say(const char *text)
 		line[length++] = *text;
 	line[length++] = '\n';
 	if (syscall(SYS_write, 2, line, length) < 0)
-		return; /* stderr is closed: nobody can read it */
+		return; /* stderr is closed: it cannot be read */
 }

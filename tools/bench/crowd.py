@@ -143,7 +143,7 @@ def _fork(be: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         return pid, ours
     try:
         ours.close()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the bench may be killed: nobody stays behind
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the bench may be killed: its processes end, too
         theirs.recv(64)
         be(theirs)
     finally:

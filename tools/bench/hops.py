@@ -1,7 +1,7 @@
 """Says where the time of one reclaim goes: the hops of its way, and of each how long no process stood in a driver call.
 
 The edges are moments that the daemon's event tells, and the driver calls that the emulator's pages tell. Between two
-edges somebody computes, or waits for a core: a thread that was woken, in valved or in a shim.
+edges a thread of valved or of a shim computes, or it was woken and waits for a core.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Paired: the same binary runs with and without the shim in turn, and each pair gives one figure, the difference of the
 two medians. A batch of a thousand launches is long against the clock and short against the scheduler's slice, so the
-median batch is one that nobody disturbed.
+median batch is one that no other thread disturbed.
 """
 
 from __future__ import annotations

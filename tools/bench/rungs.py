@@ -6,8 +6,8 @@ round. The figure is the median of the ratios, with the interval of 95 % (or a l
 is judged by its worse end. A load is the mean number of open requests. Memory is much scarcer than on a card, so that
 reclaims are many: how many there were for a request is in the note.
 
-`sparse` is the same for that way alone, in a quarter of an hour: each round one pair, who goes first in turn, and every
-step of both engines twice as long, so that what the machine adds is half as much beside it.
+`sparse` is the same for that way alone, in a quarter of an hour: each round one pair, each of the two first in turn,
+and every step of both engines twice as long, so that what the machine adds is half as much beside it.
 """
 
 from __future__ import annotations

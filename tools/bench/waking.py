@@ -30,7 +30,7 @@ FLOOR_NS = 100_000  # between two looks, as waking.c has it
 class ClientPages(NamedTuple):
     """One client of the service, as its pages show it."""
 
-    view: ClientView  # with the gaps that nobody has learned from
+    view: ClientView  # with the gaps that the cooldown has not learned from
     is_launcher: bool
     is_hinting: bool
 

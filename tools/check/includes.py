@@ -1,6 +1,6 @@
 """The rooms' rule for C: what each folder may include from the project (CONTRIBUTING.md).
 
-proto/abi sees itself alone; the shim and the native gate see proto/abi alone; the emulator may see proto/abi. Nobody
+proto/abi sees itself alone; the shim and the native gate see proto/abi alone; the emulator may see proto/abi. No room
 includes another room's headers. Inside the shim, a room's header is its own but for those in SHARED_IN_SHIM.
 """
 

@@ -1,6 +1,6 @@
 """Checks how the daemon's rooms report to the rooms above: by one listener a room, and by nothing else.
 
-A callable that somebody sets from outside after construction is a way that no reader of the class can follow: each is
+A callable that other code sets from outside after construction is a way that no reader of the class can follow: each is
 given to the constructor instead. So is every part: no constructor, and no file that puts parts together, sets an
 attribute of another object. What must stay late is a listener (node/news.py). The scheduler keeps the same two rules.
 """

@@ -113,8 +113,8 @@ class ControlPlane:
             f"--service-account-private-key-file={self.folder}/accounts.key",
             f"--root-ca-file={self.folder}/apiserver/apiserver.crt",  # what pods know the API server by
             "--leader-elect=false",
-            # Nobody renews the leases of made-up nodes; and their kubelets would not read the annotation that the TTL
-            # controller writes to each, at 20 a second for as long as a fleet is being made.
+            # No kubelet renews the leases of made-up nodes; and their kubelets would not read the annotation that the
+            # TTL controller writes to each, at 20 a second for as long as a fleet is being made.
             "--controllers=*,-nodelifecycle,-taint-eviction-controller,-ttl-controller",
             f"--secure-port={free_port()}",
             "--bind-address=127.0.0.1",

@@ -48,7 +48,7 @@ def create_nodes(api: ClusterApi, count: int, *, seed: int = 1, first: int = 0) 
     """Ready nodes of eight harvested GPUs each, and their first reports."""
     chosen = range(first, first + count)
     api.each(("POST", "/api/v1/nodes", node_object(index)) for index in chosen)
-    # The API server taints every new node; the controller that would lift it is off, as nobody renews leases.
+    # The API server taints every new node; the controller that would lift it is off, as no kubelet renews leases.
     api.each(("PATCH", f"/api/v1/nodes/{node_name(index)}", {"spec": {"taints": None}}) for index in chosen)
     nodes = f"{names.API_PATH}/gpuharvestnodes"
     api.each(("POST", nodes, harvest_node(index) | {"spec": {"mode": "harvest"}}) for index in chosen)

@@ -2,7 +2,8 @@
 
     python -m valve_tools.cluster.gpuplugin UUID...
 
-To the kubelet and to whoever reads its pod resources it is what the real one is in its default strategy, `envvar`.
+To the kubelet, and to programs that read its pod resources, it looks like the real one in its default strategy,
+`envvar`.
 """
 
 from __future__ import annotations

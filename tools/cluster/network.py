@@ -21,7 +21,7 @@ from valve_tools.cluster.told import API_ADDRESS
 Json = dict[str, Any]
 BRIDGE = "valve-pods"
 PLUGINS = Path("/usr/lib/cni")
-# Beside the services' range, of the block set aside for benchmarks (RFC 2544): nobody routes it.
+# Beside the services' range, of the block set aside for benchmarks (RFC 2544): no host routes it.
 SUBNET, GATEWAY = "198.18.1.0/24", "198.18.1.1"
 
 

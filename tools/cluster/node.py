@@ -42,7 +42,7 @@ PLUGIN_UP, NRI_UP = (
     "registered with the kubelet|Registered device plugin",
     "the runtime now asks about every new container",
 )
-# Who says what once it speaks again to a process that was away.
+# Which process says what when it speaks again to one that was away.
 SPEAKS_TO = {
     "kubelet": (("valved", PLUGIN_UP), ("gpuplugin", PLUGIN_UP)),
     "containerd": (("valved", NRI_UP),),
@@ -166,7 +166,8 @@ class RealNode:
         }
         path = self.folder / "kubelet.json"
         path.write_text(json.dumps(configuration))
-        # As on any node, where both are one folder: whoever is told the kubelet's folder finds the plugins in it.
+        # As on any node, where both are one folder: a component that is told the kubelet's folder finds the plugins in
+        # it.
         (self.folder / "kubelet").mkdir()
         (self.folder / "kubelet/device-plugins").symlink_to(DEVICE_PLUGINS)
         self.plane.spawn(
@@ -239,7 +240,7 @@ class RealNode:
     def back_afterwards(self, victim: str) -> Iterator[None]:
         """Whatever is done to it inside: it is over when every process that speaks to it does so again.
 
-        A pod that is made before may be one that nobody injects or serves.
+        A pod that is made before may be one that no webhook injects and no device plugin serves.
         """
         before = {sign: self._said(*sign) for sign in SPEAKS_TO[victim]}
         yield
@@ -294,7 +295,7 @@ def the_only_node(*, wait: bool = True) -> Iterator[None]:
             path.unlink(missing_ok=True)
         for root in (*CGROUPS.glob("*/kubepods"), CGROUPS / "kubepods"):
             for folder, _, _ in os.walk(root, topdown=False):
-                with contextlib.suppress(OSError):  # somebody is in it
+                with contextlib.suppress(OSError):  # a process uses it
                     os.rmdir(folder)
     finally:
         os.close(lock)

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from valve_tools.cluster.api import Json
 
-# Services live in the block set aside for benchmarks (RFC 2544), which nobody routes; the first is the API server's.
+# Services live in the block set aside for benchmarks (RFC 2544), which no host routes; the first is the API server's.
 SERVICES, API_ADDRESS = "198.18.0.0/24", "198.18.0.1"
 
 
@@ -65,10 +65,10 @@ def apiserver(folder: Path, port: int, etcd_port: int) -> list[str]:
         f"--token-auth-file={folder}/tokens.csv",
         "--endpoint-reconciler-type=none",
         "--allow-privileged",
-        # On OpenShift it is on: who names an owner that must wait for the owned needs rights on the owner.
+        # On OpenShift it is on: a client that names an owner which must wait for the owned needs rights on the owner.
         "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
         f"--service-cluster-ip-range={SERVICES}",
-        # Webhooks are called at their pods: nobody forwards the addresses of services here.
+        # Webhooks are called at their pods: no kube-proxy forwards the addresses of services here.
         "--enable-aggregator-routing",
     ]
 

@@ -11,7 +11,7 @@ from valve_tools.cluster.api import ClusterApi
 from valve_tools.demo.cluster_screen import Screen
 
 Json = dict[str, Any]
-# States in which more patience helps nobody.
+# States that do not pass by waiting.
 HOPELESS = frozenset(
     {"CrashLoopBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError"}
 )

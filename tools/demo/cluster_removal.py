@@ -36,7 +36,7 @@ def uninstall(stage: Stage, chat: Chat, batch: BatchPod) -> None:
     screen.figure("helm uninstall under running pods", f"{time.monotonic() - begun:.1f} s")
     wait_for("chat answers on", lambda: chat.answered > answered, PATIENCE_S)
     screen.check("chat ran on: it answers, and its container never restarted", _restarts(stage, chat) == starts == 0)
-    # Whoever must leave is stopped until it ends: it finishes no unit on the way out, beside whom it might disturb.
+    # A pod that must leave is stopped until it ends: it finishes no unit on its way out, beside a service.
     is_right = batch.summary is None or batch.summary["ok"]
     screen.check(f"batch was stopped, then evicted after {batch.units} units", batch.units > 0 and is_right)
     running = [pod["metadata"]["name"] for pod in api.get("/api/v1/pods")["items"] if _is_offline(pod) and _runs(pod)]

@@ -129,7 +129,7 @@ class KvEngine:
         return {each.name: () for each in hit}
 
     def forget(self, blocks: Blocks) -> int:
-        """Nothing is cached for nobody: what held something was just given back."""
+        """No block is cached without a request: the blocks that held content were just given back."""
         return len(self._given_back.intersection(blocks.tolist()))
 
     def withhold(self, blocks: Blocks) -> None:

@@ -86,7 +86,7 @@ class KvServing(KvEngine):
         return min(request.in_tokens + request.out_tokens, (self.blocks - 1) * BLOCK_TOKENS)
 
     def due(self) -> list[KvRequest]:
-        """Who has come and was not let in."""
+        """Requests that have come and were not let in."""
         found, now_s = [], self.elapsed_s
         for request in self.to_come:
             if request.arrival_s > now_s:

@@ -52,7 +52,7 @@ static void on_signal(int number)
 	stop = 1;
 }
 
-/* An engine tells how many requests it has open where somebody listens: the hook's library, when it is loaded. */
+/* An engine tells how many requests it has open if the hook's library, which listens, is loaded. */
 static void demo_hint(unsigned open)
 {
 	static void (*publish)(uint32_t);

@@ -5,7 +5,7 @@ set NAME=VALUE...       change knobs: rpc_us=50 costs=a100 lock=device-only
 state                   channels, clients, memory, gates, as JSON
 spent PID               how long a process stood in the driver, by kind of call
 tell PID [NAME=VALUE..] the settings of a process's libcuda; with values, changes them
-fault RULE | release    add a fault rule (README.md); let go whoever stands at a hold
+fault RULE | release    add a fault rule (README.md); let go the calls that stand at a hold
 lose GPU                the card falls off the bus
 """
 

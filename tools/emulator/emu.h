@@ -19,9 +19,9 @@
  *
  * Pages. UVM_MAP_EXTERNAL_ALLOCATION, UVM_UNMAP_EXTERNAL, UVM_MAP_EXTERNAL_SPARSE and UVM_FREE
  * change the pages of the process that owns the uvm file (the one that issued UVM_INITIALIZE)
- * before the ioctl returns, whoever issues them: libfakenv maps the memfd at the device address (a
+ * before the ioctl returns, whichever process issues them: libfakenv maps the memfd at the device address (a
  * hole is PROT_NONE and faults, sparse reads zeros). libcuda reserves addresses and issues the
- * ioctls; it need not map anything itself. Who pays: the server sleeps the model cost of every
+ * ioctls; it need not map anything itself. Costs: the server sleeps the model cost of every
  * ioctl; libcuda adds only the cost of calls that issue none (cuMemMap, cuMemAddressReserve).
  * A sparse range reads zeros; the first write to it makes it private memory until emu_sparse_refresh drops what was
  * written, which libcuda calls at the end of every piece of work and of every slice.

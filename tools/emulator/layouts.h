@@ -32,7 +32,7 @@ struct nv_memory_alloc {
 	uint32_t pad1;
 };
 
-/* S/nvos.h, S/nvlimits.h: who may do what with an object */
+/* S/nvos.h, S/nvlimits.h: which client may do what with an object */
 enum { RS_SHARE_NONE = 0, RS_SHARE_ALL = 1, RS_SHARE_OS_TOKEN = 2, RS_SHARE_CLIENT = 3, RS_SHARE_PID = 4 };
 #define RS_ACCESS_DUP_OBJECT 0x1u
 struct rs_share_policy {

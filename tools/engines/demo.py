@@ -2,7 +2,7 @@
 
 The product's own binaries on both sides: preload library, engine plugin, valved. The two KV caches together do not
 fit the pool, and the requests come in bursts, so memory has to move. Latency is measured by vLLM's own benchmark
-client; the batch's tokens are compared with those of a run that nobody disturbed. A model step lasts as long as the
+client; the batch's tokens are compared with those of an undisturbed run. A model step lasts as long as the
 emulated card says: what is compared is the card's time, not how two engines share this machine's processors.
 """
 

@@ -1,7 +1,7 @@
 """What the hook adds to a step of vLLM's own scheduler: `scheduler_cost.py MODEL`, one JSON object on standard output.
 
 Two schedulers take the same steps in turn, one with the hook and one without. Every request decodes; in the second part
-all of them cross a block's boundary in the same steps, in the third there is surplus to give back that nobody can, and
+all of them cross a block's boundary in the same steps, in the third there is surplus that cannot be given back, and
 in the fourth a request ends and another comes with each step. Then memory is taken, 1,000 blocks at a time. All in this
 thread's own time.
 """

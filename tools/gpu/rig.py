@@ -246,7 +246,7 @@ class Rig:
                 break
             time.sleep(LOOK_S)
         if process.poll() is None:
-            process.terminate()  # not ready: nobody has disabled anything of it
+            process.terminate()  # not ready: none of its channels was disabled
         code, text = process.wait(), self._log("session").read_text(errors="replace")[-300:]
         raise LabError(f"{base.name} did not become ready (code {code}): {text}")
 

@@ -33,7 +33,7 @@ from valved.kube.series import NodeSeries
 MEASURED_SHARE = 0.25
 """Of the job's cache in a fit that its node measured: the lowest level of a profiling run."""
 DRAWN = (2, 3, 4)
-"""Seeds of generated folders that nobody had seen when the rule's figures were set."""
+"""Seeds of generated folders that were not looked at when the rule's figures were set."""
 Increases = dict[str, float]
 
 

@@ -242,7 +242,7 @@ def _price_words(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> tuple
 
 
 def _price(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTable:
-    """What the SLA costs where everybody could be served: those who wait for a place that keeps it."""
+    """What the SLA costs where every job could be served: the jobs that wait for a place that keeps it."""
     rows: list[tuple[Cell, ...]] = []
     for load in loads:
         for policy in (SHIPPED, *RIVALS):

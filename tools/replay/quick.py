@@ -45,7 +45,7 @@ def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: W
 
 
 def is_asked(claim: Claim) -> bool:
-    """What one seed cannot say is left to the pages: who is level within one per cent."""
+    """What one seed cannot say is left to the pages: which methods are level within one per cent."""
     return (claim.claim, claim.pair) not in NOT_ASKED and not claim.claim.startswith("level")
 
 

@@ -2,8 +2,8 @@
 
 The same drawn arrivals are served twice: in real time by the demo's service beside its batch job under valved, and in
 the simulator with the timings that the service was told. Two figures of the machine are measured and given to the
-simulator: how long a stop takes, and what an iteration costs beyond those timings when the service runs alone. Who is
-stopped, when, how often, what it costs and what it leaves is each side's own.
+simulator: how long a stop takes, and what an iteration costs beyond those timings when the service runs alone.
+Simulator and service each find for themselves which work is stopped, when, how often, what it costs and what it leaves.
 
 The rule, set before any run: at least ten seeds; each is served alone, shared, and alone again; a seed whose two runs
 alone differ by more than 3 % in mean TTFT or mean TPOT was disturbed from outside and is dropped, and no other is; of

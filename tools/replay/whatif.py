@@ -34,7 +34,7 @@ LEAST_POOL_MIB = 1024
 HEADROOM_SHARES = (0.03, 0.06, 0.12)
 WITHOUT_HINT = "Channel without hint+OurMem"
 LEAST_SAVED = 0.05
-"""GPUs saved per GPU below which sharing is not worth having somebody watch it."""
+"""GPUs saved per GPU below which sharing is not worth a person's attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def spread(
             results.append(result)
             progress(label, len(results), len(tasks))
     except BaseException:
-        # Whoever interrupts wants the machine back now; a task half done is worth nothing.
+        # The user who interrupts wants the machine back now; a task half done is worth nothing.
         for process in multiprocessing.active_children():
             process.terminate()
         raise

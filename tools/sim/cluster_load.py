@@ -62,7 +62,7 @@ class LoadSettings:
     fleet_idle: float = 0.46
     """Replicas are sized, by one peak concurrency for all services, so that the fleet is idle this share of time."""
     peak_over_mean: float = 8.0
-    """Services with a higher peak are left out: nobody gives such a service GPUs of its own."""
+    """Services with a higher peak are left out: no operator gives such a service GPUs of its own."""
     copy_gpus: int = 64
     """Largest part of a service that is copied into the fleet as one piece."""
     shift_h: float = 3.0

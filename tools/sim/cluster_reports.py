@@ -2,7 +2,7 @@
 
 As the product's nodes do: idle share of the last ten minutes, the last hour and the last 24, histogram of free memory
 and pairwise alignment of the last hour. What is counted on comes from the product's own `forecast`, unless another rule
-takes its place to be compared. What online uses at its peaks is not reported, so nobody is refused for it. The week
+takes its place to be compared. What online uses at its peaks is not reported, so no job is refused for it. The week
 wraps around, so the first day's reports rest on the last day.
 """
 

@@ -235,7 +235,7 @@ class ClusterRun:
         return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, achieved=achieved)
 
     def _move(self, window: int, missed: list[tuple[int, Track]]) -> None:
-        """Whom the product's budget and back-off let go; the owner keeps off the node for a while."""
+        """Moves the pods that the product's budget and back-off let go; the owner keeps off the node for a while."""
         if not missed:
             return
         rule, now_s = self._settings.monitor, window * WINDOW_S

@@ -113,7 +113,7 @@ class WeekOutcome:
     saved_in_sla: float
     """Shares of the fleet."""
     bound: float
-    """The share that nobody can save more than, whatever he knows."""
+    """The largest share that any policy can save, whatever it knows."""
     moves_per_job_day: float
     kept: float
     """Share of placements."""

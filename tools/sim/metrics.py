@@ -25,7 +25,7 @@ class Summary:
     """Percent over solo, by mean, p50, p95, p99."""
     tpot_increase: dict[str, float]
     own_ttft_increase: dict[str, float]
-    """The same over the service on a GPU of its own; empty where nobody asked."""
+    """The same over the service on a GPU of its own; empty where it was not asked for."""
     own_tpot_increase: dict[str, float]
     offline_tokens_per_s: float
     share_of_alone: float

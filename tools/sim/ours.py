@@ -113,7 +113,7 @@ class OurMemory(MemoryPolicy):
     """Of the offline engine, where memory comes between two of its steps; 0: taken under the gate. What is left of a
     step at that moment is any part of it."""
     let_ns: int = 0
-    """So much of a step that somebody waits for is let run at a time; 0: all of it."""
+    """How much of a step runs at a time while a request waits for the memory; 0: all of it."""
     _memory: HandleView = field(init=False)
     _state: ReservationState = field(init=False)
     _chance: random.Random = field(init=False)

@@ -35,7 +35,7 @@ class RungTimes:
     step_tokens: int = 0
     """An offline step has at most so many; 0: nothing is asked."""
     let_ns: int = 0
-    """A step that somebody waits for is let run so long at a time; 0: memory is taken under the gate."""
+    """How long a step runs at a time while a request waits for the memory; 0: memory is taken under the gate."""
 
 
 def rung_of(way: Remap, handles: int, config: Config | None = None) -> RungTimes:

@@ -39,7 +39,7 @@ class TraceError(ValueError):
 
 class Half(enum.Enum):
     """Which traces of a folder an experiment may see. Settings are chosen on one half and judged on the other; the
-    hash of a file says which, so nobody chooses."""
+    hash of a file says which, so no person chooses."""
 
     ALL = "all"
     TUNING = "tuning"
@@ -128,7 +128,7 @@ class Folder:
     ignored: tuple[str, ...]
 
     def half(self, half: Half) -> Folder:
-        """The traces of one half; the batch job's lengths are nobody's to tune on and stay."""
+        """The traces of one half; the batch job's lengths are in both halves: nothing is tuned on them."""
         if half is Half.ALL:
             return self
         mine = tuple(trace for trace in self.traces if half_of(trace.digest) is half)
@@ -284,7 +284,7 @@ def _has_cells(body: bytes, cells: int) -> bool:
 
 
 def _from_the_start(arrive_ns: IntArray) -> IntArray:
-    """Times since 1970, or since a longer trace began, count from the first request: nobody was idle before it.
+    """Times since 1970, or since a longer trace began, count from the first request: no service was idle before it.
 
     Idle time at the start of a slice is real and stays; more than a quarter of the slice is taken for an offset.
     """

@@ -147,8 +147,8 @@ class World:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPolicy:
-    """Who gets which handles; answers the core through `HandleView`. By itself it shares nothing and decides
-    nothing."""
+    """Says which engine gets which handles; answers the core through `HandleView`. By itself it shares nothing and
+    decides nothing."""
 
     online_elastic: bool = False
     """Online maps free handles by itself when it needs them."""

@@ -1,7 +1,8 @@
 """Tells trainers of this machine which online services let their weights be mapped: a file in the run folder.
 
 A trainer lives in an environment of its own, without gRPC, and reads the file at each tile. Every user may read it, so
-a service that shares nothing has no name there, only its processes, so that a file which they map is known as theirs.
+it does not name a service that shares nothing. It lists the processes of such a service, because files that they map
+are theirs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SharedWeights:
         self._written = b""
 
     def begin(self) -> None:
-        """From now on, and not before all that a predecessor knew is known: a service left out has taken it back."""
+        """Precondition: all services that the predecessor knew are known. A service that the file leaves out has taken
+        its consent back."""
         self._is_told = True
         self.refresh()
 
@@ -65,7 +67,7 @@ class SharedWeights:
         }
 
     def _withdraw(self, error: OSError) -> None:
-        """A consent that may have been taken back must not stay in an old file."""
+        """Removes the file: an old one may hold a consent that was taken back."""
         log.warning("weights.json cannot be written or removed", extra={"facts": {"error": str(error)}})
         self._written = b""
         try:

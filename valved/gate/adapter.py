@@ -46,7 +46,7 @@ class NativeSettings:
     lease_ns: int = 2_000_000_000
     hang_ns: int = 100_000_000  # a disable has taken 0.2 to 1 ms; a hundred times that is not coming back soon
     order_ns: int = 20_000_000
-    loop_ns: int = 0  # Python silent for longer than this: every GPU is held; 0: nobody looks
+    loop_ns: int = 0  # Python silent for longer than this: every GPU is held; 0: the watchdog does not look
     spin_ns: int = 0
     quiet_us: int = 500
     fifo_priority: int = 0  # 0: niceness -20, which is quicker unless every core is busy (worker.c)

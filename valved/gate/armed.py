@@ -1,7 +1,7 @@
 """The books of armed channels: which exist, which rung of the ladder reaches each, and the plan of each GPU.
 
 Nothing here talks to the driver; reaching.py does, and writes down what it learned. A node has thousands of channels:
-whoever asks for one, or for those of a client, looks at no other.
+a lookup of one, or of those of a client, reads no other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ArmedChannel:
     @property
     def is_armed(self) -> bool:
         """A stop includes it. Copy channels run on. What the application says it switched off is stopped all the same:
-        that does no harm if it is true, and it may have been switched on since by a call that nobody saw.
+        that does no harm if it is true, and it may have been switched on since by a call that the shim did not see.
         """
         return self.ref.compute and self.reach is not Reach.NONE
 

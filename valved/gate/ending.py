@@ -2,8 +2,8 @@
 that online work needs.
 
 A process is stopped first, and its channels are on only once it stands: else it would run with them. One that cannot
-be signalled stays held. Who is to stand is written down before it is told to: where valved is killed in between, nobody
-but a successor lets it go, or ends it.
+be signalled stays held. The state file names a process before it gets its stop signal: if valved is killed in between,
+only a successor lets it go, or ends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KILL = "about to be killed"  # why a client is taken out of the books just befor
 @dataclass(slots=True)
 class _End:
     reason: str
-    facts: dict[str, Any]  # of who it is, for the event
+    facts: dict[str, Any]  # which process it is, for the event
     is_final: bool  # else a drain that is taken back lets it go
     until_ns: int = 0
 
@@ -55,17 +55,17 @@ class Endings:
         return process in self._under_way
 
     def present(self) -> set[ProcessId]:
-        """Who stands, or is to, and has not been killed."""
+        """Processes that are stopped or will be, and have not been killed."""
         here = {process for process in self._under_way if not self._processes.is_gone(process)}
         return here | self._signals.waiting(signal.SIGKILL)
 
     def to_end(self) -> set[ProcessId]:
-        """Whom a successor has to end."""
+        """Processes that a successor has to end."""
         final = {process for process, end in self._under_way.items() if end.is_final}
         return final | self._signals.waiting(signal.SIGKILL)
 
     def to_release(self) -> set[ProcessId]:
-        """Whom it has to let go."""
+        """Processes that a successor has to let go."""
         return {process for process, end in self._under_way.items() if not end.is_final}
 
     def begin(self, process: ProcessId, reason: str, *, is_final: bool = False, **facts: Any) -> None:
@@ -99,7 +99,7 @@ class Endings:
             self._look(process, end)
 
     def take_back(self, frozen: Collection[ProcessId]) -> None:
-        """Who is to die for a drain alone goes on, unless it is `frozen` for another reason."""
+        """A process that was to die only for a drain goes on, unless it is `frozen` for another reason."""
         for process in self.to_release():
             del self._under_way[process]
             if process not in frozen:
@@ -124,6 +124,6 @@ class Endings:
         self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
         try:
             self._let_die(process)
-        finally:  # it stands, and is in no book by which anybody would end it later
+        finally:  # it stands, and is in no book by which valved would end it later
             if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
                 self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)

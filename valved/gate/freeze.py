@@ -5,8 +5,8 @@ hand. It ends when the gate call comes back well after all (the native side trie
 what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
 process that is late to carry out an order is given some time before it is frozen. How one is killed: gate/ending.py.
 
-Whoever is frozen was told before, in its control page, to hold its launches (native/walk.c, watchdog.c). That stands
-when its link ends, and when valved does, until a valved takes it back. So it may be let go at any end.
+Before a process is frozen, its control page tells it to hold its launches (native/walk.c, watchdog.c). This order
+stands when its link or valved ends, until a valved takes it back. So the process may be let go at any such end.
 """
 
 from __future__ import annotations
@@ -56,23 +56,24 @@ class Ladder:
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, Frozen] = {}
         self._inherited: set[ProcessId] = set()  # a predecessor's, until they are let go
-        self._is_over = False  # valved ends: nobody is frozen any more
+        self._is_over = False  # valved ends: no process is frozen any more
 
     def frozen(self) -> list[ProcessId]:
         return [frozen.entry.process for frozen in self._frozen.values()]
 
     def standing(self) -> set[ProcessId]:
-        """Who is stopped or is to be, to be let go or killed, with or without a link."""
+        """Processes that are stopped or will be, to be let go or killed later, with or without a link."""
         frozen = {process for process in {*self.frozen(), *self._inherited} if not self._processes.is_gone(process)}
         return frozen | self._endings.present() | self._signals.waiting(signal.SIGCONT)
 
     def to_release(self) -> set[ProcessId]:
-        """Whom a successor has to let go: who is or may be frozen, and who is to go on and has not been told."""
+        """Processes that a successor has to let go: they are or may be frozen, or have not got their signal to go
+        on."""
         stands = {*self.frozen(), *self._inherited, *self._endings.to_release(), *self._signals.waiting(signal.SIGCONT)}
         return stands - self._endings.to_end()
 
     def to_end(self) -> set[ProcessId]:
-        """Whom a successor has to end."""
+        """Processes that a successor has to end."""
         return self._endings.to_end()
 
     def take_up(self, process: ProcessId) -> None:
@@ -144,7 +145,7 @@ class Ladder:
                 self._let_go(client, "its GPUs are free again, or its channels are stopped")
 
     def let_all_go(self) -> None:
-        """Valved ends. Nobody is frozen from here on."""
+        """Valved ends. No process is frozen from here on."""
         self._is_over = True
         for client in list(self._frozen):
             self._let_go(client, "valved ends")

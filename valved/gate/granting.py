@@ -43,7 +43,7 @@ class Granting:
         self._gating = gating
         self._books = books
         self._consent = consent
-        self._leftovers = leftovers  # where channels are in no plan: nobody would stop them at the end
+        self._leftovers = leftovers  # where channels are in no plan: no issuer would stop them at the end
         self.slices = slices or Slices(port, books, SliceSettings(), "")
         self.worths = worths
         self._grantable: frozenset[GpuIndex] = frozenset()

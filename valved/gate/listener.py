@@ -30,7 +30,7 @@ class GateListener:
         """Every few seconds. For what changes without a word, and for what could not be told at the time."""
 
     def about_to_freeze(self) -> None:
-        """Processes are told to stand next. A successor must know of them: nobody else would let them go."""
+        """Processes get a stop signal next. A successor must know of them: only valved lets them go."""
 
     def frozen_changed(self) -> None:
         """Fewer processes are frozen."""

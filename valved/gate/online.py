@@ -54,7 +54,7 @@ class OnlineService:
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds
-    unseen_ns: int = 0  # of these, while nobody looked whether it was idle
+    unseen_ns: int = 0  # of these, while valved did not look whether it was idle
     freed_ns: int = 0  # between holds
     judged_ns: int = 0  # held_ns at the breaker's last judgement
     woken_epoch: int | None = None  # of the last wake
@@ -65,7 +65,7 @@ class OnlineService:
     left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # they may come back and count on
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
-    leaked: int = 0  # of them, that nobody believes in
+    leaked: int = 0  # of them, that are not believed any more
     said: Said = SILENT  # its launcher's words on granted time
 
     def begin_hold(self, at_ns: int) -> None:
@@ -91,7 +91,7 @@ class OnlineService:
         return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
 
     def busy_ns(self, now_ns: int) -> int:
-        """Of this, the time in which it would have left them had it been idle. In the rest nobody looked: without
+        """Of this, the time in which it would have left them had it been idle. In the rest valved did not look: without
         offline work, say, or while it was paused."""
         return max(0, self.hold_ns(now_ns) - self._unseen_ns(now_ns))
 

@@ -16,11 +16,11 @@ from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSetting
 from valved.state.registry import Books, ClientEntry
 from valved.state.stats import GpuAccount
 
-TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when nobody asks for them
+TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when no call asks for them
 SELDOM_NS = 20 * TICK_NS  # between looks at a service of short holds: a mark ages by 4 % meanwhile
 LEAST_CHANGE = 50  # a cooldown that has shrunk by less than this part is not worth telling
 
-# As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: nobody has looked yet.
+# As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: not looked at yet.
 REASONS = (
     None,
     WakeReason.NO_OPEN_REQUESTS,
@@ -171,7 +171,7 @@ class Permits:
 
 
 def is_due(online: OnlineService, now_ns: int) -> bool:
-    """It is not just passing through a short hold, or nobody has looked for long."""
+    """The service is not just passing through a short hold, or was last looked at long ago."""
     return now_ns - online.since_ns >= TICK_NS // 4 or now_ns - online.looked_ns >= SELDOM_NS
 
 

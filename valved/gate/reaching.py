@@ -1,7 +1,7 @@
-"""ChannelPort over the native gate: finds the way that reaches a channel, and hands each issuer its list.
+"""ChannelPort over the native gate: finds the way to stop each channel, and gives each issuer its list of channels.
 
-A channel is reached by the best rung of the ladder that works for its RM client. A rung is tried before it is used, and
-why one was not used is kept for `valve status`.
+A channel is reached by the best rung of the ladder that works for its RM client. A rung is tried before it is used. The
+reason why a rung was not used is kept for `valve status`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.native._gate import ffi, lib
 
 _STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
-_GPU_IS_LOST = 0x0F  # it fell off the bus, and what ran there with it
+_GPU_IS_LOST = 0x0F  # the GPU fell off the bus, and its work is lost
 _INVALID_CHANNEL = 0x21
 _NOT_SUPPORTED = 0x56
-_DENIED = frozenset({0x1B, _NOT_SUPPORTED})  # to a client that names channels of others
+_DENIED = frozenset({0x1B, _NOT_SUPPORTED})  # the answer to a client that names channels of others
 _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
 
 
@@ -36,7 +36,7 @@ class NativeChannels:
         self._infos = infos
         self._refusal = refusal
         self._channels = ArmedChannels()
-        self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
+        self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was last not used
         self._unsure: list[tuple[Any, set[ChannelRef]]] = []  # the first is the native side's to write
         self._view = ffi.new("struct valve_view *")
 
@@ -77,19 +77,20 @@ class NativeChannels:
         status: int = lib.valve_gpu_cid(self._gate, channel.gpu, channel.h_client, channel.h_channel, cid)
         if status == 0 and channel.cid and cid[0] != channel.cid:
             return _INVALID_CHANNEL
-        return status if status in _GONE else 0  # cannot be asked here (older branch, refusal): the test decides
+        return status if status in _GONE else 0  # this driver cannot say (older branch, refusal): the test decides
 
     def _climb(
         self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, start: Reach = Reach.CHANNEL_OWN
     ) -> tuple[int, ArmedChannel]:
-        """Arm on the best rung that works, from the one this RM client is known to need. It is in the books then."""
+        """Arms the channel on the best rung that works, from the one that this RM client needed before, and books
+        it."""
         status = 0
         for reach in LADDER[LADDER.index(numbers.reach or start) :]:
             missing = self._missing(holder, numbers, reach)
             if missing is None:
                 entry = replace(entry, reach=reach)
                 status = self._try_and_arm(entry, is_tested=reach is numbers.reach)
-                if status in (0, -errno.ETIMEDOUT):  # a driver that hangs now has refused nothing
+                if status in (0, -errno.ETIMEDOUT):  # a driver that hangs has not refused
                     numbers.reach = reach
                     return status, entry
                 missing = readings.status_text(status)
@@ -97,12 +98,12 @@ class NativeChannels:
         if status and lib.valve_gpu_state(self._gate, entry.ref.gpu) == lib.VALVE_GPU_FAILED:
             return status, self._arm_untested(holder, numbers, entry)
         self._put(given_up := replace(entry, reach=Reach.NONE))
-        self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [entry])  # takes back what the tries left
+        self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [entry])  # undoes the tries
         return status, given_up
 
     def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel) -> ArmedChannel:
-        """A GPU that nobody can stop now is no judge of a rung: take the best that lacks nothing, which is tried again
-        with all others.
+        """Arms without a test, because this GPU cannot be stopped now. Takes the best rung that lacks nothing; later
+        tries test it with the others.
         """
         reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
         self._put(untested := replace(entry, reach=reach))
@@ -121,12 +122,12 @@ class NativeChannels:
 
     def _try_and_arm(self, entry: ArmedChannel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0
-        if not (is_tested or entry.app_disabled or self._is_gated(gpu)):  # else stopping it is the test
+        if not (is_tested or entry.app_disabled or self._is_gated(gpu)):  # else the stop itself is the test
             native = ffi.new("struct valve_entry *", self._entry(entry))
             status = lib.valve_gpu_try(self._gate, gpu, native)
         if status not in (0, -errno.ETIMEDOUT):
             return status
-        self._put(entry)  # also where the driver hangs: the mail is read when it comes back
+        self._put(entry)  # also if the driver hangs: the issuer reads the mail when the driver answers
         return self._arm(gpu, stop_now=[entry]) or status
 
     def _entry(self, channel: ArmedChannel, leaving: GateClient | None = None) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class NativeChannels:
             self._arm(channel.ref.gpu)
 
     def stop_again(self, client: ClientId, h_client: int) -> None:
-        """One call for all: the driver is asked nothing else, however often a process says this."""
+        """One call for all channels. It costs no other driver call, however often a process asks for it."""
         mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.is_armed]
         for gpu in {channel.ref.gpu for channel in mine}:
             if self._is_gated(gpu):
@@ -192,18 +193,18 @@ class NativeChannels:
         before = replace(numbers)
         numbers.h_subdevice = h_subdevice
         if fd >= 0 and lib.valve_client_take_fd(holder.native, fd) == 0:
-            numbers.fd = fd  # else it has more RM clients than a process has any use for; the fd is closed
+            numbers.fd = fd  # else the process has too many RM clients, and the fd is closed
         if numbers == before:
             return
         mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.ref.compute]
         for channel in mine:
             if numbers.fd != before.fd and is_worse(channel.reach, Reach.CHANNEL_FD):
-                # The fd has come: climb again from its rung. Orders that the old rung gave stand until the next wake,
-                # which takes back every order of every client in the plan.
+                # The fd has come: look for the best rung again, from the fd's on. Orders of the old rung hold until the
+                # next wake, which takes back every order of every client in the plan.
                 numbers.reach = None
                 self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)
             else:
-                self._put(channel)  # its entry names them
+                self._put(channel)  # its entry has the new numbers
 
     def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None:
         channel = self._channels.get(client, h_client, h_channel)
@@ -213,7 +214,7 @@ class NativeChannels:
         self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
 
     def _is_stopping(self, gpu: GpuIndex) -> bool:
-        """Stopped, or tried to be: what is armed here now is switched on with the rest."""
+        """The GPU is stopped, or a stop was tried: the next wake enables a channel that is armed now, too."""
         return lib.valve_gpu_state(self._gate, gpu) in _STOPPING
 
     def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
@@ -228,7 +229,7 @@ class NativeChannels:
         return used, "; ".join(filter(None, better))
 
     def disabled(self) -> tuple[ChannelRef, ...]:
-        """Also those about to be."""
+        """Channels that are disabled, or about to be."""
         return tuple(one.ref for one in self._channels if one.is_ours_to_run and self._is_gated(one.ref.gpu))
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
@@ -239,7 +240,7 @@ class NativeChannels:
         if status == 0:
             return LeftOff.ENABLED
         if status in _DENIED or status == -errno.ENODEV or self._infos[channel.gpu].status:
-            return LeftOff.OUT_OF_REACH  # first: what refused us our RM client is no word about the channel
+            return LeftOff.OUT_OF_REACH  # first: a refusal of our own RM client says nothing about the channel
         return LeftOff.ENDED if status in _GONE or status == _GPU_IS_LOST else LeftOff.HELD
 
     def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
@@ -248,7 +249,8 @@ class NativeChannels:
         return int(lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel, unless_held))
 
     def client_leaves(self, client: ClientId, holder: GateClient, *, lives_on: bool) -> tuple[ChannelRef, ...]:
-        """Those that were off. What can be done without their process is done later if it lives on, else now."""
+        """Forgets the client's channels and enables them. Returns those that were off. If the process lives on,
+        channels that valved can enable later stay off, and only these are returned."""
         off = list[ChannelRef]()
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
@@ -259,7 +261,7 @@ class NativeChannels:
             if was[0] == lib.VALVE_WAS_ON:
                 continue
             off.extend(channel.ref for channel in (kept if lives_on else gone))
-            if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: off until it has said more
+            if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: taken as off until it answers
                 self._unsure.append((was, {channel.ref for channel in kept}))
         return tuple(off)
 
@@ -278,5 +280,5 @@ def _entries(group: Iterable[dict[str, Any]]) -> tuple[Any, int]:
 
 
 def _can_wait(gone: Sequence[ArmedChannel]) -> list[ArmedChannel]:
-    """Whose client is gone, and we can enable them later all the same: other rungs go through the client itself."""
+    """Channels that valved can enable later without their client. All other rungs go through the client itself."""
     return [channel for channel in gone if channel.reach is Reach.CHANNEL_OWN]

@@ -18,7 +18,7 @@ class Slices:
         self._port, self._books, self._settings = port, books, settings
         self.refusal = settings.refusal(driver)  # of the node
         self._short: set[tuple[ClientId, int, int]] = set()  # groups that have it; any other is asked for again
-        self.missing: dict[GpuIndex, str] = {}  # where somebody has no short slice, and why
+        self.missing: dict[GpuIndex, str] = {}  # where a group has no short slice, and why
 
     @property
     def is_on(self) -> bool:

@@ -1,7 +1,7 @@
 """Says where offline work may run again; books how long each GPU was open or stopped.
 
 The native side closes gates by itself, and opens them while it is permitted to (gate/permits.py). What it did is booked
-from its stamps (gate/edges.py): a few times a second, and whenever somebody reads the books. Only a service's birth
+from its stamps (gate/edges.py): a few times a second, and at each reading of the books. Only a service's birth
 (held by contract) and its end are booked directly. Nothing here waits: everything is a call from the loop, a timer or a
 registration.
 """
@@ -73,7 +73,7 @@ class GateService:
         self.online[service] = online
         try:
             self.set_gpus(service, gpus)
-        except Exception:  # a service that is half there would be held by nobody and believed by everybody
+        except Exception:  # else the books would name a service that the native side does not hold
             del self.online[service]
             raise
         return online

@@ -3,7 +3,8 @@ memory was free and what online work used.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline
 work as well. Free memory counts only while no online service holds the GPU, because offline work cannot use
-what is free at other times. The memory of online work counts only while it holds the GPU: a job must leave room for it.
+the memory that is free at other times. The memory of online work counts only while it holds the GPU: a job must leave
+room for it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from valve_scheduler.model import HISTOGRAM_BINS
 
 WINDOWS_S = {"1m": 60, "10m": 600, "1h": 3600, "24h": 86400}
 SHORTEST_S, HOUR_S = 60, 3600
-SEEN_SHARE = 0.5  # of a window that must have been seen before it is reported; the shortest is from its first bucket on
+SEEN_SHARE = 0.5  # a window is reported once this share of it was seen; the shortest one from its first bucket on
 TABLES = ("beats", "elapsed", "left", "free", "online")
 YOUNG_TABLES = ("online",)
-"""A release before this one saved none: they begin empty."""
+"""Files of older releases lack these tables: they begin empty."""
 Floats = NDArray[np.float64]
 Saved = dict[str, NDArray[np.float64]]
 
 
 class Ring:
-    """Sums per bucket of time. The bucket that time comes to is emptied first."""
+    """Sums per bucket of time. A bucket is emptied when its time begins."""
 
     def __init__(self, bucket_s: int, buckets: int, gpus: int) -> None:
         self.bucket_s, self.buckets = bucket_s, buckets
@@ -70,9 +71,10 @@ class NodeSeries:
                 ring.tables["beats"][row] += np.outer(mask, mask)
 
     def book(self, at_s: float, seen_s: Sequence[float], left_s: Sequence[float]) -> None:
-        """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left.
+        """For each GPU: how much of the time since the last call was observed, and how much of that online work left
+        idle.
 
-        Nobody saw a longer silence. Added as one sum, it would count for the minutes in which it ended.
+        A longer silence counts as not observed. As one sum it would count for the minutes in which it ended.
         """
         seen = np.array(seen_s)
         seen = np.where(seen > SHORTEST_S, 0.0, seen)
@@ -82,7 +84,8 @@ class NodeSeries:
             ring.tables["left"][row] += np.clip(np.array(left_s), 0.0, seen)
 
     def memory(self, at_s: float, gpu: int, free: int, total: int, *, is_held: bool = False) -> None:
-        """`free`: all but what online and the card itself use; `is_held`: an online service has the GPU."""
+        """`free`: all memory but that of online work and of the card itself; `is_held`: an online service has the
+        GPU."""
         if total > 0:
             bytes_ = min(total, max(0, total - free if is_held else free))
             bin_ = min(HISTOGRAM_BINS - 1, bytes_ * HISTOGRAM_BINS // total)
@@ -90,7 +93,8 @@ class NodeSeries:
                 ring.tables["online" if is_held else "free"][ring.row(at_s), gpu, bin_] += 1.0
 
     def idle(self, gpu: int, window_s: int) -> float:
-        """Share of the window in which no online service was busy; of the time seen, if that is shorter."""
+        """Share of the window in which no online service was busy. If less was seen, the share of the time that was
+        seen."""
         seen_s = self.seen_s(gpu, window_s)
         return self._ring(window_s).sum("left", gpu, window_s) / seen_s if seen_s > 0 else 0.0
 
@@ -107,7 +111,7 @@ class NodeSeries:
         }
 
     def histogram(self, gpu: int) -> list[float]:
-        """Of the last hour. Where the hour has none, after a long pause for instance, of the day."""
+        """Free memory of the last hour; of the day if the hour has no sample, for instance after a long pause."""
         for ring in (self._hour, self._day):
             counts = ring.tables["free"][:, gpu].sum(axis=0)
             if counts.sum() > 0:
@@ -142,7 +146,7 @@ class NodeSeries:
         return found
 
     def restore(self, saved: Saved, at_s: float) -> bool:
-        """Returns False and changes nothing if this is of another node, or of a clock that ran differently."""
+        """Returns False and changes nothing if the file is of another node, or of another run of the clock."""
         rings = (("hour", self._hour), ("day", self._day))
         for name, ring in rings:
             bucket = saved.get(f"{name}-bucket")

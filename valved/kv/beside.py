@@ -17,7 +17,7 @@ from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex
 from valved.state.stats import MemoryCounters
 
-LOOK_NS = 5_000_000  # has a gate closed or opened, does somebody wait by now?
+LOOK_NS = 5_000_000  # has a gate closed or opened, does a service wait by now?
 LET_REST_NS = 1_000_000_000
 
 

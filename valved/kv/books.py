@@ -1,9 +1,9 @@
 """The books of KV memory: handles, orders, engines and their ranks. Questions change nothing.
 
-Who writes them: kv/ranges.py, kv/layouts.py and kv/tables.py by what clients say, kv/moves.py by what is ordered.
+kv/ranges.py, kv/layouts.py and kv/tables.py write them by what clients say, kv/moves.py by what is ordered.
 
-Trust: a shim or hook can lose its own memory by lying, or keep what it has; it cannot get at another's. A handle is
-somebody else's again only when its process has said so under an order, or is dead.
+Trust: a shim or hook can lose its own memory by lying, or keep what it has; it cannot get at another's. A handle goes
+to another process only when its process has said under an order that it is free, or is dead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What has changed in the books of KV memory, as values. kv/service.py applies them, in one place.
 
-The books (ranges, layouts, tables, unheeded) know nobody above them. They put a value here: at once, or when a time
+The books (ranges, layouts, tables, unheeded) call no object above them. They put a value here: at once, or when a time
 has come that they waited for.
 """
 

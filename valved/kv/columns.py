@@ -1,7 +1,7 @@
 """The columns of an engine, as its ranks have laid out their blocks: which have memory, which would go first.
 
 What follows from the books is remembered until they change: one look asks the same a dozen times, and a tick has asked
-all of it before somebody waits for the answers.
+all of it before a service waits for the answers.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Columns:
         return found
 
     def bare_handles(self, gpu: GpuIndex) -> Ints:
-        """That each column lacks on this GPU, and that nobody has ordered."""
+        """How many handles each column lacks on this GPU that are not ordered yet."""
         if self._bare_at != self._at.changes:  # a mark changes nothing of it
             self._bare_at = self._at.changes
             is_bare = self._standing() == NO_HANDLE

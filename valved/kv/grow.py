@@ -63,7 +63,7 @@ class Growth:
         return int(engine.backed_columns()[columns].sum())
 
     async def _let_parts_go(self, engine: Engine, columns: Ints) -> None:
-        """Handles of a column that lacks others serve nobody: no engine was told of them, and no need may follow."""
+        """Handles of a column that lacks others are of no use: no engine was told of them, and no need may follow."""
         parts = np.intersect1d(columns, engine.partial_columns())
         if len(parts):
             await self._turn.while_turning()

@@ -1,6 +1,6 @@
 """Journeys: services that take several steps and wait in between, written top to bottom.
 
-A journey is a coroutine that awaits `Pause`s. Whoever sets a pause takes the journey on at once, in the same turn
+A journey is a coroutine that awaits `Pause`s. The code that sets a pause takes the journey on at once, in the same turn
 of the loop: on the way of a reclaim no turn is lost, and tests run it on virtual time without a loop.
 """
 
@@ -63,7 +63,7 @@ def start(journey: Coroutine[Pause, None, Any]) -> None:
     what it holds is let go by its own `finally`."""
 
     def go_on() -> None:
-        if inspect.getcoroutinestate(journey) in OVER:  # nobody was left to wake it, and its `finally` set a pause
+        if inspect.getcoroutinestate(journey) in OVER:  # dropped for want of a waker; its `finally` set a pause
             return
         try:
             pause = journey.send(None)

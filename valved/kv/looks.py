@@ -1,7 +1,7 @@
 """When engines are looked at: at once when a hook rings, soon when something changed, and on a tick.
 
-Looks are cheap and come whenever something changed: an order came back, a client left. While somebody waits for memory
-they are not: whoever waits is taken on by the answers themselves, and the tick sees to the others.
+Looks are cheap and come whenever something changed: an order came back, a client left. While a service waits for memory
+they are not: the answers themselves take its journey on, and the tick sees to the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from valved.machine.ports import WorkPort
 from valved.model.ids import Role
 from valved.policy.eviction import EvictionSettings
 
-INDEX_REST = 20  # times as long as an index took nobody makes another
+INDEX_REST = 20  # times as long as an index took, no other index is made
 
 
 @dataclass(eq=False, repr=False)
@@ -65,7 +65,7 @@ class Looks:
 
     def look(self, served: Engine | None = None) -> None:
         self._is_wanted = False
-        for engine in self._books.engines_with(Role.ONLINE):  # first of all: somebody may wait for memory
+        for engine in self._books.engines_with(Role.ONLINE):  # first of all: a service may wait for memory
             if engine is not served:
                 self._reserve.serve(engine)
         self._rungs.heed()

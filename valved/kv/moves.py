@@ -23,15 +23,15 @@ from valved.state.stats import MemoryCounters
 
 CUT_FROM = 8  # slots of one process
 CUTS = {Remap.SPARSE: (0.25,), Remap.HELPER: (0.5, 0.9375), Remap.COOPERATIVE: ()}
-"""Where that which is taken from a process is cut into stages. Who gains maps one while the next is being taken, so
-that packets and computing cost no time of their own. The last is small where taking is no quicker than mapping: whoever
-maps is busy with the one before when it comes. To be made sparse is quicker."""
+"""Where the slots that are taken from a process are cut into stages. The service maps one stage while the next is being
+taken, so that packets and computing cost no time of their own. The last stage is small where taking is no quicker than
+mapping: when it comes, the service is still busy with the stage before. With `sparse` taking is quicker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePlan:
-    """What is worked out while somebody else is busy: the driver that stops the GPU, or who unmaps. It stands in no
-    book, and nobody has heard of it. If the books have changed since, or the stop failed, it is thrown away."""
+    """A plan that is made while the driver stops the GPU, or while a process unmaps. It stands in no book, and no
+    client was told of it. If the books have changed since, or the stop failed, it is thrown away."""
 
     engine: Engine
     columns: Ints

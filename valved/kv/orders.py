@@ -3,8 +3,8 @@
 An order is a packet: slots of all ranges of a process on a GPU, as runs. A shim that knows no runs gets up to 64
 slots of one range.
 
-While an order is under way its slots are claimed and its handles are moving, so nothing is ordered twice and nobody
-else gets them. An answer, or the end of the client, settles it; a client that never answers keeps what it was sent.
+While an order is under way its slots are claimed and its handles are moving, so nothing is ordered twice and no other
+process gets them. An answer, or the end of the client, settles it; a client that never answers keeps what it was sent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Order:
     status: int = 0
     is_sent: bool = True
     arrived: Pause = field(default_factory=Pause)  # it lies in the client's socket
-    settled: Pause = field(default_factory=Pause)  # nobody waits for it under a closed gate any more
+    settled: Pause = field(default_factory=Pause)  # no reclaim waits for it under a closed gate any more
     through: Pause = field(default_factory=Pause)  # its slots are what the books say
 
     @property
@@ -203,7 +203,8 @@ class Orders:
         self._settle(order)
 
     def refused(self, order: Order, instead: Order) -> None:
-        """Or it could not, and the client is asked otherwise: who waits under the gate goes on without them."""
+        """Or it could not, and the client is asked otherwise: the reclaim that waits under the gate goes on without
+        them."""
         if order.settled.is_set:
             return
         order.status = errno.EIO
@@ -245,8 +246,8 @@ class Orders:
         self.pool.free(left[len(bad) :])
 
     def client_gone(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
-        """Its orders will not be answered, and nobody waits for what it was only heard of. Call before the pool forgets
-        its ranges.
+        """Its orders will not be answered, and no reclaim waits for those that it was only told of. Call
+        before the pool forgets its ranges.
         """
         heard = [order for order in self.leaving(frozenset({client})) if order.number not in self._under_way]
         for order in [*heard, *(order for order in self._under_way.values() if order.client == client)]:

@@ -1,8 +1,8 @@
 """Takes KV memory from outside its process: which processes may be treated so, the trial, and the reclaim.
 
 A shim that is asked (VALVE_FEATURE_SPARSE) passes a descriptor of its uvm file and some scratch memory. Nothing is
-relied upon before it was tried there, on that very process (kv/trial.py). Who fails is asked between its steps; the
-reason is in the status, the journal and the audit file.
+relied upon before it was tried there, on that very process (kv/trial.py). A process that fails is asked between its
+steps; the reason is in the status, the journal and the audit file.
 
 A reclaim tells the shim first and makes the memory sparse then. The shim only corrects its books, whenever it
 comes to it; a valved that dies in between leaves a process that thinks its memory gone. Backing such slots again is
@@ -80,7 +80,7 @@ class Outside:
         self._trials = Trials(self._orders, self._turn, self._clock, self._settings)
         self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
 
-    # Who may be treated so
+    # Which processes may be treated so
 
     def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> bool:
         """KV_SCRATCH. Of several contexts of a process the last counts. False: there is no way in by it, and the uvm

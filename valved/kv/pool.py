@@ -1,15 +1,15 @@
 """The pool: every handle of the node, its descriptor, the process that maps it. Plain books; `check_integrity` adds up.
 
 A handle is free, mapped at one slot of one range, moving (an order that maps it is under way), or orphaned: its client
-has hung up, but the process lives and may still have it mapped, so nobody else gets it before that process ends or
+has hung up, but the process lives and may still have it mapped, so no other process gets it before that process ends or
 comes back and says what it holds.
 
 A handle is made by a shim, which may keep a mapping of it whatever it says. So it never leaves the trust domain in
 which it was made: across domains it goes back to the driver, and the receiver makes one anew.
 
 Handles are rows of a few arrays, not objects: a reclaim of a GiB may move 512 of them. A handle's name outlives valved:
-shims repeat it to a successor, so names start at the clock and never come again. A row does: who keeps that of a handle
-which may go back to the driver meanwhile compares names.
+shims repeat it to a successor, so names start at the clock and never come again. A row does: code that keeps the row of
+a handle which may go back to the driver meanwhile compares names.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Pool:
     def drop(self, rows: Ints, *, is_awaited: bool = False) -> None:
         """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back.
 
-        `is_awaited`: by whom it is given to next, so it must be back when this returns. Else a thread closes them: the
-        driver may be busy with its locks.
+        `is_awaited`: a process waits for the memory, so it must be back when this returns. Else a thread closes them:
+        the driver may be busy with its locks.
         """
         fds = self._fd[rows].tolist()
         if is_awaited:

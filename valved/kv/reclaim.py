@@ -2,10 +2,10 @@
 
     gate      hold every GPU concerned, wait until the native side has stopped the last one
     select    the columns whose loss costs the offline engines least (while the channels go off)
-    tell      the table says that they are lost, before anything is touched: whoever dies from here on leaves an engine
+    tell      the table says that they are lost, before anything is touched: a death from here on leaves an engine
               that recomputes for nothing, never one that believes garbage
     take      every rank puts its zero page there, and answers
-    give      who asked maps the handles (kv/grow.py), zeroes them, and reads in its own table that they are there
+    give      the service maps the handles (kv/grow.py), zeroes them, and reads in its own table that they are there
     open      the hold is dropped
 
 Taking and giving of a large one go in stages (kv/moves.py): all is told before any is taken, and the handles of a stage
@@ -49,7 +49,7 @@ from valved.policy.eviction import EvictionSettings
 from valved.state.journal import Journal
 
 STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim ...
-QUICK_NS = 5_000_000  # ... if that was quick the last time: who waits for memory waits for no request table
+QUICK_NS = 5_000_000  # ... if that was quick the last time: a service that waits for memory waits for no request table
 
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
@@ -207,7 +207,7 @@ class Reclaimer:
         reclaim.lets, reclaim.let_ns = await self._beside.until_settled(
             settled, gpus, lambda: any(need.is_waited_for() for need in reclaim.needs), deadline_ns
         )
-        await self._turn.while_turning()  # offline work stands again before anybody maps
+        await self._turn.while_turning()  # offline work is stopped again before the service maps
         reclaim.late = sum(not order.settled.is_set for order in orders)
         self._taken(reclaim, orders)
         await self._wait_given(reclaim)
@@ -260,7 +260,7 @@ class Reclaimer:
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
         reclaim.taken_ns = self._clock.now_ns()
         reclaim.freed = sum(order.done for order in orders)
-        set_ready(reclaim.needs)  # who waits comes first
+        set_ready(reclaim.needs)  # the services that wait come first
         for victims in reclaim.victims:
             self._lost_when(victims.engine, victims.columns, victims.orders)
 

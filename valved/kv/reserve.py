@@ -154,7 +154,7 @@ class Reserve:
             self._grow(engine, online, min(bare, decision.handles), rung_ns)
         elif decision.action is ReservationAction.GIVE:
             self._set_target(engine, online, memory.mapped_handles - decision.handles)
-        self._note(engine, online, decision)  # last: who waits for memory waits for no file
+        self._note(engine, online, decision)  # last: a service that waits for memory waits for no file
 
     def accept(self, per_hour: float | None) -> None:
         """Reclaims an hour and GPU that the cluster accepts on this node from now on; None: as configured."""

@@ -34,7 +34,7 @@ class SlotHandles:
 
     def __init__(self, rows: Ints) -> None:
         self.rows = rows
-        self.changes = 0  # who remembers what follows from the rows looks here
+        self.changes = 0  # code that remembers what follows from the rows looks here
 
     def put(self, places: Ints, rows: Ints | int) -> None:
         self.rows[places] = rows

@@ -1,7 +1,7 @@
 """Which handles are available, and for which service: free ones, those that a card may still make, promised ones.
 
-Whoever waits for memory has a `Need` here, from the moment it asks until the memory has arrived. What can be had counts
-for the oldest need first: nobody else takes what a reclaim freed for it, and nothing is lent meanwhile.
+A service that waits for memory has a `Need` here, from the moment it asks until the memory has arrived. What can be had
+counts for the oldest need first: no other need takes what a reclaim freed for it, and nothing is lent meanwhile.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Need:
 
     service: ServiceId
     handles: dict[GpuIndex, int]
-    promised: dict[GpuIndex, int]  # of these, what nobody else may take: all, until they are on their way
-    rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where nobody rang
+    promised: dict[GpuIndex, int]  # of these, what no other need may take: all, until they are on their way
+    rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where no hook rang
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
     coming: list[Ints] = field(default_factory=list)  # handles that are being taken for it, stage by stage

@@ -21,9 +21,9 @@ class GateTurn:
         self._gating = gating
         self._clock = clock
         self._supply = supply
-        self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
-        self._is_ahead = False  # GPUs are held for somebody who plans
-        self._watching: list[Pause] = []  # somebody waits for GPUs to stop
+        self._turn: Pause | None = None  # set when the task that has the gate for moving memory is through
+        self._is_ahead = False  # GPUs are held for a reclaim that is still planned
+        self._watching: list[Pause] = []  # tasks that wait for GPUs to stop
 
     async def mine(self) -> None:
         """Precondition of `stop`. Ends with `open`, or with `give_up` where nothing was stopped."""
@@ -32,9 +32,10 @@ class GateTurn:
         self._turn = Pause()
 
     def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
-        """Whoever is about to ask for it plans while the driver stops them. Ends with `calm`, in this turn of the loop.
+        """The caller plans while the driver stops them, and asks for the gate next. Ends with `calm`, in this turn of
+        the loop.
 
-        Not while somebody else has the gate."""
+        Not while another task has the gate."""
         if self._turn is None:
             self._is_ahead = True
             self._gating.set_moving(gpus)

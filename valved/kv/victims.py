@@ -54,7 +54,7 @@ class Stream:
         return self.queue.picks[self.taken].marginal_cost / gain if gain else math.inf
 
     def take_all(self, left: dict[GpuIndex, int]) -> None:
-        """As far as anything is missing: what `price` and `take` do one by one, for one who has no rival."""
+        """As far as anything is missing: what `price` and `take` do one by one, for an engine that has no rival."""
         gain = np.zeros(len(self.queue.picks), np.int64)
         for gpu, gains in self.gains.items():
             before = left[gpu] - (np.cumsum(gains) - gains)

@@ -69,8 +69,8 @@ void mail_reap(struct gpu *gpu)
 	}
 }
 
-/* Given up by the watchdog, or long gone although nobody waits for the GPU to stop: other processes that allocate, or
- * exit with thousands of objects, keep the driver's locks for a while (the API lock in write mode). */
+/* Given up by the watchdog, or long gone although no thread waits for the GPU to stop: other processes that allocate,
+ * or exit with thousands of objects, keep the driver's locks for a while (the API lock in write mode). */
 bool is_stuck(const struct gpu *gpu)
 {
 	uint64_t limit_ns = load_relaxed(&gpu->flight_ns) + PATIENCE * gpu->gate->config.hang_ns;
@@ -216,8 +216,8 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
  * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held.
- * *was_off: valve_was, whether what leaves with the plan before may be off. Where the issuer hangs nobody knows yet, and it is
- * written again when that is known, in a later valve_arm or valve_gate_alive; NULL: nobody asks. */
+ * *was_off: valve_was, whether what leaves with the plan before may be off. Where the issuer hangs this is not known
+ * yet, and it is written again when that is known, in a later valve_arm or valve_gate_alive; NULL: not asked. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count, uint32_t *was_off)

@@ -15,7 +15,7 @@
 
 static char nowhere;
 
-/* Without `nothing` there is no gate; without a context nobody is rung. */
+/* Without `nothing` there is no gate; without a context no process is rung. */
 int bell_open(struct ringer *ringer)
 {
 	*ringer = (struct ringer){.nothing = memfd_create("valve-nothing", MFD_CLOEXEC)};
@@ -45,8 +45,8 @@ static void reap(const struct ringer *ringer)
 		;
 }
 
-/* Any thread. Without a context, or if all fails, the word in the control page stands and nobody is told: the order runs
- * into its deadline. */
+/* Any thread. Without a context, or if all fails, the word in the control page stands and the process is not rung: the
+ * order runs into its deadline. */
 void bell_ring(const struct ringer *ringer, int eventfd)
 {
 	struct iocb look = {

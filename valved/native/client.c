@@ -157,7 +157,7 @@ void valve_client_free(struct valve_gate *gate, struct valve_client *client)
 		listener_remove(gate, client);
 		service_enlist(gate, client, false); /* waits until the listener is out of this client, too */
 		if (client->role == VALVE_ROLE_HOOK)
-			waking_kick(gate); /* nobody moves the end of its slices on */
+			waking_kick(gate); /* no hook moves the end of its slices on */
 	}
 	store_release(&client->dropped, 1); /* pairs with the acquire in late.c */
 	give_up_passed(client);

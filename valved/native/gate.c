@@ -36,9 +36,9 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 	return load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
 }
 
-/* Issuer: a GPU whose channels run, or may after a stop that was refused, is held: nobody enables more of it first. A hold
- * whose stop was tried is no reason to wait: it may fail for as long as the hold lasts, and channels that leave are
- * to be enabled. */
+/* Issuer: a GPU whose channels run, or may after a stop that was refused, is held: no more of it is enabled first. A
+ * hold whose stop was tried is no reason to wait: it may fail for as long as the hold lasts, and channels that leave
+ * are to be enabled. */
 bool gpu_is_awaited(const struct gpu *gpu)
 {
 	uint64_t holders = load_full(&gpu->holders);
@@ -69,7 +69,7 @@ static bool is_scarce(int rc)
 	return rc == -EMFILE || rc == -ENFILE || rc == -ENOMEM;
 }
 
-/* 0 also where there is no driver, or one that refuses. Else nobody knows: a gate without cards would gate none. */
+/* 0 also where there is no driver, or one that refuses. Else it is not known: a gate without cards would gate none. */
 static int open_driver(struct valve_gate *gate)
 {
 	struct valve_gpu_info cards[MAX_GPUS];

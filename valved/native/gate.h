@@ -128,7 +128,7 @@ struct valve_wake_rule {
 	uint64_t cooldown_ns;
 	uint64_t learn_ns;         /* a longer gap inside a hold must be learned from first */
 	uint64_t watch_since_ns;   /* its watchers were asked to watch */
-	uint64_t looking_since_ns; /* nobody looked before then: earlier gaps prove nothing */
+	uint64_t looking_since_ns; /* not looked at before then: earlier gaps prove nothing */
 	uint64_t watcher_lease_ns, dead_look_ns, hint_lease_ns, refused_backoff_ns, leak_ns, leak_cooldowns;
 	uint64_t look_share, look_least_ns, look_most_ns;
 };
@@ -136,7 +136,7 @@ struct valve_wake_rule {
 enum valve_wake_action { VALVE_WAKE_HOLD = 0, VALVE_WAKE_WAIT = 1, VALVE_WAKE_NOW = 2 };
 
 enum valve_wake_reason {
-	VALVE_WAKE_NONE = 0, /* nobody has looked yet */
+	VALVE_WAKE_NONE = 0, /* not looked at yet */
 	VALVE_WAKE_NO_OPEN_REQUESTS = 1,
 	VALVE_WAKE_COOLDOWN_OVER = 2,
 	VALVE_WAKE_COOLING = 3,
@@ -235,7 +235,8 @@ uint32_t valve_gate_turning(struct valve_gate *gate);
 int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                   uint32_t *cid);
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);
-/* `unless_held`: -EBUSY, and nothing is done, while somebody holds the GPU. The issuer looks, so no stop comes between. */
+/* `unless_held`: -EBUSY, and nothing is done, while a service holds the GPU. The issuer looks, so no stop comes
+ * between. */
 int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                      uint32_t unless_held);
 /*

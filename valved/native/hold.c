@@ -3,7 +3,7 @@
  * page carries a copy, the word that the launch hooks read.
  *
  *   ring   (listener)  epoch odd -> even by compare-and-swap: the winner closes all words, counts the hold on each
- *                      GPU of the service, and kicks the issuers of those that nobody held.
+ *                      GPU of the service, and kicks the issuers of those that no service held.
  *   wake   (opener)    epoch even -> odd, open all words, fence every client, re-read all counters. All idle:
  *                      drop the hold. Not idle: swap back to even; if that fails a ring has already taken a new hold.
  *
@@ -37,7 +37,7 @@ uint32_t holders_closer(uint64_t holders)
 	return (uint32_t)(holders >> 16 & 0xFFFFu);
 }
 
-/* Count one more hold. True if nobody held this GPU before, or its holder shared it in slices: its issuer must look. */
+/* Count one more hold. True if the issuer must look: no service held this GPU, or its holder shared it in slices. */
 static bool gpu_hold(struct gpu *gpu, uint32_t service)
 {
 	uint64_t old = load_relaxed(&gpu->holders), next; /* the swap decides */
@@ -49,14 +49,14 @@ static bool gpu_hold(struct gpu *gpu, uint32_t service)
 		if (closes)
 			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | (holders_count(old) + 1);
 	} while (!compare_swap(&gpu->holders, &old, next));
-	/* again, after the swap: who shares it looks at the holders after that (slice_open), so one sees the other */
+	/* again, after the swap: slice_open sets `sliced`, then looks at the holders, so one sees the other */
 	if (closes ? holders_count(old) == 0 : !load_full(&gpu->sliced))
 		return closes;
 	slice_break(gpu);
 	return true;
 }
 
-/* The first GPU that nobody holds any more is the listener's to enable (*freed); the caller passes NULL. */
+/* The first GPU that no service holds any more is the listener's to enable (*freed); the caller passes NULL. */
 static void gpu_drop(struct gpu *gpu, struct gpu **freed)
 {
 	uint64_t old = load_relaxed(&gpu->holders);
@@ -100,8 +100,8 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
-/* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that nobody
- * held (see issuer_borrow), if *taken is not set yet; the caller passes NULL for cause and taken. */
+/* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that no
+ * service held (see issuer_borrow), if *taken is not set yet; the caller passes NULL for cause and taken. */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken)
 {
@@ -114,7 +114,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 			return false;
 	} while (!compare_swap(&service->epoch, &epoch, epoch + 1));
 	epoch++;
-	raise_words(service, epoch); /* before any ioctl: whoever launches from here on need not ring */
+	raise_words(service, epoch); /* before any ioctl: launches from here on need not ring */
 	store_relaxed(&service->cause, grant_close(service, cause != NULL, seen_ns));
 	store_relaxed(&service->cause_client, cause ? cause->id : 0);
 	store_relaxed(&service->launch_ns, launch_ns);
@@ -216,7 +216,7 @@ void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *s
 }
 
 /* The epoch, once no ring is half way through counting its hold. The caller may have to wait for the listener, which is
- * short; the listener never waits, as nobody else takes a hold of a service that it opens. */
+ * short; the listener never waits, as no other thread takes a hold of a service that it opens. */
 uint32_t service_settle(const struct service *service)
 {
 	for (;;) {
@@ -286,7 +286,7 @@ static void fence_clients(void)
 		nanosleep(&drained, NULL);
 }
 
-/* By whoever may open this service: the top of this file. */
+/* By the thread that may open this service: the top of this file. */
 int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 {
 	struct service *service = &gate->service[index];
@@ -323,7 +323,7 @@ int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 		return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
 	stamp_wake(gate, service, retaken ? VALVE_STAMP_WAKE_REFUSED : VALVE_STAMP_WAKE, open);
 	if (!retaken)
-		store_release(&service->told_open, 1); /* after the stamp: who reads it finds that one */
+		store_release(&service->told_open, 1); /* after the stamp: a reader of it finds that one */
 	return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
 }
 
@@ -388,7 +388,7 @@ void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
 	}
 }
 
-/* Its clients must be gone (or detached): nobody rings for it any more. */
+/* Its clients must be gone (or detached): no client rings for it any more. */
 void valve_service_free(struct valve_gate *gate, int32_t index)
 {
 	struct service *service = &gate->service[index];

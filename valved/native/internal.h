@@ -82,8 +82,8 @@ enum mail_kind {
 	MAIL_SLICE, /* set the time slice of a channel group */
 };
 
-/* What the caller asks of an issuer. Nobody else talks to the driver about channels, so that a call that hangs there
- * never takes the caller's thread with it. */
+/* What the caller asks of an issuer. No other thread talks to the driver about channels, so that a call that hangs
+ * there never takes the caller's thread with it. */
 struct mail {
 	struct mail *next;
 	enum mail_kind kind;
@@ -283,7 +283,7 @@ struct valve_gate {
 	pthread_mutex_t roster_lock; /* watchdog against caller: client[] and their control pages */
 	uint32_t places, mutes;      /* client[] ever used; listener mutes, watchdog clears */
 
-	uint32_t services;                        /* slots ever used: nobody needs to look beyond */
+	uint32_t services;                        /* slots ever used: no loop needs to look beyond */
 	struct service service[MAX_SERVICES + 1]; /* the last: the watchdog's guard, which has no clients */
 	struct stamp_ring stamps;
 };

@@ -78,13 +78,13 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 	if (!stamp.status)
 		until_tell(gpu, gpu->plan, 0);
 	tell_stop(gpu, holders, &stamp, again);
-	store_release(&gpu->state, /* last: who reads it finds the stamp */
+	store_release(&gpu->state, /* last: a reader of it finds the stamp */
 	              stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);
 	return stamp.status == 0;
 }
 
-/* Say that the GPU is stopped no longer, before the first call. False if it is held again by now: either we see that
- * hold, or whoever took it sees that nothing is proven any more (both sides store, then load, in full order). */
+/* Say before the first call that the GPU is stopped no longer. False if it is held again by now: either we see that
+ * hold, or its thread sees that nothing is proven any more (both sides store, then load, in full order). */
 static bool leave_stopped(struct gpu *gpu)
 {
 	store_full(&gpu->state, VALVE_GPU_ENABLING);
@@ -95,9 +95,9 @@ static bool leave_stopped(struct gpu *gpu)
 	return false;
 }
 
-/* With the end of a grant told first: who dies from here on leaves channels that stop themselves. If that end has changed
- * meanwhile it is told anew, but not to a GPU that is held by now: its channels keep the end that they were enabled with
- * until they are stopped. */
+/* Tells the end of a grant first: if valved dies from here on, it leaves channels that stop themselves. If that end has
+ * changed meanwhile it is told anew, but not to a GPU that is held by now: its channels keep the end that they were
+ * enabled with until they are stopped. */
 static int run(struct gpu *gpu, uint64_t until_ns)
 {
 	int status;
@@ -141,8 +141,8 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 	return true;
 }
 
-/* While channels run their end may move, or be taken away. Who had claimed the old one may have stopped itself for it. Returns
- * after how long to look again, 0: when kicked. */
+/* While channels run their end may move, or be taken away. A client that had claimed the old one may have stopped
+ * itself for it. Returns after how long to look again, 0: when kicked. */
 static uint64_t follow_end(struct gpu *gpu)
 {
 	uint64_t until_ns = load_full(&gpu->until_ns); /* first: see turn */
@@ -196,8 +196,8 @@ static uint64_t follow(struct gpu *gpu)
 	return rest_ns;
 }
 
-/* A mail that had been given up came back while the GPU is stopped: nobody waits for its answer any more. What it was
- * to stop is in the plan, so a bad answer is mended there; a good one takes back what the watchdog said. */
+/* A mail that had been given up came back while the GPU is stopped: no thread waits for its answer any more. What it
+ * was to stop is in the plan, so a bad answer is mended there; a good one takes back what the watchdog said. */
 static void recover(struct gpu *gpu, int status)
 {
 	struct valve_stamp stamp = {.kind = VALVE_STAMP_GATE, .gpu = gpu->index};
@@ -310,7 +310,7 @@ bool issuer_borrow(struct gpu *gpu)
 	return (seat & SEAT_ASLEEP) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_ASLEEP) | SEAT_LENT);
 }
 
-/* Borrower: nobody else listens. So the sleeping issuer does, and the seat is ours. */
+/* Borrower: no other thread listens. So the sleeping issuer does, and the seat is ours. */
 void issuer_keep(struct gpu *gpu)
 {
 	uint32_t seat = load_relaxed(&gpu->seat);
@@ -337,10 +337,10 @@ static uint64_t sooner(uint64_t one, uint64_t other) /* 0: never */
 void issuer_serve(struct gpu *gpu)
 {
 	for (;;) {
-		/* First of all: whoever changes something kicks afterwards. */
+		/* First of all: a thread that changes something kicks afterwards. */
 		uint32_t seen = load_acquire(&gpu->kick);
-		uint32_t owes_release =
-		        swap(&gpu->owes_release, 0); /* then the mail: its plan may name who is held */
+		uint32_t owes_release = swap(&gpu->owes_release,
+		                             0); /* then the mail: its plan may name clients that are held */
 		uint64_t timeout_ns;
 
 		read_mail(gpu);

@@ -3,7 +3,8 @@
  * three places, and its place says what it is owed:
  *
  *   the plan             whatever its GPU is owed (issuer.c)
- *   a list of run_now    an enable; where the driver refuses it, the issuer keeps the mail and asks again: nobody else would
+ *   a list of run_now    an enable; where the driver refuses it, the issuer keeps the mail and asks again: no other
+ * thread would
  *   neither              nothing
  *
  * So a channel that comes (back) into the plan is taken off all lists at that moment, and one that has run at once. A list is no

@@ -1,7 +1,8 @@
 /*
  * listener.c - two threads sleep on the doorbells of all online clients: one epoll, edge-triggered, never read (one
- * eventfd in many epolls costs 30 us a ring, and a read is a system call that nobody needs). The kernel wakes one of them for
- * an event, the one that ran last; the other is there while that one is in the driver. They handle events one at a time.
+ * eventfd in many epolls costs 30 us a ring, and a read is a system call without a use). The kernel wakes one of them
+ * for an event, the one that ran last; the other is there while that one is in the driver. They handle events one at a
+ * time.
  *
  * The same threads sleep on the timer of the next look (waking.c): whatever opens or closes the words of a service that
  * wakes by itself is one thread at a time, and needs no other lock.
@@ -20,13 +21,14 @@
 	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
 #define MAX_IDLE  64u /* ... is not listened to until the watchdog's next round */
 #define PLAUSIBLE 1000000000u
-#define TRIES     1000u /* some 20 us: a batch takes less, and who sleeps comes back after 50 */
+#define TRIES     1000u /* some 20 us: a batch takes less, and a thread that sleeps comes back after 50 */
 
 /* Odd while events are being handled. Full order: either the caller, having unpublished something, sees odd here and
  * waits, or what follows sees that it is unpublished. */
 static void turn_page(struct valve_gate *gate)
 {
-	store_full(&gate->listener_turn, load_relaxed(&gate->listener_turn) + 1); /* nobody else writes it */
+	store_full(&gate->listener_turn,
+	           load_relaxed(&gate->listener_turn) + 1); /* no other thread writes it */
 }
 
 static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns, struct gpu **taken)
@@ -164,7 +166,8 @@ void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mu
 	store_relaxed(&client->muted, mute);
 	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
 	if (mute)
-		store_release(&gate->mutes, 1); /* pairs with the swap in watchdog_main: it finds whom */
+		store_release(&gate->mutes,
+		              1); /* pairs with the swap in watchdog_main, which finds the client */
 }
 
 /* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */

@@ -1,6 +1,6 @@
 /*
- * mail.c - what an issuer does for a mail. It may have lain there for long: what it is to run is looked at when it is read, for a
- * stop may have come meanwhile, and a newer plan. The issuer alone.
+ * mail.c - what an issuer does for a mail. A mail may have waited for long. So the issuer checks, when it reads the
+ * mail, what may still run: a stop or a newer plan may have come meanwhile. Only the issuer's thread runs this.
  */
 #include "internal.h"
 
@@ -22,8 +22,8 @@ static bool is_open(const struct gpu *gpu)
 	       gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED;
 }
 
-/* One channel. One of the plan is run while the plan is, and else with it. With `unless_held` a refusal is the sender's to
- * remember, but for one in the plan. */
+/* Enables one channel. A channel of the plan runs now if the plan runs, else later with it. With `unless_held` the
+ * sender remembers a refusal, except for a channel of the plan. */
 static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held)
 {
 	struct plan_step *step = mail->run_now->step;
@@ -35,7 +35,7 @@ static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held
 		if (!status && !step->on.numChannels)
 			status = NV_ERR_OBJECT_NOT_FOUND;
 	}
-	/* A hold that it was left to may be over before it is followed. */
+	/* The hold that keeps it off may end before the issuer follows that hold. */
 	if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
 		store_release(&gpu->state, VALVE_GPU_ENABLING);
 	if (!status || unless_held)
@@ -50,11 +50,12 @@ static int change_plan(struct gpu *gpu, const struct mail *mail)
 	gpu->owed |= late_join(gpu);
 	if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED) {
 		status = walk_stop(gpu, mail->stop_now);
-		/* A newer plan, taken already, may not name the channels that were held for this one. */
+		/* A newer plan that is in use already may not name the channels that this mail held. */
 		order_move(gpu, mail->stop_now, gpu->plan);
 	}
 	if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
-		store_release(&gpu->state, VALVE_GPU_ENABLING); /* what is off is in this plan or leaves it */
+		store_release(&gpu->state,
+		              VALVE_GPU_ENABLING); /* channels that are off are in this plan or leave it */
 	gpu->owed = false;
 	if (gpu->state < VALVE_GPU_STOPPED)
 		late_forget(mail->run_now);

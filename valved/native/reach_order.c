@@ -30,7 +30,7 @@ static void set_word(struct valve_client *client, bool held)
 		;
 }
 
-/* Say the order that the bits mean, until nobody changed them meanwhile. Two threads may say it side by side: the
+/* Say the order that the bits mean, until they did not change meanwhile. Two threads may say it side by side: the
  * last one to look sees the final bits, and says those. */
 static uint32_t publish(struct valve_client *client, bool again)
 {
@@ -93,7 +93,7 @@ static int begin_hold(struct gpu *gpu, struct plan_step *step, bool stop)
 	return 0;
 }
 
-/* Nobody waits for RUN: a client that is late to resume harms only itself. */
+/* No thread waits for RUN: a client that is late to resume harms only itself. */
 static int finish_order(struct gpu *gpu, struct plan_step *step)
 {
 	return order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns);

@@ -78,7 +78,7 @@ int rm_read_version(const struct valve_os *os, char version[64])
 	return rc;
 }
 
-/* The layout run that a version belongs to, or NULL for a driver that nobody has looked at. */
+/* The layout run that a version belongs to, or NULL for a driver that was not looked at. */
 const struct nv_branch *rm_branch(const char *version)
 {
 	unsigned long number = strtoul(version, NULL, 10);

@@ -3,13 +3,13 @@
  * service that holds, with a shorter slice than the service's own; the card runs the side that has work, so the pause between two
  * steps is the grant, and no call is made for it.
  *
- * The service goes on holding and its words stay closed, so its launches ring nobody. What ends it is therefore said
+ * The service goes on holding and its words stay closed, so its launches do not ring. What ends it is therefore said
  * otherwise: its hook rings when something comes that is not a step (grant_until_ns in the past); its time is over, for the
  * hook moves that on as long as it steps, and no further than the stated gap from the last step that it told of, so that a
  * hook that hangs or errs shares no reader's wait beyond what the owner consented to; a second process of the service
- * launches; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and slice_break tells of it);
- * the caller takes permission or consent back. A service that lets go ends it too, before its hold is dropped: a process that
- * launches after that finds no slices.
+ * launches; another service holds one of the GPUs (gpu_target: slices are for one holder alone, and slice_break tells
+ * of it); the caller takes permission or consent back. A service that lets go ends it too, before its hold is dropped:
+ * a process that launches after that finds no slices.
  *
  * The thread that opens and closes its service opens and closes it too (hold.c). The end is told to the offline clients as
  * that of a grant, and each time that it moves.
@@ -35,7 +35,7 @@ static bool is_mine(const struct service *service, uint32_t gpu)
 }
 
 /* At most one process of the service launches. The hook that moves the end on tells of the steps of one engine alone: what
- * a second one does is unknown to it, and rings nobody. */
+ * a second one does is unknown to it, and does not ring. */
 bool slice_is_sole(const struct service *service)
 {
 	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
@@ -87,7 +87,7 @@ void slice_close(struct valve_gate *gate, struct service *service, uint64_t now,
 		store_relaxed(&service->granted_ns, load_relaxed(&service->granted_ns) + now - since_ns);
 }
 
-/* Somebody has held a GPU, or it has lost its slices. */
+/* False: another service has held a GPU, or this one has lost its slices. */
 static bool is_alone(const struct valve_gate *gate, const struct service *service)
 {
 	for (uint32_t i = 0; i < gate->gpu_count; i++)

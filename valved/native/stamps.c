@@ -35,7 +35,7 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool l
 			if (compare_swap(&ring->head, &at, at + 1))
 				break;
 		} else if (turn < 2 * (at / STAMPS)) {
-			add_fetch(&ring->lost, 1); /* full: nobody has drained it for thousands of edges */
+			add_fetch(&ring->lost, 1); /* full: not drained for thousands of edges */
 			return;
 		} else {
 			at = load_relaxed(&ring->head);

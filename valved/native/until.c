@@ -1,6 +1,6 @@
 /*
  * until.c - an issuer tells the offline clients of its GPU until when they may run (valve_grant.run_until_ns), so that a grant
- * ends even if nobody is left to end it.
+ * ends even if valved is gone.
  *
  * A client that finds its time over, and valved late, claims that time, looks again, and stops its own channels. The word is
  * cleared only after our own stop came back, so a client that stopped itself knows from the cleared word that everything is off

@@ -1,5 +1,5 @@
 /*
- * waking.c - the listener opens, too: while a service has a permission, whoever is the listener looks at its clients when a
+ * waking.c - the listener opens, too: while a service has a permission, the listener looks at its clients when a
  * look falls due, decides (decide.c) and wakes it, without Python.
  *
  * The permission is the caller's word that nothing it knows stands in the way (no brake, no client on its way back, no rest
@@ -7,7 +7,7 @@
  * touches the service itself (waking_withdraw): afterwards no look is under way and none will begin.
  *
  * What only Python can judge ends here with a question: a gap inside the hold that may lengthen the cooldown stops the
- * decision until the caller, who learns from gaps, has given a new permission.
+ * decision until the caller, which learns from gaps, has given a new permission.
  */
 #include "internal.h"
 
@@ -83,7 +83,7 @@ static void see_launcher(const struct valve_client *client, const struct valve_w
 	valve_client_view((struct valve_client *)client, &view, false); /* without gaps it changes nothing */
 	heard_ns = view.watcher_ns > rule->watch_since_ns ? view.watcher_ns : rule->watch_since_ns;
 	if (!view.submitted && !view.watcher_ns)
-		heard_ns = now; /* who launched nothing has no watcher yet, and nothing to prove */
+		heard_ns = now; /* a client without a launch has no watcher yet, and nothing to prove */
 	waking_rouse(client);
 	valve_wake_launcher(seen, rule, now, view.filled && view.submitted == view.idle_submitted,
 	                    view.idle_ns < now ? view.idle_ns : now, heard_ns);
@@ -221,7 +221,7 @@ static uint64_t turn_to(struct valve_gate *gate, uint32_t index, uint64_t now, s
 	struct service *service = &gate->service[index];
 	uint64_t next = grant_turn(gate, index, now);
 
-	/* Full order: either the caller, who takes it back, waits for this turn, or we see it taken. */
+	/* Full order: either the caller, which takes it back, waits for this turn, or we see it taken. */
 	if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
 		return next;
 	if (service->due_ns <= now)
@@ -265,7 +265,7 @@ void waking_kick(struct valve_gate *gate)
 
 	store_full(&gate->kicked, 1);
 	if (write(gate->wake, &one, sizeof one) < 0)
-		return; /* the counter is full: it has an edge that nobody has seen yet */
+		return; /* the counter is full: it has an edge that was not seen yet */
 }
 
 static void take_back(struct valve_gate *gate, struct service *service)
@@ -276,7 +276,7 @@ static void take_back(struct valve_gate *gate, struct service *service)
 	listener_quiesce(gate);
 }
 
-/* Nobody would end slices without a permission. */
+/* No thread would end slices without a permission. */
 void waking_withdraw(struct valve_gate *gate, struct service *service)
 {
 	take_back(gate, service);

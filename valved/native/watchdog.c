@@ -3,12 +3,13 @@
  * gives muted doorbells another chance, and watches the issuers. A disable that does not come back in time is
  * reported, and the next rung (HOLD) is ordered for the clients it concerns while the ioctl still hangs.
  *
- * Nobody wakes it: an issuer in a hurry makes no system call for it. It looks once per hang_ns, so it sees every flight
- * before that one's time is over, and sleeps to the very end of that time. Only what is late is looked at more often.
+ * No thread wakes it: an issuer in a hurry makes no system call for it. It looks once per hang_ns, so it sees every
+ * flight before that one's time is over, and sleeps to the very end of that time. Only what is late is looked at more
+ * often.
  *
- * It watches the caller, too. While Python's loop is stuck nobody is welcomed, so an online process that starts now would
- * launch beside offline work: every GPU is held until the loop turns again. A loop that stays away is as good as dead:
- * then the heartbeat ends, and shims do what they do when valved is gone.
+ * It watches the caller, too. While Python's loop is stuck no client is welcomed, so an online process that starts now
+ * would launch beside offline work: every GPU is held until the loop turns again. A loop that stays away is as good as
+ * dead: then the heartbeat ends, and shims do what they do when valved is gone.
  */
 #include "internal.h"
 
@@ -20,7 +21,7 @@ static uint64_t sooner(uint64_t a, uint64_t b)
 }
 
 /* Returns when to look at it again, UINT64_MAX: no sooner than at others. A flight that takes long while its GPU runs
- * harms nobody yet; it is looked at again in the next round. */
+ * harms no service yet; it is looked at again in the next round. */
 static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 {
 	uint32_t word = load_acquire(&gpu->flight), number = word >> 2;
@@ -47,7 +48,7 @@ static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp, true);
 	issuer_owe_release(gpu);
-	waking_kick(gpu->gate); /* a listener may hang there, and have set the timer for nobody */
+	waking_kick(gpu->gate); /* a listener may hang there: then the timer that it set wakes no thread */
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
 	return UINT64_MAX;
 }
@@ -104,10 +105,10 @@ static void *watchdog_main(void *argument)
 		for (uint32_t i = 0; i < gate->gpu_count; i++)
 			next = sooner(next, watch_flight(&gate->gpu[i], now, round_ns));
 		next = sooner(next, watch_caller(gate, now, round_ns));
-		if (muted || beat) /* pages that nobody need look at stay out of our cache */
+		if (muted || beat) /* pages without need stay out of our cache */
 			tend_clients(gate, beat && silent_ns(gate, now) <= GIVEN_UP * gate->config.loop_ns,
 			             now);
-		if (muted) /* who rings for nothing goes on, as a rule */
+		if (muted) /* a client that rings for nothing goes on, as a rule */
 			next = sooner(next, now + round_ns);
 		if (beat)
 			last_beat_ns = now;

@@ -1,4 +1,4 @@
-"""What a change in a room below means for those above: read here which parts are told, and in which order.
+"""Passes changes in one room of valved on to the rooms above it: each method shows the parts it calls, in their order.
 
 The KV room has a listener of its own, kv/service.py, and reports nothing further up.
 """
@@ -38,7 +38,7 @@ class GateNews(GateListener):
         kv: Kv | None,
     ) -> None:
         self._books = books
-        self._revision = -1  # of the books, when all that follows from them was last told
+        self._revision = -1  # of the books, when the parts below last got them
         self._channels = register.channels
         self._ladder = ladder
         self._granting = granting
@@ -49,14 +49,14 @@ class GateNews(GateListener):
     def drained(self) -> None:
         try:
             self.opened()
-        finally:  # a reclaim waits for its stop, also where a process could not be let go
+        finally:  # a reclaim waits for this stop, also if `opened` fails
             if self._kv is not None:
                 self._kv.turn.gate_drained()
 
     def opened(self) -> None:
         try:
             self._channels.schedules.release()
-        finally:  # nobody stays frozen because a call could not be answered
+        finally:  # also if an answer fails: else processes would stay frozen
             self._ladder.thaw()
 
     def stop_failed(self, stamp: Stamp) -> None:
@@ -66,10 +66,10 @@ class GateNews(GateListener):
         self._channels.lease.refresh()
 
     def clients_changed(self) -> None:
-        self._revision = -1  # it is all looked at once more, soon: this may fail half way
+        self._revision = -1  # `time_passed` does all of this again: it may fail half way
         try:
             self.places_changed()
-        finally:  # a consent that was taken back stands in no file because something else failed
+        finally:  # also if the above fails: no file may name a consent that was taken back
             self._sharing.refresh()
 
     def places_changed(self) -> None:
@@ -84,7 +84,7 @@ class GateNews(GateListener):
     def about_to_freeze(self) -> None:
         try:
             self._handover.save()
-        except Exception:  # who is to stand must stand; what fails here is told when the file is written again
+        except Exception:  # the process must be stopped all the same; the next writing of the file reports the failure
             self._handover.save_soon()
 
     def frozen_changed(self) -> None:
@@ -128,8 +128,8 @@ class ClientsNews(ClientsListener):
             try:
                 said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
                 self._node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
-            except Exception as error:  # one that is never taken up must not keep everybody from joining
+            except Exception as error:  # one bad claim must not keep the others from joining
                 if isinstance(error, OSError) and is_scarce(error):
-                    return  # it stays
+                    return  # the claim stays in the folder
                 text = f"claim of process {claim.pid}, left while no valved answered: {error}"
                 self._journal.emit(EventKind.NOTED, reason=text)

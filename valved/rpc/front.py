@@ -2,7 +2,7 @@
 
 gRPC does not say which user called over a unix socket, and it accepts without end. This listener reads the peer's uid
 before anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have
-more, and places that nobody else can take. So no user can use up the descriptors of valved, or another user's calls.
+more, and places that no other user can take. So no user can use up the descriptors of valved, or another user's calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from valved.fds import Fds
 PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 PEER_NAME = "valve-api-"
 WELCOME, TURNED_AWAY = "welcome", "turned_away"
-TURNED_AWAY_AT_ONCE = 8  # connections beyond anybody's places that are held open to be told why
-EARLY_BYTES = 1 << 20  # of one caller, until it is passed on
-TURNED_AWAY_S = 2.0  # so long
+TURNED_AWAY_AT_ONCE = 8  # refused connections that stay open until they are told why
+EARLY_BYTES = 1 << 20  # kept of one caller until its connection is passed on
+TURNED_AWAY_S = 2.0  # how long a refused connection stays open
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Crowd:
         self._count: Counter[int] = Counter()
 
     def refusal(self, uid: int) -> str:
-        """Why this user gets no further one; empty: it does."""
+        """Why this user gets no further one; empty: the user gets it."""
         if uid in self.own:
             taken = sum(self._count[one] for one in self.own)
             return self._full("root and valved's user", taken) if taken >= self._places.own else ""
@@ -80,7 +80,7 @@ class Front:
         self._turned_away = 0
 
     async def start(self, mode: int, gid: int) -> None:
-        """The umask closes the moment between bind and chmod."""
+        """The umask keeps other users out between bind and chmod."""
         self._path.unlink(missing_ok=True)
         with Fds() as fds:
             listener = fds.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
@@ -105,7 +105,7 @@ class Front:
             one.abort()
 
     def enter(self, one: _Outer) -> bool:
-        """False: this connection is closed at once. One that is turned away stays until it has heard why."""
+        """False: close this connection at once. A refused one stays open until it is told why."""
         one.is_welcome = not self.crowd.refusal(one.uid)
         if one.is_welcome:
             self.crowd.enter(one.uid)
@@ -127,7 +127,7 @@ class Front:
             self._turned_away -= 1
 
     async def connect(self, outer: _Outer) -> asyncio.Transport:
-        """The name to which the connection is bound is what gRPC calls its peer; it cannot be guessed and taken."""
+        """Binds the connection to a name that gRPC then reports as its peer. No user can guess the name and take it."""
         loop = asyncio.get_running_loop()
         welcome = WELCOME if outer.is_welcome else TURNED_AWAY
         with Fds() as fds:
@@ -175,7 +175,7 @@ class _Outer(_Half):
         self.is_welcome = False
         self._front = front
         self._joining: asyncio.Task[None] | None = None
-        self._early = b""  # before 3.11.3 a transport that is paused as it is made reads all the same
+        self._early = b""  # Python before 3.11.3: a transport reads although it was paused when made
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -184,7 +184,7 @@ class _Outer(_Half):
         if not self._front.enter(self):
             self.transport.abort()
             return
-        self.transport.pause_reading()  # until there is somebody to pass it to
+        self.transport.pause_reading()  # until the connection to gRPC stands
         self._joining = asyncio.get_running_loop().create_task(self._join())
 
     async def _join(self) -> None:

@@ -51,7 +51,7 @@ class Desk:
         placed = timelines[mine].place(task)
         is_old = now_s - task.age_from_s >= self._defer.age_limit_s
         choice = choose(timelines, [task] * len(seated), self._settings.score)
-        # Another one should train first: unless nobody else asks, it will, and this one asks again.
+        # Another trainer should train first. If any other one asks, it will do so, and this one asks again.
         is_other = choice.index != mine and timelines[mine].owed_s > 0
         late = must_defer(timelines, mine, placed, self._usual(seated, now_s), now_s, self._settings.score, self._defer)
         if not is_old and (is_other or late):

@@ -1,4 +1,4 @@
-"""What trainers tell the ledger and what it tells them."""
+"""The messages between trainers and the ledger."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Any
 
 
 class LedgerRefused(Exception):
-    """Why the ledger does not take this."""
+    """The ledger refuses what a trainer sent. The text says why."""
 
 
 class Gone(LedgerRefused):
-    """The trainer was given up: it begins again at its last push."""
+    """The ledger has given the trainer up. The trainer begins again at its last push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     trainer: int
     version: int
-    start: str  # blob of the version; empty: the adapter as its seed makes it
+    start: str  # blob of the version; empty: the adapter that the seed makes
     push: str  # blob of this trainer's last push in this round, or empty
     tokens: int  # in that push
     steps: int
     kept: int  # micro-batches of the job so far, of all trainers
-    silent_s: float  # a trainer that says nothing for so long is given up
-    given_up: tuple[int, ...] = ()  # the trainers that had its name
+    silent_s: float  # a trainer that is silent for this long is given up
+    given_up: tuple[int, ...] = ()  # former trainers of the same name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStanding:
-    """Of a job at one moment: another trainer may end the round at any other."""
+    """The state of a job's round at one moment. Another trainer may end the round at any time."""
 
     version: int
     tokens: int  # of a usual micro-batch
     is_done: bool
-    queued_s: float | None  # when what waits longest was first queued, if any of it is handed out now
-    parts: list[dict[str, Any]] | None  # the last push of each trainer, when there is nothing more to wait for
+    queued_s: float | None  # when the oldest waiting micro-batch was queued; None: none is handed out now
+    parts: list[dict[str, Any]] | None  # the last push of each trainer; None: the round is not complete yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """Cumulative within a round: adapter, moments and tokens since the version, and the micro-batches new in it."""
+    """What a trainer sends. `blob` and `tokens` cover the round so far. `numbers` names the micro-batches new in this
+    push."""
 
     numbers: Sequence[int]
     tokens: int

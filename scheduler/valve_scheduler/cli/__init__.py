@@ -1,1 +1,1 @@
-"""Serves people: `valve cluster` and what the chart runs before an uninstall."""
+"""The command `valve cluster`, and the drain that the chart runs before an uninstall."""

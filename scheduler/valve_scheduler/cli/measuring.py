@@ -1,6 +1,6 @@
 """`valve cluster measure`: a workload run by hand at several memory limits, and the profile that comes of it.
 
-The command is the workload's own benchmark on a GPU that nobody else uses. `{mib}` and `{share}` in it become the limit
+The command is the workload's own benchmark on a GPU without other work. `{mib}` and `{share}` in it become the limit
 in MiB and as a share of the card; what it prints is searched for its tokens per second. Where it fails it did not fit.
 """
 

@@ -1,8 +1,8 @@
 """Makes the rows of figures that people see of a fleet, from the objects of the API. Pure.
 
 What harvesting would save is what the placement model promises a job on one GPU at a time: the share of time it may run
-times its memory factor, with the prior curve of a job that nobody measured. Observing nodes are judged by the same rule
-as harvesting ones, so the figure before the switch is the one that holds after it.
+times its memory factor, with the prior curve of a job without a measurement. Observing nodes are judged by the same
+rule as harvesting ones, so the figure before the switch is the one that holds after it.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """What each namespace got from harvesting and what it lent, also by owner and service, from counters of nodes. Pure.
 
 A node's counters start anew with its daemon and end with the pod; the account of the namespace keeps their sum and the
-last value seen of each, in one object and one write, so nothing is lost or counted twice by a restart of anybody. An
-account follows a thousand pods at most: with more it goes on in a second object (usage-2, ...), and the amounts of all
-of them together are what the namespace got.
+last value seen of each, in one object and one write, so nothing is lost or counted twice when a daemon or a controller
+restarts. An account follows a thousand pods at most: with more it goes on in a second object (usage-2, ...), and the
+amounts of all of them together are what the namespace got.
 
 What tokens were worth comes from a profile and an engine that tenants bring. So a pod saves at most what it harvested:
 `creditSeconds` of its row is the harvested time that no token has been counted for yet.

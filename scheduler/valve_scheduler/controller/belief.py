@@ -1,7 +1,7 @@
 """Whether the word of a profile that Valve measured it (`MeasuredByNode`) is believed.
 
 An admission policy leaves that word to the controller. Between two steps of an upgrade, after a rollback or while the
-policy is switched off anybody may write it, and what was written then still stands when the policy is back. So a
+policy is switched off every tenant may write it, and what was written then still stands when the policy is back. So a
 profile is believed only if it was made under the policy that stands now: all that was ever written into it, the policy
 has let through. Both times are the API server's."""
 

@@ -15,7 +15,7 @@ from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.state import ClusterState
 
 WORTH_IT = 0.1  # predicted share of the other node; a move costs a start
-AT_ONCE = 32  # pods that a round judges: each may need a ranking of the whole fleet, and the lease waits for nobody
+AT_ONCE = 32  # pods that a round judges: each may need a ranking of the whole fleet, and the lease must be renewed
 
 
 class Better:

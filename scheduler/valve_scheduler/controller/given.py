@@ -1,8 +1,8 @@
 """What a node gave a pod, by the node's own measures alone: time with the gate open, and memory. Pure.
 
-An OfflineProfile that a tenant brought says how fast its job is when it is alone. Nobody checks that, so it never
+An OfflineProfile that a tenant brought says how fast its job is when it is alone. Valve cannot check that, so it never
 decides that a pod is moved: a miss counts towards a move when open time and memory alone prove it. What memory is worth
-is judged by the curve of jobs that nobody has measured.
+is judged by the curve of jobs without a measurement.
 """
 
 from collections.abc import Collection

@@ -1,8 +1,9 @@
 """Offline pods on a GPU under guard: a process that Valve cannot see uses it, and that may last for good.
 
-Such a pod is stopped and nothing is judged of it, as it is nobody's miss. Its owner is told once the guard has lasted
-for longer than a restart of an online pod takes. As long after its beginning as a broken promise needs to count (for
-best effort an hour of the floor) the pod may be moved, by the same budget and back-off, where another GPU takes it."""
+Such a pod is stopped. The monitor does not judge it, because neither the job nor the node missed anything. Its owner is
+told once the guard has lasted for longer than a restart of an online pod takes. As long after its beginning as a broken
+promise needs to count (for best effort an hour of the floor) the pod may be moved, by the same budget and back-off,
+where another GPU takes it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

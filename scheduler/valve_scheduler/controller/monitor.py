@@ -66,9 +66,9 @@ class Sample:
     is_movable: bool = True  # a controller makes it anew; a bare pod that is evicted is lost
     namespace: str = ""
     gpus: int = 1
-    is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
+    is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: not a miss
     is_measured: bool = False  # the controller measured the standalone speed; else it is the tenant's word
-    memory: float = 1.0  # share of its speed that the free memory of its GPUs leaves to a job nobody measured
+    memory: float = 1.0  # share of its speed that the free memory of its GPUs leaves to an unmeasured job
 
     @property
     def is_best_effort(self) -> bool:
@@ -156,7 +156,7 @@ def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> T
     )
     if achieved >= wanted:
         if sample.tokens is None or sample.is_best_effort:
-            return _begin(sample, Verdict.NO_TOKENS)  # it had the time; what it made of it nobody knows
+            return _begin(sample, Verdict.NO_TOKENS)  # it had the time; it does not report what it made of it
         return _begin(sample, Verdict.MET, achieved=achieved)
     if not sample.is_measured and sample.runnable_s is not None:
         given = (sample.runnable_s - track.begin_runnable_s) / span_s * sample.memory
@@ -177,9 +177,9 @@ def choose_evictions(
     settings: MonitorSettings,
     namespaces: Mapping[str, str] | None = None,
 ) -> list[Track]:
-    """Who goes now: the worst of the namespace that had the fewest moves, or the longest ago; a few per owner, within
-    what is left of the budget. How badly a pod misses rests on a profile that its tenant wrote, so it ranks within the
-    tenant alone. `namespaces`: of owners, those whose pods wait among them."""
+    """The pods to move now: the worst of the namespace that had the fewest moves, or the longest ago; a few per owner,
+    within what is left of the budget. How badly a pod misses rests on a profile that its tenant wrote, so it ranks
+    within the tenant alone. `namespaces`: of owners, those whose pods wait among them."""
     tracks = list(tracks)
     recent = {uid: sum(now_s - at_s < settings.budget_s for at_s in one.evicted_at_s) for uid, one in owners.items()}
     left = max(1, int(settings.budget_share * running)) - sum(recent.values())
@@ -241,7 +241,7 @@ def is_unreachable(owner: Owner, now_s: float, settings: MonitorSettings) -> boo
 
 
 def _need(track: Track) -> tuple[bool, float, str]:
-    """Who was promised most of what it did not get comes first; who was promised nothing comes last."""
+    """The pod that misses most of what it was promised comes first; a pod that was promised nothing comes last."""
     sample = track.sample
     return sample.is_best_effort, (track.achieved or 0.0) / (sample.sla or 1.0), sample.pod_uid
 

@@ -19,8 +19,8 @@ from valve_kube.objects import Object, annotation, created_at_s, pod_place, work
 
 log = logging.getLogger(__name__)
 
-# Values of status.source. Only the controller writes the first. A former release let anybody write "Measured": that is
-# the tenant's word, like Manual.
+# Values of status.source. Only the controller writes the first. A former release let every tenant write "Measured":
+# that is the tenant's word, like Manual.
 MEASURED, BY_HAND = "MeasuredByNode", "Manual"
 # Below this the first compile and a cold cache are most of what was measured.
 MIN_RUNNABLE_S = 60.0
@@ -138,7 +138,7 @@ async def store_by_hand(client: KubeClient, text: str, namespace: str = "", home
 
 async def store(client: KubeClient, metadata: Object, spec: Json, status: Json) -> None:
     """By a person's hand. A profile that stands and was measured is called Manual before another spec is written: under
-    the controller's word nobody else may change one."""
+    the controller's word only the controller may change one."""
     path = _profiles_of(metadata["namespace"])
     named = f"{path}/{metadata['name']}"
     if not await create(client, path, _profile(metadata, spec)):
@@ -154,7 +154,7 @@ async def store_measured(
     """Under the name that the pod asks for; the note of its event, empty where nothing was stored.
 
     Only a profile that is made here is called measured, and only as it was made: one of that name that stands already,
-    or that somebody changes before its status is written, is that person's word. One that would bear a time before
+    or that a person changes before its status is written, is that person's word. One that would bear a time before
     `since_s` would never be believed, nor measured anew: the API server is asked first which time it would give."""
     place, name = pod_place(pod), annotation(pod, names.PROFILE)
     workload = {"model": name, "gpuModel": node.get("gpuModel", ""), "tensorParallel": len(place.gpu_uuids)}
@@ -172,7 +172,7 @@ async def store_measured(
         version = {"resourceVersion": made["metadata"]["resourceVersion"]}
         body = {"metadata": version, "status": status}
         await client.request("PATCH", f"{path}/{name}/status", body=body, content_type=MERGE_PATCH)
-    except (ApiError, Unreachable) as error:  # it is somebody else's, or the next round tries again
+    except (ApiError, Unreachable) as error:  # a person changed it, or the next round tries again
         log.info("profile not stored", extra={**found, "error": str(error)})
         return ""
     log.info("profiled", extra=found)

@@ -86,7 +86,7 @@ def _recent(owner: Owner, now_s: float, settings: MonitorSettings) -> int:
 def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings, *, was_guarded: bool = False) -> Owner:
     """The owner after this pod was evicted. Of best effort a busy node is avoided for one window only: nothing says
     that it stays busy, and where no other node takes the pod it must not wait for hours. A node is not avoided at all
-    for a GPU under guard: that GPU is offered to nobody, and the others did no harm."""
+    for a GPU under guard: that GPU is offered to no pod, and the others did no harm."""
     node = track.sample.node
     if not track.sample.is_best_effort and not was_guarded:
         return evicted(owner, node, now_s, settings)

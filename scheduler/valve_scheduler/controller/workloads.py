@@ -1,4 +1,4 @@
-"""OfflineWorkload objects: from the monitor's values to what people and the extender read, and back. Pure."""
+"""Turns the monitor's values into OfflineWorkload objects, which people and the extender read, and back. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def is_starved(track: Track) -> bool:
 
 
 def moved_for(track: Track) -> tuple[Told, str]:
-    """Reason and note of the event with which a pod goes."""
+    """Reason and note of the event when a pod is moved."""
     node, reached = track.sample.node, track.achieved or 0.0
     if track.sample.is_best_effort:
         return Told.GPU_BUSY, f"could run {100 * reached:.1f} % of the last window on {node}, busy for an hour; moved"
@@ -70,7 +70,7 @@ def new_workload(pod: Object, sla: float) -> dict[str, Any]:
 
 
 def _kind(pod: Object) -> str:
-    """A pod that came around the webhook may say anything; its owner is watched all the same."""
+    """The kind of the work. A pod that bypassed the webhook may say anything; its owner is watched all the same."""
     try:
         return kind_of(pod)
     except InvalidObject:
@@ -78,7 +78,7 @@ def _kind(pod: Object) -> str:
 
 
 def promised(pod: Object) -> float:
-    """Likewise: a share that cannot be read promises nothing."""
+    """The promised share. A share that cannot be read promises nothing."""
     try:
         return sla_of(pod)
     except InvalidObject:
@@ -104,8 +104,8 @@ def status_of(
 ) -> dict[str, Any]:
     """Status of an owner: its worst pod decides; a condition's transition time moves only with its status.
 
-    `beyond`: why a pod of it that waits would get its SLA nowhere; `guarded`: the pod of it that has stood under guard
-    for longest.
+    `beyond`: why no node would keep the SLA of a waiting pod of this owner. `guarded`: the owner's pod that has been
+    under guard for longest.
     """
     old = before.get("conditions") or []
     worst = min((one for one in tracks if not one.sample.is_best_effort), key=_standing, default=None)
@@ -144,7 +144,7 @@ def status_of(
 
 
 def _kept_evictions(evicted_at_s: Sequence[float]) -> list[float]:
-    """The latest rounds, each at least once: the number of rounds decides when an owner is left in peace."""
+    """The latest rounds, each at least once: their number decides when the controller stops moving an owner's pods."""
     counts = Counter(evicted_at_s)
     rounds = sorted(counts, reverse=True)[:KEPT_EVICTIONS]
     more = [at_s for at_s in rounds for _ in range(counts[at_s] - 1)]
@@ -153,7 +153,7 @@ def _kept_evictions(evicted_at_s: Sequence[float]) -> list[float]:
 
 
 def _kept_avoided(owner: Owner, now_s: float) -> list[tuple[str, float]]:
-    """The nodes avoided for the longest time to come, by name. A node left out may be tried again early."""
+    """The nodes that are avoided for the longest time to come, by name. A node that is left out may be tried early."""
     ahead = [(node, until_s) for node, until_s in owner.avoid_until_s.items() if until_s > now_s]
     return sorted(sorted(ahead, key=lambda pair: (-pair[1], pair[0]))[:KEPT_AVOIDED])
 

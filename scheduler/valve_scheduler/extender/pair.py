@@ -40,7 +40,7 @@ class Pair:
         return "" if status == 200 else f"kube-scheduler says {status}"
 
     async def _healthz(self) -> int:
-        # Its certificate is made at its start and known to nobody; the connection does not leave the pod.
+        # It makes its certificate at its start, so no client can know it. The connection does not leave the pod.
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE

@@ -1,8 +1,8 @@
-"""A(w, n): whether the GPUs of a set are busy at the same times, and what their union of busy time leaves.
+"""A(w, n): how far the busy times of a set of GPUs overlap, and how much idle time the set has in common.
 
-A job on several GPUs stands whenever one of them is gated, so the time it can run is 1 - |union of busy
-time|. Nodes report busy shares and, per pair, |i and j| / |i or j|. Two GPUs have an exact union from that;
-more have a bound, and the upper one is taken: a promise made from it can be kept whatever the third GPU did.
+A job on several GPUs is stopped whenever one of them is gated. So it can run for 1 - |union of their busy times|. A
+node reports the busy share of each GPU and, for each pair, |i and j| / |i or j|. For two GPUs this gives the exact
+union. For more it gives bounds. The upper bound is used, so that the promise holds whenever the third GPU was busy.
 """
 
 import numpy as np
@@ -29,12 +29,11 @@ def busy_union_bound(idle: FloatArray, alignment: FloatArray, members: NDArray[n
     """Largest possible share of time in which any GPU of each set is busy: [..., sets].
 
     Union <= sum of busy - sum of pairwise overlaps along any spanning tree (Hunter and Worsley); the best
-    star is taken for the tree: it costs one sum per GPU and is exact for two GPUs and for sets that move
-    together."""
+    star is used as the tree: it costs one sum per GPU. It is exact for two GPUs, and for sets that are busy at the same
+    times."""
     busy = 1.0 - np.clip(idle, 0.0, 1.0)
     left, right = busy[..., :, None], busy[..., None, :]
-    # A report may be inconsistent (rounded, or taken over two windows): an overlap never exceeds either
-    # share.
+    # A report may be inconsistent (rounded, or made over two windows). So an overlap is cut to the smaller share.
     overlap = np.minimum(alignment * (left + right) / (1.0 + alignment), np.minimum(left, right))
     inside = overlap[..., members[:, :, None], members[:, None, :]]
     shares = busy[..., members]
@@ -51,8 +50,8 @@ def runnable_share(idle: FloatArray, alignment: FloatArray, members: NDArray[np.
 
 
 def admitted_sets(alignment: FloatArray, members: NDArray[np.intp], theta: FloatArray | float) -> NDArray[np.bool_]:
-    """Sets in which every pair is aligned to at least `theta` (one, or one per node); a single GPU always is:
-    [..., sets]."""
+    """Whether every pair of a set is aligned to at least `theta` (one value, or one per node): [..., sets]. A single
+    GPU always is."""
     size = members.shape[1]
     if size == 1:
         return np.ones((*alignment.shape[:-2], members.shape[0]), dtype=np.bool_)

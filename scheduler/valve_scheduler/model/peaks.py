@@ -14,7 +14,7 @@ PEAK_QUANTILE = 0.99
 SPARE_SHARE = 0.1
 """Of the card: what engines leave unused, and what an online service that is short already can no longer take."""
 UNMEASURED_SHARE = 0.25
-"""Of the card: what a job holds that nobody measured. An 8B model in 16 bits is 24 % of 80 GB."""
+"""The share of the card that an unmeasured job is taken to hold. An 8B model in 16 bits is 24 % of 80 GB."""
 
 
 def peak_mib(histogram: FloatArray, full_mib: float) -> FloatArray:

@@ -89,7 +89,7 @@ class Fleet:
     full_mib: FloatArray  # [nodes] memory of one card
     idle: FloatArray  # [nodes, 8]
     histogram: FloatArray  # [nodes, 8, bins] of free memory
-    online_peak: FloatArray  # [nodes, 8] MiB that online uses at its peaks; 0: not known, or nobody minds
+    online_peak: FloatArray  # [nodes, 8] MiB that online uses at its peaks; 0: not known, or crowding is allowed
     alignment: FloatArray  # [nodes, 8, 8]
     open_gpus: NDArray[np.bool_]  # [nodes, 8] harvestable and without an offline job
 

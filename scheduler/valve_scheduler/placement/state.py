@@ -18,7 +18,7 @@ from valve_scheduler.placement.asked import Asked
 from valve_scheduler.placement.holdings import HeldGpus
 from valve_scheduler.placement.rank import Fleet, GpuSets, PlacementSettings, Standing, gpu_sets
 
-# A report is written every 30 s; three in a row were lost.
+# A report is written every 30 s, so three in a row were lost.
 STALE_AFTER_S = 90.0
 
 _Windows = tuple[float | None, float | None, float | None]
@@ -55,8 +55,8 @@ class ClusterState:
         self._taken = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
         self._theta = np.full(capacity, settings.theta)
         self._changed_at = np.zeros(capacity, dtype=np.int64)  # generation of the last change of a row
-        self._standing: NDArray[np.int8] | None = None  # as judged last; None: a report may have changed it
-        self._judged_at_s = self._stale_from_s = 0.0  # when that was, and when the clock alone changes it
+        self._standing: NDArray[np.int8] | None = None  # the last judgement; None: a report may have changed it
+        self._judged_at_s = self._stale_from_s = 0.0  # when it was made, and when time alone changes it
         self._sets: dict[int, GpuSets] = {}
         self.policies = Policies()
         self.held = HeldGpus(self._recount, doubted)
@@ -65,7 +65,7 @@ class ClusterState:
     # Nodes
 
     def put_report(self, report: NodeReport, received_at_s: float, *, is_live: bool = True) -> None:
-        """`is_live`: told by the watch as it was written, not found in a list."""
+        """`is_live`: the watch delivered the report when it was written; else it was found in a list."""
         row = self._row_of.get(report.node)
         if row is None:
             row = self._new_row(report.node)
@@ -98,8 +98,8 @@ class ClusterState:
     def _fresh_at_s(self, row: int, report: NodeReport, received_at_s: float, is_live: bool) -> float:
         """When the report was new, by our own clock: a node whose clock is wrong is neither stale nor fresh for ever.
 
-        A report that another one went before is as old as its arrival. Of one found in a list the API server knows
-        when it was written; only where it does not, the node's own word is taken.
+        A report that follows another one is as old as its arrival. For one from a list, the API server's time of
+        writing counts; if there is none, the node's own time.
         """
         mark, before = (report.epoch, report.observed_at_s), self._marks.get(report.node)
         self._marks[report.node] = mark
@@ -113,7 +113,7 @@ class ClusterState:
         return min(written_at_s, received_at_s)
 
     def worst_skew_s(self) -> float:
-        """How far the clock of a node is off, whichever is off most; delays of a report on its way count, too."""
+        """How far the worst clock of all nodes is off. The delay of a report on its way counts, too."""
         return max(map(abs, self._skew_s.values()), default=0.0)
 
     def drop_report(self, node: str) -> None:
@@ -140,7 +140,7 @@ class ClusterState:
         return np.fromiter(map(self._row_of.get, nodes, repeat(-1)), dtype=np.intp, count=len(nodes))
 
     def changed_since(self, generation: int) -> NDArray[np.bool_]:
-        """Rows that an event may have given another place in a ranking."""
+        """Rows whose place in a ranking may have changed."""
         return self._changed_at > generation
 
     def uuids(self, node: str, gpus: Iterable[int]) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class ClusterState:
         return recent, hour, day
 
     def history_s(self, node: str, gpus: Iterable[int]) -> float:
-        """Time that stands behind the forecast of that one of these GPUs of which the least was seen."""
+        """Observed time behind the forecast, of the GPU among these that was observed least."""
         return float(min(self._seen[node][3][list(gpus)]))
 
     def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
@@ -169,7 +169,7 @@ class ClusterState:
         return list(self._row_of)
 
     def report_ages_s(self, now_s: float) -> FloatArray:
-        """Of the nodes that should report: a daemon leaves its node for the time of a driver upgrade."""
+        """Of the nodes that should report. A daemon is away from its node during a driver upgrade."""
         rows = [row for row in self._row_of.values() if not self._off[row]]
         return now_s - self._observed_at_s[rows]
 
@@ -190,7 +190,7 @@ class ClusterState:
         )
 
     def _stand(self, now_s: float) -> NDArray[np.int8]:
-        """Never written in place: rankings compare it with the one that they were made of."""
+        """A new array each time: rankings compare it with the array that they were made from."""
         kept = self._standing
         if kept is None or not self._judged_at_s <= now_s < self._stale_from_s:
             late = now_s - self._observed_at_s > STALE_AFTER_S
@@ -201,7 +201,7 @@ class ClusterState:
         return kept
 
     def open_fleet(self, now_s: float) -> Fleet:
-        """As if every node harvested and no offline job ran: what could be, whatever stands in its way now."""
+        """The fleet as if every node harvested and no offline job ran."""
         counts = np.fromiter(map(len, self._uuids), dtype=np.intp, count=len(self._uuids))
         return replace(
             self.fleet(now_s),
@@ -219,7 +219,7 @@ class ClusterState:
         return self._sets[gpu_count]
 
     def check_integrity(self) -> None:
-        """The books: every taken bit belongs to a holding or a reservation, no GPU to two pods."""
+        """Every taken bit belongs to a holding or a reservation, and no GPU belongs to two pods."""
         self.held.check_integrity()
         for node, row in self._row_of.items():
             if not np.array_equal(self._bits(row, self.held.of_node(node)), self._taken[row]):

@@ -1,8 +1,9 @@
-"""The webhook's own certificate authority and certificate: made, renewed at two thirds of their life, never with a gap.
+"""Makes the webhook's own certificate authority and certificate, and renews each at two thirds of its life without a
+gap.
 
-A new authority is first added to the bundle that the API server trusts; only when it is known to be there does a
-certificate signed by it get served. Pure but for the keys drawn: `renew` maps what the Secret holds and what the API
-server trusts to what the Secret should hold.
+A new authority is first added to the bundle that the API server trusts. The webhook serves a certificate of this
+authority only once the API server has the bundle. `renew` takes the content of the Secret and the trusted bundle, and
+returns what the Secret should hold. It draws keys and is pure otherwise.
 """
 
 import ipaddress
@@ -17,13 +18,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 CA_LIFE = timedelta(days=10 * 365)
 LEAF_LIFE = timedelta(days=365)
-# Clocks of API servers may be behind ours.
+# Certificates begin this much earlier, because the clock of an API server may be behind.
 _BACKDATE = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """PEM texts as the Secret keeps them. `bundle` holds every authority still of use, the newest first."""
+    """PEM texts as the Secret keeps them. `bundle` holds every authority that is still valid, the newest first."""
 
     bundle: bytes
     ca_key: bytes
@@ -32,7 +33,7 @@ class Material:
 
 
 def renew(material: Material | None, trusted: bytes, hosts: Sequence[str], now: datetime) -> Material:
-    """What should be in the Secret now; the very same value when nothing is due."""
+    """What should be in the Secret now. If nothing is due, this is `material` itself."""
     if material is None:
         bundle, ca_key = _new_authority(now)
         certificate, key = _new_leaf(bundle, ca_key, hosts, now)
@@ -132,7 +133,7 @@ def _is_due(certificate: x509.Certificate, now: datetime) -> bool:
 def _signed_by(leaf: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         leaf.verify_directly_issued_by(authority)
-    except Exception:  # several kinds, all meaning no
+    except Exception:  # any failure means: not signed by it
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The JSON Patch (RFC 6902) from one value to another, as admission answers need it. Pure."""
+"""Makes the JSON Patch (RFC 6902) that turns one value into another, for admission answers. Pure."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Operation = dict[str, Any]
 
 
 def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
-    """Objects are compared key by key, and what lists share stays where it is: nothing to do gives no operation."""
+    """Compares objects key by key, and keeps the elements that two lists share. Equal values give no operation."""
     if before is after or before == after:
         return []
     if isinstance(before, dict) and isinstance(after, dict):
@@ -20,8 +20,8 @@ def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
 
 
 def _lists(before: list[Any], after: list[Any], path: str) -> list[Operation]:
-    """Elements that are the same object in both, in their order, divide the lists into stretches. Of a stretch, places
-    are compared one by one; what is over is removed or added."""
+    """Elements that are the same object in both lists, in the same order, stay. They divide both lists into stretches.
+    Within a stretch the elements are compared place by place. Surplus elements are removed or added."""
     at = {id(element): index for index, element in enumerate(before)}
     found: list[Operation] = []
     old = new = 0  # where the stretch begins

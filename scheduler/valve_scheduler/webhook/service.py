@@ -1,4 +1,4 @@
-"""Admission reviews in and out, and the process that answers them with a certificate it keeps fresh itself."""
+"""Answers admission reviews, and renews the certificate that it answers with."""
 
 import asyncio
 import base64
@@ -51,7 +51,7 @@ def review_offline(request: Json, settings: AdmissionSettings) -> Json:
 
 
 def review_online(request: Json, settings: AdmissionSettings) -> Json:
-    """Fail open: whatever goes wrong in here, the pod is allowed as it is."""
+    """Fail open: after any failure the pod is allowed as it is."""
     pod = request["object"]
     try:
         changed = mutate_online(pod, settings)
@@ -67,7 +67,7 @@ def review_online(request: Json, settings: AdmissionSettings) -> Json:
 
 
 def review_job(request: Json, _: AdmissionSettings) -> Json:
-    """Fail open: whatever goes wrong in here, the Job is allowed as it is."""
+    """Fail open: after any failure the Job is allowed as it is."""
     job = request["object"]
     try:
         changed, warning = spare_retries(job)
@@ -137,7 +137,7 @@ class Webhook:
             probes.close()
 
     def judge(self, path: str, body: bytes) -> Answer:
-        """Of a large review in a thread: touches nothing but the settings."""
+        """For a large review this runs in a thread, so it reads nothing but the settings."""
         reviews = {"/mutate/offline": review_offline, "/mutate/online": review_online, "/mutate/job": review_job}
         if path not in reviews:
             return text_answer(f"no such call: POST {path}", 404)
@@ -198,7 +198,7 @@ class Webhook:
         log.info("authority published", extra={"webhooks": len(hooks)})
 
     def _serve(self, certificate: bytes, key: bytes) -> None:
-        """New connections get the new certificate; those that stand keep theirs."""
+        """New connections get the new certificate; open ones keep theirs."""
         if (certificate, key) == self._served:
             return
         with tempfile.TemporaryDirectory() as folder:  # ssl reads files only

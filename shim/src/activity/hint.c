@@ -1,7 +1,7 @@
 /*
  * hint.c - the lifecycle hint: an engine in this process says how many requests it has open, and "at most one preemption
- * per request" is exact instead of guessed. The one function that others may call; without a daemon it does nothing that
- * anybody sees.
+ * per request" is exact instead of guessed. The one function that other libraries may call; without a daemon it has no
+ * visible effect.
  *
  *     void valve_hint_open_requests(uint32_t open);      found by dlsym(RTLD_DEFAULT), called whenever the number changes
  *

@@ -1,6 +1,6 @@
 /*
  * watcher.c - proves that an online process left the GPU idle. In the flow: launches count; valved asks (control.watch);
- * after some quiet this thread records one event per context, waits until all completed, and if nobody counted
+ * after some quiet this thread records one event per context, waits until all completed, and if no launch was counted
  * meanwhile publishes "everything up to this count is done".
  *
  * It errs towards busy: an error, an open capture, an unknown context or a dead watcher all mean "not proven", and

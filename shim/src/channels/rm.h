@@ -1,6 +1,6 @@
 /*
- * rm.h - what the shim knows of the driver's objects in this process, learned from ioctls that went by. A pure state
- * machine: no system calls but `readable`, no locks (capture.c holds one), no allocation. tests/fuzz drives it alone.
+ * rm.h - the driver's objects of this process, as the shim learns them from the process's ioctls. A pure state machine:
+ * no system calls but `readable`, no locks (capture.c holds one), no allocation. tests/fuzz runs it alone.
  */
 #ifndef VALVE_RM_H
 #define VALVE_RM_H
@@ -20,13 +20,13 @@ struct rm_object {
 	uint32_t instance;     /* device: RM device instance */
 	uint32_t cid;          /* channel: unique per driver session */
 	int32_t fd;            /* client: the nvidiactl file it belongs to */
-	uint32_t dying;        /* the FREE that is taking it away, 0 none */
-	uint32_t told;         /* channel: number of the message that told valved of it last */
+	uint32_t dying;        /* number of the FREE that destroys it, 0 none */
+	uint32_t told;         /* channel: number of the last message about it to valved */
 	uint8_t kind;
 	uint8_t scheduled;    /* group, channel: an application enabled it */
-	uint8_t due;          /* channel: valved must know it now */
-	uint8_t reported;     /* device, channel: valved knows it as it is */
-	uint8_t taken;        /* channel: valved has said that it stops and runs it */
+	uint8_t due;          /* channel: report it to valved now */
+	uint8_t reported;     /* device, channel: valved has its present state */
+	uint8_t taken;        /* channel: valved has confirmed that it stops and wakes it */
 	uint8_t wants_fd;     /* device: valved asked for the client's fd */
 	uint8_t has_uuid;     /* device */
 	uint8_t has_compute;  /* channel: a compute object lives on it */
@@ -46,7 +46,7 @@ struct rm_map {
 	uint32_t incomplete; /* something could not be decoded: the map may have holes */
 	uint32_t branch;     /* driver branch, 0 until known */
 	uint32_t version;    /* as in valve_link_hello.driver */
-	uint32_t frees;      /* FREEs and closes so far: each has a number, several may be under way */
+	uint32_t frees;      /* FREEs and closes so far: each has a number, several may run at once */
 	bool (*readable)(const void *pointer, size_t bytes);
 };
 
@@ -65,14 +65,14 @@ void rm_set_version(struct rm_map *map, const char *version); /* "580.159.04" */
 bool rm_is_known_branch(const struct rm_map *map);
 uint32_t rm_unregister_at(const struct rm_map *map);
 
-/* Before the ioctl: decodes, marks what a FREE will take, makes channels due that a SCHEDULE will start. */
+/* Before the ioctl: decodes it, marks what a FREE will destroy and the channels that a SCHEDULE will start. */
 void rm_before(struct rm_map *map, uint32_t request, const void *argument, struct rm_call *call);
 /* After it. `ok`: ioctl() returned 0. */
 void rm_after(struct rm_map *map, int fd, const struct rm_call *call, bool ok);
 void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument);
-/* The file goes, and every client in it: marks them dying under the number it returns. */
+/* A file is closed: marks all of its clients as dying, under the number that it returns. */
 uint32_t rm_closing(struct rm_map *map, int fd);
-void rm_bury(struct rm_map *map, uint32_t free_number); /* forgets what died of it */
+void rm_bury(struct rm_map *map, uint32_t free_number); /* forgets the objects that it destroyed */
 
 struct rm_object *rm_find(struct rm_map *map, uint32_t h_client, uint32_t handle);
 struct rm_object *rm_device_of(struct rm_map *map, const struct rm_object *object);

@@ -4,8 +4,8 @@
  * process. One buffer for all, under gate_lock.
  *
  * What is believed follows what the driver answered. A channel counts as off (`held`) from before a disable is tried until
- * an enable of it came back well, so no refusal leaves one off that nobody remembers. A pass that missed something is owed:
- * the session makes it again, with backoff, for as long as it is wanted (link/stops.c).
+ * an enable of it came back well, so no refusal leaves one off that the shim forgot. A pass that missed something is
+ * owed: the session makes it again, with backoff, for as long as it is wanted (link/stops.c).
  *
  * A list that was refused is issued again in halves, as valved does (valved/native/reach_rm.c says why): one channel that ends
  * just now must not leave the others as they were.
@@ -183,7 +183,7 @@ static uint32_t gate_device(uint32_t index, bool disable, enum valve_gate_set se
 		if (!fill_batch(disable, set, device))
 			break;
 		if (!subdevice || !client || client->fd < 0)
-			return NV_ERR_INVALID_STATE; /* gone, and its channels are not: nobody reaches them */
+			return NV_ERR_INVALID_STATE; /* gone, and its channels are not: they cannot be reached */
 		batch.fd = client->fd;
 		batch.h_client = device->h_client;
 		batch.h_subdevice = subdevice->handle;
@@ -233,7 +233,7 @@ uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 }
 
 /* Channels that came while we are stopped. Looked at under the lock: the stop may be ending on another thread, and what is
- * disabled after its enable nobody would enable again. While the driver refuses, the session's next try takes them in: no
+ * disabled after its enable would stay off. While the driver refuses, the session's next try takes them in: no
  * call of the application is one more. */
 void valve_self_gate_join(void)
 {

@@ -190,7 +190,7 @@ valve_slower:
 	.cfi_endproc
 	.size valve_slower, . - valve_slower
 
-/* Where no whole-context event exists, calls on per-thread default streams leave a mark: nobody can query those. */
+/* Where no whole-context event exists, calls on per-thread default streams leave a mark: those cannot be queried. */
 	.globl valve_ptds_detour
 	.hidden valve_ptds_detour
 	.type valve_ptds_detour, @function

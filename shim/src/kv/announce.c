@@ -75,8 +75,8 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
 }
 
 /*
- * A step over an elastic range whose holes nobody heeds would compute with the zero page. Asked before a step until valved
- * says that a hook reads the table, or that no hole is left; until then it holds our launches. While there is no
+ * A step over an elastic range whose holes no hook heeds would compute with the zero page. Asked before a step until
+ * valved says that a hook reads the table, or that no hole is left; until then it holds our launches. While there is no
  * valved no process can say so: an offline process with a hole waits for one (link/orphan.c). valved before 0.2 does not know
  * the question.
  */

@@ -4,7 +4,7 @@
  * process may wait for the gate, and the session must go on reading: what opens the gate again comes by it.
  *
  * Zeroing runs on the GPU beside later orders: a memset cannot run while the client is gated, and a quarantine must not
- * wait behind it. What an order of a valved that died in the meantime brought is undone, because nobody would ever
+ * wait behind it. What an order of a valved that died in the meantime brought is undone, because no valved would ever
  * hear of it. What valved has done from outside is so, dead or not: such an order is heard in any case, before a
  * successor is told what is mapped here.
  */
@@ -237,7 +237,7 @@ static void look_at_steps(void)
 	futex_wake(&orders.step_granted, INT32_MAX);
 }
 
-/* A dead valved can no longer tell anybody whose memory libcuda's stale mappings hold: at the next step they end. */
+/* A dead valved can no longer say whose memory libcuda's stale mappings hold: at the next step they end. */
 static bool settle(void)
 {
 	struct valve_range *range;

@@ -366,7 +366,7 @@ bool valve_vmm_must_wait(const struct valve_range *range, const struct valve_kv_
 	return false;
 }
 
-/* The memset of an order is over. What nobody will hear of (keep is false) is undone: it is no one's then. */
+/* The memset of an order is over. If no valved will hear of it (keep is false), it is undone and free then. */
 void valve_vmm_cleared(struct valve_range *range, const struct valve_kv_order *order, uint32_t done,
                        bool keep)
 {

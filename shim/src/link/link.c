@@ -272,7 +272,7 @@ int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const i
 	return err;
 }
 
-/* seq 0: all who wait. */
+/* seq 0: all threads that wait. */
 static void answer(uint32_t seq, uint32_t done, uint32_t status)
 {
 	valve_lock(&valve_shim.link_lock);
@@ -356,8 +356,8 @@ int valve_link_receive(void)
 
 /*
  * What valved said before it went is in the socket still, and some of it must be heard (orders.c). Nothing comes after: a
- * valved that hung and goes on is told that nobody reads. If it died with words of ours unread, the first call says
- * so instead of giving what is there.
+ * valved that hung and goes on is told that the shim does not read. If it died with words of ours unread, the first
+ * call says so instead of giving what is there.
  */
 static void read_to_the_end(void)
 {

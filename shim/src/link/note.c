@@ -27,7 +27,7 @@ static bool is_same(const struct note *one, const struct note *other)
 	       one->h_channel == other->h_channel && !strcmp(one->text, other->text);
 }
 
-/* What a want of memory means depends on who is there: valved hears of later ones, too. */
+/* What a want of memory means depends on the processes that are there: valved hears of later ones, too. */
 static void say_again(struct note *note)
 {
 	if (note->code == VALVE_NOTE_NO_MEMORY && now_ns() - note->said_ns > AGAIN_NS)

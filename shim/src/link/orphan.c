@@ -1,9 +1,10 @@
 /*
  * orphan.c - ends or frees an offline process that waits for a valved, when none comes and no service needs its GPU.
  *
- * A hold stands before a mapping that was under way, so nobody can tell what it was for; but once every order has been carried
- * out and every slot of KV memory has its own handle, nothing is missing and launches go on. A hole can be filled by a
- * valved alone: computing over it would be wrong, and waiting for good is no better. After VALVE_ORPHAN_S it ends by name.
+ * A hold stands before a mapping that was under way, so the shim cannot tell what it was for; but once every order has
+ * been carried out and every slot of KV memory has its own handle, nothing is missing and launches go on. A hole can be
+ * filled by a valved alone: computing over it would be wrong, and waiting for good is no better. After VALVE_ORPHAN_S
+ * it ends by name.
  */
 #include "settings.h"
 #include "shim.h"

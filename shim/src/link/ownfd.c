@@ -1,10 +1,10 @@
 /*
  * ownfd.c - link, doorbell and order bell are descriptors in a table that is the application's: servers close every number
- * they do not know, and open their own files under it. So ours lie high, the hooks of closing.c spare them, and nobody
+ * they do not know, and open their own files under it. So ours lie high, the hooks of closing.c spare them, and no code
  * uses a number without asking whether it still is our file. One that is not is forgotten, never closed.
  *
  * All eventfds share one inode. What tells ours from others is a mark on the open file: the signal that it would send
- * if anybody asked it to send one. Nobody does.
+ * if it were asked to send one. No program asks.
  */
 #include "ownfd.h"
 
@@ -52,7 +52,7 @@ int valve_own_high(int fd)
 
 /*
  * In one step, so that the number is never another's. False: it lies above a limit that the application has lowered; or an
- * open() of the application was given it, and waits: for ever, if nobody comes to the other end of a FIFO.
+ * open() of the application was given it, and waits: for ever, if no process opens the other end of a FIFO.
  */
 static bool put_there(int fd, int number)
 {
@@ -67,7 +67,7 @@ static bool put_there(int fd, int number)
 }
 
 /* Bells keep their numbers while they are ours: a launching thread may be about to write to one. For the same reason one
- * that had to move leaves its old number open, to no effect, to whoever closes what he does not know. */
+ * that had to move leaves its old number open, to no effect, for a program to close. */
 void valve_own_take(enum valve_own which, int fd)
 {
 	struct valve_own_fd *own = &valve_shim.own[which];

@@ -1,8 +1,8 @@
 /*
  * pages.c - the shared pages: valved's memfds come and go under fixed addresses.
  *
- * Launches read a page of their own, so that a hold is ended by whoever ordered it, or by the word of a successor, and never
- * by a change of pages:
+ * Launches read a page of their own, so that a hold is ended by the valved that ordered it, or by the word of a
+ * successor, and never by a change of pages:
  *
  *   launches  read         the link is lost            a valved welcomes us             it lets us go
  *   TOLD      its page     OURS if they wait, or TOLD  KEPT if they wait, or else TOLD  TOLD
@@ -75,7 +75,7 @@ static void fill_region(struct valve_region *fresh, uint32_t role)
 	fresh->launch_ns = now_ns();
 	fresh->capture_depth = old->capture_depth;
 	fresh->self_stops = old->self_stops;
-	/* With its age: without it requests that are open would be open to nobody until the watcher's next beat. */
+	/* With its age: without it valved would not count open requests as open until the watcher's next beat. */
 	fresh->requests_started = old->requests_started;
 	fresh->requests_ended = old->requests_ended;
 	fresh->open_requests = old->open_requests;
@@ -135,7 +135,7 @@ int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 		goto out_control;
 	if (role == VALVE_ROLE_OFFLINE && valve_launches_wait()) {
 		if (launches == LAUNCHES_TOLD)
-			valve_launches_hold(); /* who has lost us said so since: it does not end it under this one */
+			valve_launches_hold(); /* ordered by the old valved since; only this one may end it */
 		launches = LAUNCHES_KEPT;
 		return 0;
 	}

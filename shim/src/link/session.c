@@ -3,12 +3,12 @@
  * orders (offline), watches valved's lease (offline) and finds a new valved after the old one went away.
  *
  * When valved is gone: an online process forgets the gate word at once (its launches must not wait for anything). An
- * offline process stops itself if an online one shares its GPU, because nobody would stop it otherwise; if none does,
- * it makes sure that its channels run, because nobody would wake it. Launches that wait by order of a valved that is gone
- * wait on under the next one until that lets them go (pages.c).
+ * offline process stops itself if an online one shares its GPU, because no valved would stop it otherwise; if none
+ * does, it makes sure that its channels run, because no valved would wake it. Launches that wait by order of a valved
+ * that is gone wait on under the next one until that lets them go (pages.c).
  *
  * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
- * process that was valved's stops until one takes it: nobody would stop it for an online service.
+ * process that was valved's stops until one takes it: no valved would stop it for an online service.
  */
 #include "ownfd.h"
 #include "settings.h"
@@ -85,8 +85,8 @@ static void obey(void)
 
 /* ---- the lease ---- */
 
-/* While stopped, whoever was to switch our channels may have done it: said once more, it costs a call. Launches wait beside a
- * stop that the driver refuses. */
+/* While stopped, another thread or valved may have switched our channels already: to say it once more costs a call.
+ * Launches wait beside a stop that the driver refuses. */
 static void stop_again(void)
 {
 	session.released = false;
@@ -128,14 +128,14 @@ static void lose_link(void)
 	session.may_run = false;
 	valve_link_drop();
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
-	valve_orders_wake(); /* it waits for a step no more: the orders of who is gone leave the queue */
+	valve_orders_wake(); /* it waits for a step no more: the orders of the valved that is gone leave the queue */
 	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
 	else if (valve_launches_wait())
 		valve_launches_hold();
-	session.stopped |=
-	        load_relaxed(&valve_shim.self_stopped) != 0; /* by order: who would end that is gone */
+	session.stopped |= load_relaxed(&valve_shim.self_stopped) !=
+	                   0; /* by order: the valved that would end it is gone */
 	if (session.stopped)
 		stop_again();
 }
@@ -166,8 +166,8 @@ static bool may_try_again(void)
 	       (load_relaxed(&valve_shim.self_stopped) || session.released);
 }
 
-/* Channels are off that should run, and only valved knows whether its gate is open now. Without a link nobody does, until
- * the lease is over or a valved is back. */
+/* Channels are off that should run, and only valved knows whether its gate is open now. Without a link this is not
+ * known, until the lease is over or a valved is back. */
 static bool must_ask_again(void)
 {
 	return is_offline() && valve_self_gate_owes() && !may_try_again() && is_linked();
@@ -213,8 +213,8 @@ static int tell_ran(void)
 }
 
 /* Once valved has been told of all our channels, and of the memory that held launches would compute with. Our own
- * stop does not wait for that: who tells it may be in a call that waits for our channels. A full socket: the next turn
- * tries again. */
+ * stop does not wait for that: the thread that tells it may be in a call that waits for our channels. A full socket:
+ * the next turn tries again. */
 static void ask_to_run(void)
 {
 	bool again = must_ask_again() && now_ns() >= valve_self_gate_due_ns();
@@ -270,7 +270,7 @@ static void check_lease(void)
 	if (is_linked()) {
 		session.ask_seq = 0;
 		valve_link_receive(); /* what it took from us from outside is heard before the socket goes */
-		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
+		lose_link(); /* valved hangs; when it is back, a new conversation sorts out which channels are on */
 	}
 	if (load_relaxed(&VALVE_CONTROL->online_registered) && !session.stopped)
 		stop_own_channels("valved is gone and online work shares this GPU: this process is stopped "
@@ -384,7 +384,7 @@ static void reconnect(void)
 	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
 		end_stop();
 	session.released = session.refused = false;
-	valve_until_forget(); /* the end of a grant that nobody ended is a stop like any other now */
+	valve_until_forget(); /* a grant that no valved ended: its end is a stop like any other now */
 	session.order_seq = 0;
 	session.linked_ns = now_ns();
 	valve_capture_forget_reports();

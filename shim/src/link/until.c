@@ -43,7 +43,7 @@ static uint64_t first_end(uint32_t *gpu)
 	return first_ns;
 }
 
-/* The present stop is valved's to end, by its own stop: nobody is asked for it. */
+/* The present stop is valved's to end, by its own stop: valved is not asked for it. */
 bool valve_until_stands(void)
 {
 	return over.stopped;
@@ -98,7 +98,7 @@ static void drop(bool *stopped)
 		/* channels to come are no business of ours from here on */
 		if (load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_STOP)
 			valve_self_gate_hand_over();
-		/* else its order RUN ends the stop; without a link nobody gives that, and the next valved is asked */
+		/* else its order RUN ends the stop; without a link that does not come, and the next valved is asked */
 		*stopped = load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED &&
 		           load_relaxed(&valve_shim.self_stopped);
 	}
@@ -119,7 +119,7 @@ void valve_until_check(bool released, bool *stopped)
 	end_ns = first_end(&gpu);
 	if (!end_ns || now_ns() < end_ns + VALVE_RUN_UNTIL_GRACE_NS)
 		return;
-	if (!released) { /* stopped or not: valved enables what is in its plan, whoever had stopped it */
+	if (!released) { /* stopped or not: valved enables what is in its plan, whichever side had stopped it */
 		stop(end_ns, gpu, stopped);
 		return;
 	}

@@ -169,7 +169,7 @@ CUresult device_free(struct range *range)
 		slab_return(range->slab, range);
 		area = range->slab->used ? NULL : range->slab;
 		if (area)
-			area->kind = RANGE_DEVICE; /* nobody cuts from it any more */
+			area->kind = RANGE_DEVICE; /* no pool cuts from it any more */
 	} else {
 		area = book_find(&memory.areas, range->base);
 	}

@@ -1,7 +1,7 @@
 /*
  * cells.c - memory for the books of addresses, not libc's. While a native step is parked (step.h) one of its threads may
- * hold a lock of malloc; whoever moves memory in this process meanwhile must not need it. On a card there is no such
- * danger: there a gate stops no thread of the process.
+ * hold a lock of malloc; a thread that moves memory in this process meanwhile must not need it. On a card there is no
+ * such danger: there a gate stops no thread of the process.
  */
 #include "vmm.h"
 

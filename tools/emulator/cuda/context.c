@@ -143,7 +143,7 @@ CUAPI(7000, cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *a
 	struct device *dev;
 
 	TRY(device_of(handle, &dev));
-	/* Without the lock: who destroys a context whose channels are off holds it for long. */
+	/* Without the lock: a thread that destroys a context whose channels are off would hold it for long. */
 	if (flags)
 		*flags = __atomic_load_n(&dev->primary_flags, __ATOMIC_RELAXED);
 	if (active)

@@ -5,7 +5,7 @@
  * executor thread runs it while the server grants the channel (emu.h). A stream is a timeline: a count of work
  * submitted and done; everything that orders work (events, default-stream rules, joins) is a dependency on
  * "timeline T has done N". One lock (emu.lock) guards queues, timelines, captures and the object lists; it is never
- * held while work runs, while an ioctl is issued, or while somebody sleeps. Memory books have a lock of their own
+ * held while work runs, while an ioctl is issued, or while a thread sleeps. Memory books have a lock of their own
  * (memory.h); order: emu.lock, then memory.
  */
 #ifndef EMU_CUDA_CORE_H

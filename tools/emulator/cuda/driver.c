@@ -51,7 +51,7 @@ static void child_after_fork(void)
 {
 	if (emu.ready)
 		emu.forked = true;
-	pthread_mutex_init(&emu.lock, NULL); /* whoever held them is not in this process */
+	pthread_mutex_init(&emu.lock, NULL); /* the thread that held it is not in this process */
 	pthread_mutex_init(&memory.lock, NULL);
 }
 

@@ -54,7 +54,7 @@ static void on_fault(int number, siginfo_t *info, void *where)
 		siglongjmp(*landing, 1);
 	if (emu.contexts && met.address - ARENA_BASE < ARENA_BYTES)
 		report(emu.contexts->compute[0]
-		               .cid); /* a native step, which nobody can unwind: the process dies */
+		               .cid); /* a native step, which cannot be unwound: the process dies */
 	if (before->sa_flags & SA_SIGINFO) {
 		before->sa_sigaction(number, info, where);
 	} else if (before->sa_handler != SIG_DFL && before->sa_handler != SIG_IGN) {

@@ -29,7 +29,7 @@ struct function {
 	uint32_t magic;
 	struct module *module;
 	const struct builtin *builtin;
-	const struct emu_native *native; /* neither: a kernel nobody knows, a timed no-op */
+	const struct emu_native *native; /* neither: an unknown kernel, a timed no-op */
 	int attributes[FUNCTION_ATTRIBUTES];
 	struct function *next;
 	char name[];

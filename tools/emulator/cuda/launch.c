@@ -10,7 +10,7 @@
 #define EXTRA_BUFFER       ((void *)1)
 #define EXTRA_BUFFER_BYTES ((void *)2)
 
-/* For tests and the curious: launches of kernels that nobody here can run. */
+/* For tests and the curious: launches of kernels that this libcuda cannot run. */
 __attribute__((visibility("default"))) uint64_t valve_emu_unknown_kernels;
 
 static CUresult run_native(struct channel *channel, const struct emu_native *native, const void *args)

@@ -21,7 +21,7 @@ enum attribute {
 	ATTRIBUTE_LAST = 21,
 };
 
-/* A copy, so that nobody looks at a range that goes away. */
+/* A copy, so that no thread looks at a range that goes away. */
 static bool look_up(uint64_t address, struct range *out)
 {
 	LOCKED(&memory.lock);

@@ -1,11 +1,11 @@
 /*
  * step.c - native steps (step.h). A step is launched like any kernel, so streams, events, gates and counters of launches
- * see it. Its executor then only waits: who executes are the members, each with an entry in the server's park table and
+ * see it. Its executor then only waits. The members execute, each with an entry in the server's park table and
  * a count in `active` of its own. A member's word says where it stands:
  *
  *     RUNNING  counted in active
  *     PARKED   in the signal handler, not counted
- *     0        not a member; whoever finds that after it was parked gives up the count that it took
+ *     0        not a member; a thread that finds that after it was parked gives up the count that it took
  *
  * The word carries the thread's number, so that a late thread cannot mistake the next member of the slot for itself.
  * Nothing here allocates: members may be parked while they hold any lock of libc.
@@ -96,8 +96,8 @@ static void count_busy(struct step *step, struct member *m, uint32_t tid)
 		__atomic_add_fetch(&step->slot->busy_ns, now_ns() - m->since_ns, __ATOMIC_RELAXED);
 }
 
-/* Whoever enters or takes out members must not be parked half way: a member that is counted and not yet, or no longer,
- * found would never stop. Past libfakenv, which keeps the signal out of masks. */
+/* A thread that enters or takes out members must not be parked half way: a member that is counted and not yet, or no
+ * longer, found would never stop. Past libfakenv, which keeps the signal out of masks. */
 static uint64_t hold_signal(void)
 {
 	uint64_t park = 1ull << (EMU_PARK_SIGNAL - 1), before = 0;
@@ -310,7 +310,7 @@ static struct step *claim(uint32_t runner)
 		if (!__atomic_compare_exchange_n(&steps[i].stage, &none, CLAIMED, false, __ATOMIC_SEQ_CST,
 		                                 __ATOMIC_SEQ_CST))
 			continue;
-		__atomic_store_n(&steps[i].runner, runner, __ATOMIC_RELAXED); /* others look who it is */
+		__atomic_store_n(&steps[i].runner, runner, __ATOMIC_RELAXED); /* other threads read it */
 		steps[i].depth = 1;
 		return &steps[i];
 	}

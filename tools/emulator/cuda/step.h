@@ -6,7 +6,7 @@
  *     valve_emu_step_begin(cuLaunchKernel)     through whatever stands in front of libcuda: a step is a launch
  *     valve_emu_step_end()
  *
- * What nobody may do that the opening of the gate waits for, while a step is parked: allocate, use stdio, load libraries,
+ * While a step is parked, a thread that the opening of the gate waits for may not allocate, use stdio, load libraries,
  * take the interpreter's lock, fork, or wait for a lock whose holder does one of these.
  */
 #ifndef EMU_CUDA_STEP_H

@@ -31,7 +31,7 @@ void timeline_unref(struct timeline *line)
 }
 
 /*
- * Only the completion that somebody waits for costs a system call. The waiter states its wish and then looks at done;
+ * Only a completion that a thread waits for costs a system call. The waiter states its wish and then looks at done;
  * the executor writes done and then looks for wishes; so one of the two sees the other.
  */
 void timeline_wait(struct timeline *line, uint64_t seq)

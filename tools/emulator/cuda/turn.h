@@ -17,8 +17,9 @@ bool turn_run_until(struct channel *channel, uint64_t clock);
 bool turn_pause(struct channel *channel, uint64_t real); /* off the GPU for a while, then back */
 void turn_publish_locked(struct channel *channel, bool ready);
 
-/* For threads that execute beside the executor (step.c). Joining waits for the grant and raises active; whoever joined
- * must look at the grant once more. false: the channel is gone, or the word is no longer what it was (then nudge). */
+/* For threads that execute beside the executor (step.c). Joining waits for the grant and raises active; a thread that
+ * joined must look at the grant once more. false: the channel is gone, or the word is no longer what it was (then
+ * nudge). */
 bool turn_join(struct emu_channel *slot, uint32_t cid, const uint64_t *word, uint64_t parked);
 void turn_nudge(struct emu_channel *slot);
 void turn_leave(struct emu_channel *slot, struct emu_gpu *gpu);

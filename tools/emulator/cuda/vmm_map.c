@@ -171,7 +171,7 @@ static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
 
 static void set_access(struct range *mapping, int device, int flags)
 {
-	LOCKED(&memory.lock); /* who asks about an address reads it */
+	LOCKED(&memory.lock); /* a query about an address reads it */
 	mapping->access[device] = flags;
 }
 

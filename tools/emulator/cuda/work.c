@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <sys/prctl.h>
 
-#define GPFIFO_DEPTH 1024u /* until somebody sets the knob */
+#define GPFIFO_DEPTH 1024u /* until the knob is set */
 
 void *zeroed(size_t bytes)
 {
@@ -162,7 +162,7 @@ CUresult work_submit_wait(struct stream *stream, enum lane lane, struct work *wo
 	return result;
 }
 
-/* Somebody's timeline moved: channels whose head waited for it may go on. */
+/* A timeline moved: channels whose head waited for it may go on. */
 static void wake_blocked_locked(void)
 {
 	for (struct channel *c = emu.channels; c; c = c->next) {
@@ -186,7 +186,7 @@ static void finish_locked(struct channel *channel, struct work *work)
 	work_free(work);
 }
 
-/* A faulted context runs nothing more, but what was queued still completes, so that nobody waits for ever. */
+/* A faulted context runs nothing more, but what was queued still completes, so that no thread waits for ever. */
 static void context_fault(struct context *ctx, CUresult error)
 {
 	LOCKED(&emu.lock);

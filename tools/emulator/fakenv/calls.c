@@ -1,7 +1,7 @@
 /*
  * calls.c - one request to the server and its answer. Each thread has a connection of its own, made
  * at its first call and again after fork, so that a thread that waits inside the driver blocks
- * nobody else. No allocation after the first call of a thread, no stdio: executors may be parked
+ * no other thread. No allocation after the first call of a thread, no stdio: executors may be parked
  * anywhere while we run.
  */
 #include "fakenv.h"

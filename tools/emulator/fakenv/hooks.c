@@ -206,8 +206,8 @@ STAT_HOOK(__xstat64, (int v, const char *path, struct stat64 *st), path, st, v, 
 STAT_HOOK(__lxstat, (int v, const char *path, struct stat *st), path, st, v, path, st)
 STAT_HOOK(__lxstat64, (int v, const char *path, struct stat64 *st), path, st, v, path, st)
 
-/* A descriptor of ours is a device to whoever holds it, also where it was passed to. Which open it is (device and
- * inode) stays the socket's: two descriptors of one open compare equal. */
+/* A descriptor of ours is a device to every process that holds it, also to one it was passed to. Which open it is
+ * (device and inode) stays the socket's: two descriptors of one open compare equal. */
 #define FSTAT_HOOK(name, parameters, fd, st, ...)                                       \
 	EXPORT int name parameters;                                                     \
 	EXPORT int name parameters                                                      \

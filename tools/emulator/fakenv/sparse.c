@@ -1,8 +1,8 @@
 /*
  * sparse.c - ranges that UVM made sparse: reads give zeros, writes are dropped. They are mapped read-only, which reads as
  * zeros; the first write traps here, makes the range private memory so that the instruction goes on, and
- * emu_sparse_refresh puts the read-only zeros back. So a kernel may read back what it wrote itself, nobody else ever
- * does, and at the end of the work or of the slice it is gone.
+ * emu_sparse_refresh puts the read-only zeros back. So a kernel may read back what it wrote itself, no other kernel
+ * ever does, and at the end of the work or of the slice it is gone.
  *
  * The lock is only taken with all signals blocked: a thread that is parked in a handler never holds it.
  */

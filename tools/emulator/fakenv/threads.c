@@ -1,8 +1,8 @@
 /*
  * threads.c - which threads belong to a native step: those that an OpenMP library started for the thread that runs it, and
- * those that are started during it. Names do not tell, so pthread_create is watched: who created the thread, and whether
- * its start routine lies in such a library. A thread that must be stopped by a signal must not be able to block it, so
- * the signal is taken out of every mask that is set.
+ * those that are started during it. Names do not tell, so pthread_create is watched: which thread created it, and
+ * whether its start routine lies in such a library. A thread that must be stopped by a signal must not be able to block
+ * it, so the signal is taken out of every mask that is set.
  */
 #include "fakenv.h"
 #include <dlfcn.h>
@@ -78,7 +78,8 @@ static void remember(uint32_t creator)
 	}
 }
 
-/* First out of the table, then out of the step: whoever finds a thread there afterwards knows that it is still to leave. */
+/* First out of the table, then out of the step: a reader that finds a thread there afterwards knows that it is still to
+ * leave. */
 static void forget(void *unused)
 {
 	uint32_t tid = my_tid();

@@ -121,7 +121,7 @@ NVML_CALL(nvmlDeviceGetHandleByPciBusId_v2, const char *bus_id, nvml_device_t *d
 	return bus_id && device ? NVML_NOT_FOUND : NVML_INVALID_ARGUMENT;
 }
 
-/* Who watches for faults, as NVIDIA's device plugin does, goes on without. */
+/* A program that watches for faults, such as NVIDIA's device plugin, goes on without. */
 NVML_CALL(nvmlEventSetCreate, void **set)
 {
 	return set ? NVML_NOT_SUPPORTED : NVML_INVALID_ARGUMENT;

@@ -19,7 +19,7 @@ void exports_drop(struct file *f)
 	f->max_exports = 0;
 }
 
-/* A control file that nobody has a client on. */
+/* A control file without a client. */
 static bool is_fresh(const struct file *f)
 {
 	struct client *c;

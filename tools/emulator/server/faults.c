@@ -58,7 +58,7 @@ static void hang(uint64_t ns)
 	clock_nanosleep(CLOCK_MONOTONIC, 0, &t, NULL);
 }
 
-/* Lets a test stand at a point of a call for as long as it wants: kill somebody there, or show what waits. */
+/* Lets a test stand at a point of a call for as long as it wants: kill a process there, or show what waits. */
 static void hold(void)
 {
 	uint64_t round;
@@ -74,7 +74,7 @@ void faults_release(void)
 {
 	LOCKED(&lock);
 	releases++;
-	held = 0; /* at once: whoever counts next must not see those that are leaving */
+	held = 0; /* at once: the next count must not see those that are leaving */
 	pthread_cond_broadcast(&released);
 }
 

@@ -1,8 +1,8 @@
 /*
  * fifo.c - the commands that decide what a channel may do. The one that Valve is built on is
  * NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS: a list of (hClient, hChannel) pairs of one GPU, of any
- * client. Nobody keeps a record of who disabled what, and nobody enables again but a second call or
- * SCHEDULE(bEnable = 1).
+ * client. The driver keeps no record of which client disabled what. Only a second call or
+ * SCHEDULE(bEnable = 1) enables again.
  */
 #include "server.h"
 #include <string.h>

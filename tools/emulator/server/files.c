@@ -1,5 +1,5 @@
 /*
- * files.c - struct files. The driver acts on the last close of a file, whoever holds it: fork, dup
+ * files.c - struct files. The driver acts on the last close of a file, whichever process holds it: fork, dup
  * and SCM_RIGHTS all count. Here the last copy of a socket closes and epoll says so. What the
  * release then does takes the API lock, so it runs on a thread of its own, as it would in the
  * context of the process that exits.

@@ -1,5 +1,5 @@
 /*
- * ioctls.c - which escape is allowed on which node, with which size, and who answers it
+ * ioctls.c - which escape is allowed on which node, with which size, and which file answers it
  * (U/escape.c, O/nvidia/nv.c). A wrong size or node is -1/EINVAL from ioctl(); everything else is a
  * status inside the struct.
  */

@@ -90,7 +90,7 @@ const char *knob_set(const char *name, const char *value)
 
 /*
  * What virtual memory costs on one kind of card. a100, l40s and gb10 are what was published of them, as far as that
- * goes: the rest of a row is a100's. h100 is an assumption, since nobody has published one: the fixed part is a100's,
+ * goes: the rest of a row is a100's. h100 is an assumption, since no figures were published: the fixed part is a100's,
  * and it grows with the size by less than what l40s shows (which zeroes at a third of the bandwidth).
  */
 enum { COSTS = 12 };

@@ -1,7 +1,7 @@
 /*
  * runlist.c - which group of channels executes. One thread per GPU walks the TSGs that are scheduled, enabled and have
  * work, a time slice each, and grants execution by a word per channel on the board. With one TSG
- * running and nobody else waiting it sleeps until a process kicks; a disabled TSG takes no slot.
+ * running and no other one waiting it sleeps until a process kicks; a disabled TSG takes no slot.
  * TSGs of copy engines have runlists of their own: they are granted as long as they are enabled.
  */
 #include "server.h"
@@ -239,8 +239,7 @@ static struct wait next_step(struct gpu *g)
 	come_on(g, next, now);
 	next = next_with_work(g);
 	if (!keeps(g, next, now, &w))
-		return (struct wait){&g->board->ack,
-		                     now}; /* look again at once: somebody waits for the rest */
+		return (struct wait){&g->board->ack, now}; /* look again at once: a TSG waits for the rest */
 	return w;
 }
 

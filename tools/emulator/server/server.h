@@ -1,6 +1,6 @@
 /*
- * server.h - valve-emu-server inside: the state of a Resource Manager (RM) and of UVM, and who may
- * touch it when.
+ * server.h - valve-emu-server inside: the state of a Resource Manager (RM) and of UVM, and which
+ * thread may touch it when.
  *
  * Two kinds of locks, never to be mixed up:
  *  - Modelled locks are the driver's own: the API lock, one write lock per client, one lock per
@@ -36,7 +36,7 @@ struct memory {
 	uint32_t refs;
 	struct gpu *gpu; /* NULL: system memory */
 	uint64_t size;
-	int memfd; /* -1 until somebody wants to see the bytes */
+	int memfd; /* -1 until a process maps the bytes */
 	uint32_t serial;
 };
 
@@ -75,7 +75,7 @@ struct gpu {
 	struct tsg *running; /* holder of the graphics engine */
 	struct tsg *leaving; /* taken off it, perhaps not stopped yet */
 	uint64_t slice_start_ns;
-	uint64_t slice_end_ns;      /* 0: nobody else wants to run */
+	uint64_t slice_end_ns;      /* 0: no other TSG wants to run */
 	struct tsg *last;           /* whose registers and caches the engine has */
 	uint64_t cold_until_ns;     /* the one that came on is not let to work before; 0: it is */
 	uint64_t stopping_since_ns; /* a switch waits for the old TSG to stop; 0: none does */
@@ -201,7 +201,7 @@ enum api_mode { API_READ, API_WRITE };
 struct scope {
 	struct client *client;
 	uint32_t gpus;    /* bit mask of GPU locks held */
-	uint64_t debt_ns; /* model time that taking them cost and nobody has slept yet */
+	uint64_t debt_ns; /* model time that taking them cost and that was not slept yet */
 };
 void locks_init(void);
 void locks_write(FILE *out); /* the API lock, as JSON */
@@ -341,7 +341,7 @@ struct fault_hit {
 struct fault_hit fault_at(const char *event, const struct call *c, struct gpu *g);
 const char *fault_add(const char *line); /* NULL or what is wrong */
 void faults_clear(void);
-void faults_release(void);  /* whoever stands at a "hold" goes on */
+void faults_release(void);  /* calls that stand at a "hold" go on */
 uint32_t faults_held(void); /* how many stand there */
 
 /* admin.c, wire.c */

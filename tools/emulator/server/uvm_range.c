@@ -128,7 +128,7 @@ static bool owner_answers(const struct vaspace *v, uint32_t seq)
 			if (process_stands(v->owner))
 				return false;
 		} else if (recv(v->pages, &answered, sizeof answered, 0) <= 0)
-			return true; /* gone: nobody sees these pages */
+			return true; /* gone: no process sees these pages */
 	}
 	return answered == seq;
 }

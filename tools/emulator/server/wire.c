@@ -75,7 +75,7 @@ static int memory_behind(const struct call *c)
 	return fd;
 }
 
-/* The access took its context along, as an unserviceable fault does: nobody else notices but the kernel log. */
+/* The access took its context along, as an unserviceable fault does: only the kernel log tells of it. */
 static void report_fault(const struct call *c)
 {
 	char text[256];
@@ -192,8 +192,8 @@ static bool welcome(int sock, int error, const struct file *f)
 	return send_with_fd(sock, &w, sizeof w, -1) == 0 && !error;
 }
 
-/* The connection over which the pages of a uvm file's owner are changed. Under the lock of whoever changes them, so
- * that nobody waits on the former connection, and nothing is sent on this one before the welcome. */
+/* The connection over which the pages of a uvm file's owner are changed. Under the lock of the thread that changes
+ * them, so that no thread waits on the former connection, and nothing is sent on this one before the welcome. */
 static bool keep_pages(int sock, uint64_t id, pid_t pid)
 {
 	struct file *f = file_get(id);
@@ -214,7 +214,7 @@ static bool keep_pages(int sock, uint64_t id, pid_t pid)
 	return kept || welcome(sock, EPERM, NULL);
 }
 
-/* False: nobody has a use for the connection. What is kept, as a file or of one, is closed with that file. */
+/* False: the server has no use for the connection. What is kept, as a file or of one, is closed with that file. */
 static bool greet(int sock, struct emu_hello *hello, const struct ucred *peer)
 {
 	struct file *f;

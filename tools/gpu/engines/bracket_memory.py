@@ -90,7 +90,7 @@ class DriverMemory:
         self._call("cuCtxSetCurrent", context)
         before = kv_ranges() or 0
         out = ctypes.c_uint64()
-        with bracket(lambda _: True):  # also where torch has no pool: who does not ask it must be told by the shim
+        with bracket(lambda _: True):  # also where torch has no pool: the shim must tell a caller that does not ask
             if allocator == "async":
                 self._call("cuMemAllocAsync", ctypes.byref(out), ctypes.c_size_t(self.bytes), None)
             else:

@@ -1,10 +1,10 @@
 /*
  * guard.c - enables channels if no other process does.
  *
- * The driver keeps no record of who disabled a channel and nothing re-enables it. So every disable of the lab is
- * announced here first, and issued only once this process has answered. It enables at the deadline of a hold, when asked,
- * when the lab dies, at a signal, and at its own time limit. The workloads stay connected: should this process die, the
- * tracer inside each of them enables its own channels.
+ * The driver keeps no record of which client disabled a channel and nothing re-enables it. So every disable of the lab
+ * is announced here first, and issued only once this process has answered. It enables at the deadline of a hold, when
+ * asked, when the lab dies, at a signal, and at its own time limit. The workloads stay connected: should this process
+ * die, the tracer inside each of them enables its own channels.
  *
  *   register TABLE SOCK BEAT   hold TABLE MS   release TABLE   enable-all   watch   quit
  */

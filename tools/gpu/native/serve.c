@@ -86,7 +86,7 @@ static void *serve(void *argument)
 		if (poll(peer, n, -1) < 0)
 			continue;
 		if (peer[1].revents && sock_receive(peer[1].fd, text, NULL, 0)) {
-			switch_own("all", false, unused); /* nobody else is left to do it */
+			switch_own("all", false, unused); /* no other process is left to do it */
 			tracer.close(peer[1].fd);
 			peer[1].fd = -1;
 		}

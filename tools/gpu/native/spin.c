@@ -278,7 +278,7 @@ static double timed_burn(unsigned blocks, unsigned iterations)
 	return (double)(now_ns() - start) / 1e6;
 }
 
-/* The fastest of several rounds counts: clocks have come up by then, and nobody was in the way. */
+/* The fastest of several rounds counts: clocks have come up by then, and no other work was in the way. */
 static void mode_calibrate(void)
 {
 	enum { ITERATIONS = 1 << 19, ROUNDS = 4, COPIES = 50 };

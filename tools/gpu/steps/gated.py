@@ -93,7 +93,7 @@ class GatedCalls:
 
     def verdict(self, hang: Hang | None) -> LabVerdict:
         if hang:
-            return LabVerdict.PART if self.kind == "alloc" else LabVerdict.HANG  # nobody needs to allocate while paused
+            return LabVerdict.PART if self.kind == "alloc" else LabVerdict.HANG  # an allocation may wait for the pause
         if self.wrong or self.frozen < self.parts:
             return LabVerdict.PART
         slow = any(figure.at(0.99) > 10_000 for name, figure in self.figures().items() if name.startswith("paused"))

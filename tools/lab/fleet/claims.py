@@ -113,7 +113,7 @@ class Wall:
 
 
 def worst_wall(groups: Mapping[str, Group], ours: str = OURS, by: str = "mean") -> Wall:
-    """Over rivals that keep the target as pack does: who gives requests up computes more of the rest."""
+    """Over rivals that keep the target as pack does: a rival that gives requests up computes more of the rest."""
     found = [
         Wall(name=name, rival=rival, ratio=ratio(group[ours], group[rival], "tasks_per_s"))
         for name, group in groups.items()

@@ -1,4 +1,4 @@
-"""Who decides where a task goes: the router's three scores and what they are held against."""
+"""The policies that decide where a task goes: the router's three scores and what they are held against."""
 
 from __future__ import annotations
 

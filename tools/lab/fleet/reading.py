@@ -25,7 +25,7 @@ from valve_tools.lab.fleet.page import Found
 from valve_tools.lab.fleet.policies import FILLS, OURS
 
 WIDTH = 120
-FULL = 0.95  # of what the fleet can do: from here on a queue grows whoever chooses
+FULL = 0.95  # of what the fleet can do: from here on a queue grows under every policy
 STRICT = "no gate"
 Groups = Mapping[str, Group]
 

@@ -84,7 +84,7 @@ class FleetRun:
         return self._books()
 
     def _until(self, now_s: float) -> None:
-        """What ended, and who was parked and may go now."""
+        """Settles what ended, and lets go the parked tasks that may go now."""
         self._settle(now_s)
         parked, self.parked = self.parked, []
         for number, task in enumerate(parked):  # the oldest first; where it waits, younger ones wait behind it

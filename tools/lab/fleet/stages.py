@@ -109,7 +109,7 @@ class Stages:
             self.clock_s = max(self.clock_s, to_s if to_s < FOREVER else 0.0)
 
     def _turn(self, now: float, to_s: float) -> tuple[float, list[_Pieces]]:
-        """Who may run now, one on each stage, and until when."""
+        """The work that may run now, one piece on each stage, and until when."""
         until, runs, taken = to_s, [], set()
         for one in self.training:
             stage = int(one.left[0][0])

@@ -1,6 +1,6 @@
 /*
- * Who waits for whom: one function for the moment online launches, one for the moment it leaves the GPU, one for the
- * wake of ours. Sources and constants of each policy: docs/replay.md.
+ * Which side waits for the other: one function for the moment online launches, one for the moment it leaves the GPU,
+ * one for the wake of ours. Sources and constants of each policy: docs/replay.md.
  */
 #include "core.h"
 
@@ -213,7 +213,7 @@ static double tgs_deviation(struct sim *s)
 	if (s->phase == PHASE_RUNNING && s->now > from)
 		c->seen += (double)(s->now - from);
 	if (s->phase == PHASE_IDLE && c->seen <= 0)
-		return 0.0; /* nobody to protect: our charitable reading of the published code */
+		return 0.0; /* no work to protect: our charitable reading of the published code */
 	if (c->seen > c->peak)
 		c->peak = c->seen;
 	return c->peak > 0 ? 1.0 - c->seen / c->peak : 0.0;

@@ -1,6 +1,6 @@
 /*
  * Inside of the replay core. Rooms: rng.c draws, space.c backs and hands out blocks, engine.c batches requests,
- * offline.c runs the offline side in the time it is given, compute.c decides who waits for whom at a launch,
+ * offline.c runs the offline side in the time it is given, compute.c decides which side waits at a launch,
  * run.c is the clock, api.c is what Python calls.
  *
  * Time moves in one direction only: every room is told the moment and advances `now` through sim_move(). Offline

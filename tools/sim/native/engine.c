@@ -333,7 +333,7 @@ static int32_t first_block_in(const struct request *r, int32_t slot)
 	return r->blocks;
 }
 
-/* The slot's content is lost: whoever has a block there keeps the valid prefix (or nothing) and recomputes the rest. */
+/* The content is lost: a request with a block there keeps its valid prefix (or nothing) and recomputes the rest. */
 void engine_lose_slot(struct sim *s, struct engine *e, int32_t slot)
 {
 	for (int64_t i = 0; i < waiting_count(e); i++) {

@@ -1,4 +1,4 @@
-/* Counter-based draws: no state, so a policy that skips a draw does not shift everybody else's. */
+/* Counter-based draws: no state, so a policy that skips a draw does not shift those of the others. */
 #include <math.h>
 
 #include "core.h"

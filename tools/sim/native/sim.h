@@ -2,7 +2,7 @@
  * Replay core: what Python sees of it. Read by cffi as it stands between the two markers, so it stays free of
  * the preprocessor there.
  *
- * The core holds the mechanics (engines, memory, who runs when). Decisions of the product stay in Python: the
+ * The core holds the mechanics (engines, memory, which side runs when). Decisions of the product stay in Python: the
  * core calls back on rare events only (pressure, ticks, wakes, a gap that could change the cooldown).
  */
 #ifndef VALVE_SIM_H

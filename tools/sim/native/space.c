@@ -1,4 +1,4 @@
-/* A range of handle-sized slots: which are backed, how many blocks of each are used. Says nothing about who waits. */
+/* A range of handle-sized slots: which are backed, how many blocks of each are used. Says nothing about what waits. */
 #include <stdlib.h>
 
 #include "core.h"
@@ -40,7 +40,7 @@ void space_back(struct space *sp, int32_t slot, int32_t handle, int64_t ready_ns
 		sp->hint = slot;
 }
 
-/* The slot must be empty: whoever takes it dealt with its blocks before. */
+/* The slot must be empty: the caller has dealt with its blocks before. */
 int32_t space_unback(struct space *sp, int32_t slot)
 {
 	int32_t handle = sp->handle[slot];

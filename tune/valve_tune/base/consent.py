@@ -1,7 +1,7 @@
 """Which weights a trainer may map: valved writes the services that consent into a file of its run folder.
 
 A service is found by its name, its weights by what its processes map. A file that a service maps is that service's,
-however it was named. A user who may see neither cannot open the file either: it is its owner's alone.
+however it was named. A user without the right to see either cannot open the file: only its owner can.
 """
 
 from __future__ import annotations

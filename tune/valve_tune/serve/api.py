@@ -78,7 +78,7 @@ class TuneApi:
             # A page in this machine's browser may reach loopback under a name of its own; it cannot choose this one.
             raise BadRequest(None, "without a token only localhost is answered", 403)
         elif "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") not in OWN_SITE:
-            # A page may send a form to localhost under localhost's name; a browser says who sends it.
+            # A page may send a form to localhost under localhost's name; a browser says which page sends it.
             raise BadRequest(None, "without a token no page of a browser is answered", 403)
 
     async def health(self, _: web.Request) -> web.Response:
@@ -97,7 +97,7 @@ class TuneApi:
         try:
             return await self._take(request, received)
         finally:
-            # The row is made when the file is whole; a half one has no name that anybody knows.
+            # The row is made when the file is whole; no row names a half one.
             for file in received:
                 if self._store.file(file) is None:
                     self._store.file_path(file).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Sees to it that engines have the versions of a fleet job: also one that was away, or restarted without them.
 
-An engine that restarts comes back without what was loaded into it. What is missing while it stays in sight was unloaded
-by somebody, and stays away.
+An engine that restarts comes back without the adapters that were loaded into it. An adapter that goes while the engine
+is seen all the time was unloaded by an operator, and stays away.
 """
 
 from __future__ import annotations

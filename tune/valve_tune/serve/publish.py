@@ -32,7 +32,7 @@ class Published:
     name: str
     path: Path
     retired: tuple[str, ...] = ()
-    gaps: Gaps | None = None  # None: nobody watched
+    gaps: Gaps | None = None  # None: no watcher ran
 
 
 def adapter_of(folder: JobFolder, step: int | None) -> Path:

@@ -1,6 +1,6 @@
 """What a process has trained, told to valved: its receipts show it as the useful tokens of an offline service.
 
-Through the engine hook's page, which `valve run` brings along. Where no hook or no valved is, nobody is told.
+Through the engine hook's page, which `valve run` brings along. Without a hook or a valved no receipt is written.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class StepTurns:
             self._waiting.add(job)
             try:
                 if self._holder == job:
-                    # Decided here and not at the border: only now is the holder one of those who want the next turn.
+                    # Decided here and not at the border: only now is the holder one of the jobs that want the next
+                    # turn.
                     self._is_at_border = False
                     if self._is_next(job):
                         return True

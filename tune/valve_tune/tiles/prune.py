@@ -1,6 +1,6 @@
 """Graph pruning: the least bytes of forward tensors from which backward can be computed.
 
-Two steps. `backward_of` removes from the full backward graph every gradient nobody reads, to a fixed point. `keep`
+Two steps. `backward_of` removes from the full backward graph every gradient that is not read, to a fixed point. `keep`
 then asks, for what is left, which tensors to keep so that all that backward reads is either kept or can be computed
 again by cheap operators. A tensor cannot be had exactly if a path of unkept tensors leads from it, through cheap
 operators, to one whose operator is not cheap. So a sufficient set is a vertex cut, and the least one a minimum cut.

@@ -54,7 +54,7 @@ class Guard(NoGuard):
             with contextlib.suppress(NotShared):  # their memory is gone: there is nothing to look at
                 self._weights.check()
         finally:
-            with contextlib.suppress(OSError):  # somebody has killed it
+            with contextlib.suppress(OSError):  # it was killed
                 self._tell("looked")
             self._process.communicate()
 

@@ -86,7 +86,7 @@ class PartTrainer(Trainer):
         """With what was added up; nothing if that is nothing."""
         if not self._open:
             return
-        if not self._labels:  # nothing to learn from, and nobody else need look at them again
+        if not self._labels:  # nothing to learn from, and no other trainer need look at them again
             self._done(0)
             return
         sums = self.state.sums
