@@ -159,12 +159,17 @@ int listener_add(struct valve_gate *gate, struct valve_client *client)
 	return control(gate, client, EPOLL_CTL_ADD, EPOLLIN | EPOLLET);
 }
 
+/* A doorbell that is not listened to is marked as muted, always, so that the watchdog finds it: the mark is set after the
+ * listening ends, and cleared before it begins again. Listener and watchdog may both be here for one client. */
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute)
 {
-	store_relaxed(&client->muted, mute);
+	if (!mute)
+		store_full(&client->muted, 0);
 	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
-	if (mute)
+	if (mute) {
+		store_full(&client->muted, 1);
 		store_release(&gate->mutes, 1); /* pairs with the swap in watchdog_main: it finds whom */
+	}
 }
 
 /* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */
