@@ -85,7 +85,7 @@ static struct gpu *look(struct valve_gate *gate)
 
 /* Handle events, then look. *undone: what came with the ring that closes a GPU is left to another listener, a stop being in
  * more of a hurry than a wake. The ring alone leaves nothing but the next look at its own service, which the borrower of the
- * seat takes when it is back; the watchdog sees to it if it hangs there. */
+ * seat takes when it is back. If it hangs there, the watchdog's kick wakes the owner of the seat, which takes it. */
 static struct gpu *listen(struct valve_gate *gate, const struct epoll_event *events, int count,
                           uint64_t seen_ns, bool *undone)
 {
