@@ -56,8 +56,8 @@ static struct valve_client *connect(struct valve_gate *gate, uint32_t role, int3
 {
 	static uint64_t id;
 	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
-	struct valve_client *client = valve_client_new(gate, ++id, role, service, 0, control, region, doorbell,
-	                                               eventfd(0, EFD_CLOEXEC));
+	struct valve_client *client = valve_client_new(gate, ++id, role, service, 0, control, region,
+	                                               doorbell, eventfd(0, EFD_CLOEXEC));
 
 	if (!client || mprotect(client->region, VALVE_REGION_BYTES, PROT_READ | PROT_WRITE) < 0)
 		abort();
@@ -99,8 +99,7 @@ static void wake(struct valve_gate *gate, const struct ringer_client *it)
 
 int main(void)
 {
-	const struct valve_config config = {
-	        .lease_ns = 5000000, .hang_ns = 60000000000, .order_ns = 1000000};
+	const struct valve_config config = {.lease_ns = 5000000, .hang_ns = 60000000000, .order_ns = 1000000};
 	struct valve_gate *gate;
 	struct valve_client *offline;
 	struct valve_entry channel = {.reach = VALVE_REACH_OWN, .h_channel = 0x5C000000};
