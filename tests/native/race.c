@@ -250,6 +250,17 @@ static bool is_heard(struct online *online)
 	return false;
 }
 
+static bool end_online(struct valve_gate *gate, struct online *online)
+{
+	bool heard;
+
+	store_release(&online->quit, 1);
+	pthread_join(online->thread, NULL);
+	heard = is_heard(online);
+	valve_client_free(gate, online->client);
+	return heard;
+}
+
 /* What the caller does to the services while their clients launch. */
 static bool meddle(struct valve_gate *gate, const int32_t *service, struct offline *offline, uint32_t dice,
                    uint32_t *seed)
@@ -310,11 +321,10 @@ int main(int argc, char **argv)
 	if (hangs)
 		config.hang_ns = 1000000;
 	gate = valve_gate_open(&config, fake_machine());
-	for (uint32_t g = 0; g < OFFLINE; g++) {
+	for (uint32_t g = 0; g < OFFLINE; g++)
 		begin_offline(gate, &offline[g], 100 + g, g);
-		for (uint32_t i = 0; i < CHANNELS; i++)
-			fake_channel(offline[g].h_client, 0x5C000000 + i, g);
-	}
+	for (uint32_t i = 0; i < OFFLINE * CHANNELS; i++)
+		fake_channel(offline[i % OFFLINE].h_client, 0x5C000000 + i / OFFLINE, i % OFFLINE);
 	for (uint32_t s = 0; s < 2; s++) {
 		service[s] = valve_service_new(gate, s + 1);
 		valve_service_gpus(gate, service[s], s ? 3 : 1);
@@ -343,12 +353,8 @@ int main(int argc, char **argv)
 	}
 	end_hook(gate, &hook);
 	valve_service_grants(gate, service[0], &grants);
-	for (uint32_t i = 0; i < ONLINE; i++) {
-		store_release(&online[i].quit, 1);
-		pthread_join(online[i].thread, NULL);
-		heard &= is_heard(&online[i]);
-		valve_client_free(gate, online[i].client);
-	}
+	for (uint32_t i = 0; i < ONLINE; i++)
+		heard &= end_online(gate, &online[i]);
 	hang(0, 0);
 	for (uint32_t s = 0; s < 2; s++)
 		valve_service_free(gate, service[s]);
