@@ -5,9 +5,10 @@
  * sanitizer sees both sides of each word.
  *
  * Checked at every launch that found its gate word closed: the GPUs are held, now and until the launch is proven done.
- * At the end all channels are on.
+ * At the end each ring is heard, and all channels are on. With HANGS driver calls hang now and then, for longer than the
+ * watchdog's patience.
  *
- *     race SEED ROUNDS
+ *     race SEED ROUNDS [HANGS]
  */
 #include "fake_rm.h"
 #include "internal.h"
@@ -230,6 +231,36 @@ static void come_and_leave(struct valve_gate *gate, const struct offline *there,
 	fake_free_channel(one.h_client, 0x5C000000);
 }
 
+static void hang(uint32_t stops, uint32_t enables)
+{
+	store_relaxed(&fake_rules.hang, stops);
+	store_relaxed(&fake_rules.hang_enable, enables);
+}
+
+/* Whoever finds its word open rings; and a ring closes the word. */
+static bool is_heard(struct online *online)
+{
+	launch(online);
+	for (uint32_t i = 0; i < 10000; i++) {
+		if (load_full(&online->client->control->gate_epoch) % 2 == 0)
+			return true;
+		sleep_ns(1000000);
+	}
+	fprintf(stderr, "a ring was never heard\n");
+	return false;
+}
+
+static bool end_online(struct valve_gate *gate, struct online *online)
+{
+	bool heard;
+
+	store_release(&online->quit, 1);
+	pthread_join(online->thread, NULL);
+	heard = is_heard(online);
+	valve_client_free(gate, online->client);
+	return heard;
+}
+
 /* What the caller does to the services while their clients launch. */
 static bool meddle(struct valve_gate *gate, const int32_t *service, struct offline *offline, uint32_t dice,
                    uint32_t *seed)
@@ -275,6 +306,7 @@ int main(int argc, char **argv)
 	};
 	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
 	         rounds = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
+	bool hangs = argc > 3, heard = true;
 	struct online online[ONLINE] = {0};
 	struct online hook = {0};
 	struct offline offline[OFFLINE] = {0};
@@ -286,12 +318,13 @@ int main(int argc, char **argv)
 	uint32_t woken = 0;
 
 	fake_reset();
+	if (hangs)
+		config.hang_ns = 1000000;
 	gate = valve_gate_open(&config, fake_machine());
-	for (uint32_t g = 0; g < OFFLINE; g++) {
+	for (uint32_t g = 0; g < OFFLINE; g++)
 		begin_offline(gate, &offline[g], 100 + g, g);
-		for (uint32_t i = 0; i < CHANNELS; i++)
-			fake_channel(offline[g].h_client, 0x5C000000 + i, g);
-	}
+	for (uint32_t i = 0; i < OFFLINE * CHANNELS; i++)
+		fake_channel(offline[i % OFFLINE].h_client, 0x5C000000 + i / OFFLINE, i % OFFLINE);
 	for (uint32_t s = 0; s < 2; s++) {
 		service[s] = valve_service_new(gate, s + 1);
 		valve_service_gpus(gate, service[s], s ? 3 : 1);
@@ -311,6 +344,8 @@ int main(int argc, char **argv)
 
 		woken += meddle(gate, service, offline, dice, &seed);
 		meddle_with_grants(gate, service, dice);
+		if (hangs)
+			hang(dice % 31 < 4, dice % 37 < 3);
 		count = valve_stamps_take(gate, stamps, 64);
 		for (uint32_t i = 0; i < count; i++)
 			seen[stamps[i].kind]++;
@@ -318,11 +353,9 @@ int main(int argc, char **argv)
 	}
 	end_hook(gate, &hook);
 	valve_service_grants(gate, service[0], &grants);
-	for (uint32_t i = 0; i < ONLINE; i++) {
-		store_release(&online[i].quit, 1);
-		pthread_join(online[i].thread, NULL);
-		valve_client_free(gate, online[i].client);
-	}
+	for (uint32_t i = 0; i < ONLINE; i++)
+		heard &= end_online(gate, &online[i]);
+	hang(0, 0);
 	for (uint32_t s = 0; s < 2; s++)
 		valve_service_free(gate, service[s]);
 	fake_refuse_enables(0);
@@ -342,5 +375,6 @@ int main(int argc, char **argv)
 	       seen[VALVE_STAMP_GATE], seen[VALVE_STAMP_HOLD], seen[VALVE_STAMP_WAKE_REFUSED],
 	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings,
 	       grants.grants, grants.broken);
-	return valve_gate_close(gate) || seen[VALVE_STAMP_GATE_FAILED] || !woken || !seen[VALVE_STAMP_GATE];
+	return valve_gate_close(gate) || !heard || !seen[VALVE_STAMP_GATE_FAILED] == hangs || !woken ||
+	       !seen[VALVE_STAMP_GATE];
 }

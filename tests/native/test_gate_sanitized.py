@@ -26,11 +26,13 @@ def race(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pyt
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("hangs", [(), ("hangs",)], ids=["", "hangs"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_threads_of_the_gate_never_race_and_leave_nothing_off(race: Path, seed: int) -> None:
-    """Any report of the sanitizer, any channel left off, and any leak ends it with a status."""
+def test_threads_of_the_gate_never_race_and_leave_nothing_off(race: Path, seed: int, hangs: tuple[str, ...]) -> None:
+    """Any report of the sanitizer, any ring unheard, any channel left off, and any leak ends it with a status."""
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "LD_PRELOAD": ""}
+    command = [str(race), str(seed), "400", *hangs]
 
-    done = subprocess.run([str(race), str(seed), "400"], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]

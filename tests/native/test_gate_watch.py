@@ -6,11 +6,15 @@ best of some tries counts.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from gates import HASTY, SETTINGS, FakeDriver, Launcher, Rig, Workload, gate_rig, wait_until
+import pytest
+from gates import HASTY, SETTINGS, FakeDriver, Launcher, Rig, Workload, compile_c, gate_rig, wait_until
 
 from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ServiceId
@@ -94,3 +98,18 @@ def test_the_heartbeat_never_falls_behind_because_nothing_else_is_to_be_watched(
             return int(workload.control["heartbeat_ns"] - first)
 
         assert best(between_two, 110_000_000) <= 110_000_000
+
+
+@pytest.mark.sanitizer
+def test_a_doorbell_that_is_muted_while_the_watchdog_looks_is_never_deaf_for_ever(
+    repository: Path, tmp_path: Path
+) -> None:
+    """tests/native/deaf.c keeps the listener half way through the muting until the watchdog has looked."""
+    native = sorted((repository / "valved/native").glob("*.c"))
+    ours = [repository / "tests/native" / name for name in ("deaf.c", "fake_rm.c")]
+    compile_c(tmp_path / "deaf", native + ours, "-fsanitize=address,undefined", "-O1", "-g", "-Wl,--wrap=epoll_ctl")
+    environment = {**os.environ, "LD_PRELOAD": ""}
+
+    done = subprocess.run([tmp_path / "deaf"], capture_output=True, text=True, env=environment, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]

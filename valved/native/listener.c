@@ -87,7 +87,7 @@ static struct gpu *look(struct valve_gate *gate)
 
 /* Handle events, then look. *undone: what came with the ring that closes a GPU is left to another listener, a stop being in
  * more of a hurry than a wake. The ring alone leaves nothing but the next look at its own service, which the borrower of the
- * seat takes when it is back; the watchdog sees to it if it hangs there. */
+ * seat takes when it is back. If it hangs there, the watchdog's kick wakes the owner of the seat, which takes it. */
 static struct gpu *listen(struct valve_gate *gate, const struct epoll_event *events, int count,
                           uint64_t seen_ns, bool *undone)
 {
@@ -161,13 +161,18 @@ int listener_add(struct valve_gate *gate, struct valve_client *client)
 	return control(gate, client, EPOLL_CTL_ADD, EPOLLIN | EPOLLET);
 }
 
+/* A doorbell that is not listened to is marked as muted, always, so that the watchdog finds it: the mark is set after the
+ * listening ends, and cleared before it begins again. Listener and watchdog may both be here for one client. */
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute)
 {
-	store_relaxed(&client->muted, mute);
+	if (!mute)
+		store_full(&client->muted, 0);
 	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
-	if (mute)
+	if (mute) {
+		store_full(&client->muted, 1);
 		store_release(&gate->mutes,
 		              1); /* pairs with the swap in watchdog_main, which finds the client */
+	}
 }
 
 /* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */

@@ -47,8 +47,8 @@ static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 	stamp.ioctl_ns = start_ns;
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp, true);
-	issuer_owe_release(gpu);
-	waking_kick(gpu->gate); /* a listener may hang there: then the timer that it set wakes no thread */
+	issuer_owe_release(
+	        gpu); /* if its seat is lent, the worker that slept there listens now, and looks first */
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
 	return UINT64_MAX;
 }
