@@ -29,7 +29,7 @@ class Unsaved:
         with contextlib.suppress(OSError), Fds() as fds:
             fd = fds.own(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._is_empty = False
-            os.write(fd, msgspec.json.encode(client) + b"\n")
+            os.write(fd, b"\n" + msgspec.json.encode(client) + b"\n")  # the line before may be cut short
 
     def clear(self) -> None:
         """The state file names them."""
@@ -39,8 +39,7 @@ class Unsaved:
                 self._is_empty = True
 
     def read(self) -> Iterator[SavedClient]:
-        """A predecessor's. A line that was cut short is the last one, and its channel was not touched. OSError: nobody
-        knows."""
+        """A predecessor's. A line that was cut short (killed, or a full disk) is left out. OSError: nobody knows."""
         for line in (read_if_there(self._path) or b"").splitlines():
             with contextlib.suppress(msgspec.MsgspecError, ValueError):
                 yield msgspec.json.decode(line, type=SavedClient)
