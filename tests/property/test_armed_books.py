@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from valve_abi import Feature
+from valved.native._gate import ffi
 
 from valved.gate import reaching
 from valved.gate.armed import LADDER, ArmedChannel, GateClient
 from valved.machine.ports import ClientFds
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.native import _gate
-from valved.native._gate import ffi
 
 GPUS = 2
 INVALID = 0x21
@@ -82,7 +82,8 @@ class Walk:
         self.port = reaching.NativeChannels(None, self.holders, infos, "")
 
     def step(self) -> None:
-        self.draw.choice((self.add, self.add, self.remove, self.leave, self.give_up, self.rm_client, self.app, self.news))()
+        steps = (self.add, self.add, self.remove, self.leave, self.give_up, self.rm_client, self.app, self.news)
+        self.draw.choice(steps)()
 
     def client(self) -> ClientId:
         client = ClientId(self.draw.choice((1, 2)))
