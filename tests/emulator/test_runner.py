@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from rm_process import RmProcess, grow_tree
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import LIBRARIES, NO_LATENCY, Options, environment, is_running, node
@@ -42,6 +45,21 @@ def test_the_server_ends_with_the_command_that_started_it(tmp_path: Path) -> Non
     run("--dir", str(tmp_path), "--", "true")
 
     assert not is_running(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_server_outlives_a_runner_without_a_command_that_was_told_to_end(tmp_path: Path, number: int) -> None:
+    runner = subprocess.Popen([*RUN, "--dir", str(tmp_path)], stderr=subprocess.PIPE)
+    try:
+        assert runner.stderr is not None
+        runner.stderr.readline()  # the node is up
+        runner.send_signal(number)
+        runner.wait(60)
+        assert not is_running(tmp_path)
+    finally:
+        runner.kill()
+        with suppress(OSError), Emulator(tmp_path) as emulator:
+            emulator.quit()
 
 
 def test_the_server_stays_until_the_last_command_has_left(tmp_path: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
+from gates import wait_until
 from valve_tools.demo.memory import MemoryPlan, main, perform
+from valve_tools.emulator.node import is_running
 from valve_tools.sim.traces import Trace, read_file
 
 
@@ -15,6 +21,18 @@ def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
     assert figures.offline["lost_blocks"] > 0
     assert figures.phases_ms["total"]
     assert 0 < figures.capacity < 1
+
+
+def test_no_node_outlives_a_demo_that_was_told_to_end(tmp_path):
+    argv = [sys.executable, "-c", "import sys; from valve_tools.demo.command import main; main(sys.argv[1:])"]
+    demo = subprocess.Popen([*argv, "memory", "--keep", str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "off").exists, "the node and its job are there")
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(60) == 128 + signal.SIGTERM
+        assert not is_running(tmp_path / "emu")
+    finally:
+        demo.kill()
 
 
 def test_a_recorded_hour_becomes_a_minute_and_its_tokens_shrink_with_the_pool(tmp_path):

@@ -501,3 +501,15 @@ def test_an_offline_service_is_never_explained_by_preemptions_that_it_cannot_hav
     assert not any("preempted" in fact for fact in batch.facts)
     assert any("was let run for" in fact for fact in batch.facts)
     assert any("preempted offline work 0 times" in fact for fact in chat.facts)
+
+
+def test_those_that_hold_a_gpu_are_never_a_list_without_an_end(world):
+    offline = world.offline(name="batch")
+    online = world.online(name="chat")
+    world.gate.launch(online)
+    world.run(5)
+    world.node.pause("me")
+
+    service = world.node.explain("service", world.service_of(offline))
+
+    assert "the pause and chat hold GPU 0" in service.summary

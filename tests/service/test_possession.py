@@ -235,3 +235,15 @@ def test_saying_that_it_scheduled_never_asks_the_driver_about_each_channel(world
     world.schedule(hostile, THEIRS, LinkType.SCHEDULE_DONE)
 
     assert world.gate.calls[before:] == [("stop_again", THEIRS)]
+
+
+def test_a_channel_that_is_told_again_for_another_gpu_is_never_counted_on_the_first(world):
+    job = world.offline(gpus=())
+    world.add_channel(job, gpu=0, h_channel=0xA1, compute=False)
+    world.add_channel(job, gpu=0, h_channel=0xA2)
+    world.add_channel(job, gpu=1, h_channel=0xA3)
+    assert [world.gating.gpus[GpuIndex(gpu)].channels for gpu in (0, 1)] == [1, 1]
+
+    world.add_channel(job, gpu=1, h_channel=0xA2)
+
+    assert [world.gating.gpus[GpuIndex(gpu)].channels for gpu in (0, 1)] == [0, 2]

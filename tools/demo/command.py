@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 
 
 def main(argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # else its node would run on
     if argv[:1] == ["memory"]:
         return memory.main(argv[1:])
     if argv[:1] == ["cluster"]:

@@ -72,12 +72,15 @@ def main(arguments: list[str] | None = None) -> int:
         knobs=dict(pair.split("=", 1) for pair in options.set),
         faults=options.fault,
     )
+    ends = {signal.SIGINT, signal.SIGTERM}
     with shared_node(directory.resolve(), made) as is_ours:
+        if not options.command:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # else it ends at once, and the server stays
         if is_ours:
             print((directory / "server.txt").read_text().strip(), file=sys.stderr)
         if options.command:
             return run_command(options.command, directory.resolve())
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        signal.sigwait(ends)
         return 0
 
 

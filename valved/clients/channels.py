@@ -154,10 +154,13 @@ class Channels:
             if self._is_anothers(entry, channel):
                 self._refuse(entry, seq, "foreign")
                 return
+            known = entry.channels.get(key := (channel.h_client, channel.h_channel))
+            if known is not None and known.gpu != channel.gpu:  # the number came again
+                self._forget_channel(entry, key)
             self._comes(entry, channel)
             armed = self._arm(entry, channel)
             if armed is None:
-                self._forget_channel(entry, (channel.h_client, channel.h_channel))
+                self._forget_channel(entry, key)
                 self._refuse(entry, seq, "unknown")
                 return
             status, want_fd = armed

@@ -57,6 +57,8 @@ class NativeChannels:
         status = 0 if known is not None and known.ref == channel else self._verify(channel)
         if status != 0:
             return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False, is_known=False)
+        if known is not None and (known.ref.gpu, known.ref.compute) != (channel.gpu, channel.compute):
+            self.remove_channel(client, channel.h_client, channel.h_channel)  # else an issuer keeps it
         if channel.compute:
             status, entry = self._climb(holder, numbers, entry)
         else:
@@ -197,7 +199,7 @@ class NativeChannels:
         if numbers == before:
             return
         mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.ref.compute]
-        for channel in mine:
+        for channel in mine if not holder.is_given_up else ():
             if numbers.fd != before.fd and is_worse(channel.reach, Reach.CHANNEL_FD):
                 # The fd has come: look for the best rung again, from the fd's on. Orders of the old rung hold until the
                 # next wake, which takes back every order of every client in the plan.

@@ -192,8 +192,9 @@ class Reporter:
             return "running"
         holders = sorted(set().union(*(self._gating.gpus[gpu].holders for gpu in gated)))
         names = [self._name(ServiceId(holder)) for holder in holders]
-        verb = "hold" if len(names) > 1 else "holds"
-        return f"stopped: {', '.join(names) or STANDING[BRAKE_SERVICE]} {verb} GPU {', '.join(map(str, gated))}"
+        *others, last = names or [STANDING[BRAKE_SERVICE]]
+        who = f"{', '.join(others)} and {last} hold" if others else f"{last} holds"
+        return f"stopped: {who} GPU {', '.join(map(str, gated))}"
 
     def _name(self, service: ServiceId) -> str:
         if service in STANDING:
