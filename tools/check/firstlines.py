@@ -8,7 +8,7 @@ import re
 from valve_tools.check.tree import ROOT, tracked
 
 LEAST_WORDS = 4
-EMPTY = re.compile(r"(this (module|file)|helpers?|utils|utilities|misc|various|miscellaneous|stuff)[ .]")
+EMPTY = re.compile(r"(this (module|file)|helpers?|utils|utilities|misc|various|miscellaneous|stuff)( |\.$)")
 
 
 def findings() -> list[str]:

@@ -66,7 +66,7 @@ def judged(steps: Sequence[tuple[Batch, float, float]]) -> tuple[Errors, Errors]
     return Errors.of([abs(ms / said - 1.0) for _, ms, said in steps]), Errors.of(own)
 
 
-class MeasuredEngine(SteppedEngine):
+class MeasuredEngine(SteppedEngine):  # type: ignore[misc]
     """Its steps are told to a predictor as the lane in its worker tells them."""
 
     def __init__(self, model: str) -> None:
