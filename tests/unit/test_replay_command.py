@@ -12,11 +12,11 @@ from valve_tools.replay import eviction as eviction_page
 from valve_tools.replay.command import EXPERIMENTS, main
 from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.question import Question, bounds_of, machine_of
-from valve_tools.replay.report import Chart, Claim, Report, ReportTable, at_least, at_most, markdown, text, write
+from valve_tools.replay.report import Chart, Report, ReportTable, markdown, text, write
 from valve_tools.replay.store import _key
 from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
 from valve_tools.replay.whatif import SeedAnswer, WhatifTask, recommend, refusals, run_task, verdict
-from valve_tools.sim.metrics import Summary
+from valve_tools.sim.metrics import Claim, Summary, at_least, at_most
 from valve_tools.sim.traces import TraceError
 
 from valved.config import Config

@@ -18,11 +18,12 @@ from valve_tools.replay.rerender import render
 from valve_tools.replay.svg import grouped_bars, look_of, tornado
 from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
-from valve_tools.sim.combinations import COMBINATIONS, OURS, PRISM, SHIPPED
+from valve_tools.sim.combinations import COMBINATIONS, OURS, SHIPPED
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
 from valve_tools.sim.machine import MODEL_ERROR
 from valve_tools.sim.metrics import Interval, Summary
 from valve_tools.sim.pairs import PAIRS
+from valve_tools.sim.rivals import PRISM
 from valve_tools.sim.shape import LoadShape
 
 SMALL = EvictionPlan(

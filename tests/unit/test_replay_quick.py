@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from valve_tools.replay import quick
-from valve_tools.replay.report import at_least, at_most, not_judged
+from valve_tools.sim.metrics import at_least, at_most, not_judged
 
 
 @pytest.mark.parametrize(

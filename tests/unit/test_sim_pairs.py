@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sim_worlds import trace_of
-from valve_tools.sim.combinations import Tuning, as_shipped, run_own, run_solo
+from valve_tools.sim.combinations import as_shipped, run_own, run_solo
 from valve_tools.sim.generator import RECIPES, generate, make
 from valve_tools.sim.metrics import increase, interval
 from valve_tools.sim.pairs import PAIRS, bind
 from valve_tools.sim.shape import LoadShape, ShapedTrace, assign, measure
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Tuning
 
 from valved.config import Config
 

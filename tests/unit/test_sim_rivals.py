@@ -9,12 +9,13 @@ from sim_worlds import GAP_MS, MS, RESUME_MS, trace_of, world_of
 from valve_tools.replay import rivals as page
 from valve_tools.replay.report import write
 from valve_tools.replay.rerender import render
-from valve_tools.sim.combinations import BY_NAME, Context, Tuning, run_combination, run_solo
+from valve_tools.sim.combinations import BY_NAME, run_combination, run_solo
 from valve_tools.sim.memory_policies import NoShare, Prism
 from valve_tools.sim.ours import ProductWake
 from valve_tools.sim.pairs import bind
 from valve_tools.sim.rivals import PRISM, SWEEPS, TIME_SLICE, XSCHED
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Context, Tuning
 from valve_tools.sim.world import Compute, run
 
 ROWS = [(100.0, 100, 20), (600.0, 100, 20)]

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from sim_worlds import lengths_of, trace_of
-from valve_tools.sim.combinations import BY_NAME, COOPERATIVE, HELPER, SHIPPED, Tuning, by_way, world_of
+from valve_tools.sim.combinations import BY_NAME, COOPERATIVE, HELPER, SHIPPED, by_way, world_of
 from valve_tools.sim.machine import MODELS, Settings
 from valve_tools.sim.pairs import bind
 from valve_tools.sim.rungs import TAKE_MS, cut, rung_of, step_ns, waited_ns
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Tuning
 from valve_tools.sim.world import OfflineSide
 
 from valved.config import Config

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from valve_tools.check.tree import ROOT, tracked
 
 LEAST_WORDS = 4
-EMPTY = (
-    "this module",
-    "this file",
-    "helper",
-    "helpers",
-    "utils",
-    "utilities",
-    "misc",
-    "various",
-    "miscellaneous",
-    "stuff",
-)
+EMPTY = re.compile(r"(this (module|file)|helpers?|utils|utilities|misc|various|miscellaneous|stuff)( |\.$)")
 
 
 def findings() -> list[str]:
@@ -37,7 +27,7 @@ def judge(name: str, text: str) -> str:
     if not first:
         return "no first line says what it does"
     words = first.lower().split()
-    if any(first.lower().startswith(f"{empty} ") or words == [f"{empty}."] for empty in EMPTY):
+    if EMPTY.match(first.lower()):
         return f"its first line begins with words that say nothing: {first}"
     if len(words) < LEAST_WORDS and name != "__init__.py":
         return f"its first line is too short to say what it does: {first}"

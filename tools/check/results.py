@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
-from valve_tools.check.tree import ROOT
+from valve_tools.check.tree import ROOT, command
 
 
 def findings() -> list[str]:
-    return stale()
-
-
-def stale() -> list[str]:
     # From another folder: in the root, `valved` would be the source tree, where nothing is compiled.
-    folder = ROOT / "docs" / "results"
-    argv = [sys.executable, "-m", "valve_tools.replay.command", "stale", str(folder)]
-    done = subprocess.run(argv, cwd=ROOT / "build", check=False, capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip().splitlines() if done.returncode else []
+    argv = (sys.executable, "-m", "valve_tools.replay.command", "stale", str(ROOT / "docs" / "results"))
+    return command(*argv, cwd=ROOT / "build")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from valve_tools.check import firstlines, includes, names, results, sizes, wiring
-from valve_tools.check.tree import ROOT, tracked
+from valve_tools.check.tree import ROOT, command, tracked
 
 PACKAGES = {
     "valved": "valved",
@@ -52,11 +52,6 @@ def type_tree() -> list[str]:
     return sorted(path.name for path in tree.iterdir())
 
 
-def command(*argv: str, **env: str) -> list[str]:
-    done = subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True, env={**os.environ, **env})
-    return (done.stdout + done.stderr).strip().splitlines() if done.returncode else []
-
-
 def ruff() -> list[str]:
     return [
         *command("ruff", "check", "--output-format", "concise", "."),
@@ -71,16 +66,10 @@ def mypy() -> list[str]:
 
 def imports() -> list[str]:
     # From another folder: in the root, `valved` would be the source tree and not what is installed.
-    done = subprocess.run(
-        ["lint-imports", "--config", str(ROOT / ".importlinter"), "--no-cache"],
-        cwd=ROOT / "build",
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tune")},  # a wheel of its own, not installed here
-    )
-    lines = [line for line in done.stdout.splitlines() if line.strip() and not set(line) & set("╔╚║")]
-    return lines + done.stderr.splitlines() if done.returncode else []
+    argv = ("lint-imports", "--config", str(ROOT / ".importlinter"), "--no-cache")
+    tune = str(ROOT / "tune")  # a wheel of its own, not installed here
+    said = command(*argv, cwd=ROOT / "build", PYTHONPATH=tune)
+    return [line for line in said if line.strip() and not set(line) & set("╔╚║")]
 
 
 def clang_format() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -19,3 +20,9 @@ def tracked(*suffixes: str) -> list[Path]:
     )
     paths = (ROOT / name for name in listing.stdout.split("\0") if name.endswith(suffixes))
     return sorted(path for path in paths if path.is_file())
+
+
+def command(*argv: str, cwd: Path = ROOT, **env: str) -> list[str]:
+    """What a command says where it fails; nothing where it does not."""
+    done = subprocess.run(argv, cwd=cwd, check=False, capture_output=True, text=True, env={**os.environ, **env})
+    return (done.stdout + done.stderr).strip().splitlines() if done.returncode else []

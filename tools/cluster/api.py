@@ -33,35 +33,29 @@ class ClusterApi:
     It is on loopback.
     """
 
-    def __init__(
-        self,
-        port: int,
-        token: str,
-        impersonate: str = "",
-        groups: Iterable[str] = (),
-        extra: tuple[tuple[str, str], ...] = (),
-    ) -> None:
+    def __init__(self, port: int, token: str, impersonated: tuple[tuple[str, str], ...] = ()) -> None:
+        """`impersonated`: headers that say whom."""
         self._port = port
-        self._extra = extra
         self._token = token
-        self._impersonate = impersonate
-        self._groups = tuple(groups)
+        self._impersonated = impersonated
         self._tls = ssl._create_unverified_context()
         self._local = local()
 
     def user(self, name: str, *groups: str) -> ClusterApi:
-        return ClusterApi(self._port, self._token, name, groups)
+        member_of = (("Impersonate-Group", group) for group in groups)
+        return ClusterApi(self._port, self._token, (("Impersonate-User", name), *member_of))
 
     def with_extra(self, key: str, value: str) -> ClusterApi:
         """The same user, with one more fact of its token, such as the node it runs on."""
-        return ClusterApi(self._port, self._token, self._impersonate, self._groups, (*self._extra, (key, value)))
+        fact = (f"Impersonate-Extra-{quote(key, safe='')}", value)
+        return ClusterApi(self._port, self._token, (*self._impersonated, fact))
 
     def call(
         self, method: str, path: str, body: Any = None, *, content_type: str = "application/json", accept: str = "*/*"
     ) -> Json:
-        data = None if body is None else json.dumps(body)
+        data = None if body is None else json.dumps(body).encode()
         try:
-            status, raw = self._exchange(method, path, data, content_type, accept)
+            status, raw = self._exchange(method, path, data, {"Content-Type": content_type, "Accept": accept})
         except (OSError, http.client.HTTPException):
             self._local.connection = None  # half-used: the next call starts afresh
             raise
@@ -74,23 +68,16 @@ class ClusterApi:
 
         return dict(answer)
 
-    def _exchange(self, method: str, path: str, data: str | None, content_type: str, accept: str) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, data: bytes | None, told: Json) -> tuple[int, bytes]:
         if time.monotonic() - getattr(self._local, "used_s", 0.0) > KEPT_S:
             self._local.connection = None
         connection = self._connection()
         connection.putrequest(method, path)
-        connection.putheader("Authorization", f"Bearer {self._token}")
-        connection.putheader("Content-Type", content_type)
-        connection.putheader("Accept", accept)
-        if self._impersonate:
-            connection.putheader("Impersonate-User", self._impersonate)
-        for group in self._groups:
-            connection.putheader("Impersonate-Group", group)
-        for key, value in self._extra:
-            connection.putheader(f"Impersonate-Extra-{quote(key, safe='')}", value)
         if data is not None:
-            connection.putheader("Content-Length", str(len(data.encode())))
-        connection.endheaders(data.encode() if data is not None else None)
+            told["Content-Length"] = str(len(data))
+        for header in (("Authorization", f"Bearer {self._token}"), *told.items(), *self._impersonated):
+            connection.putheader(*header)
+        connection.endheaders(data)
         response = connection.getresponse()
         raw = response.read()
         self._local.used_s = time.monotonic()
@@ -120,7 +107,7 @@ class ClusterApi:
 
     def watch_lines(self, path: str) -> Iterator[bytes]:
         """Lines of a watch that ends by its own timeoutSeconds; it has begun when this returns."""
-        connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)
+        connection = self._new_connection()
         connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
         response = connection.getresponse()
 
@@ -140,7 +127,10 @@ class ClusterApi:
 
     def _connection(self) -> http.client.HTTPSConnection:
         if getattr(self._local, "connection", None) is None:
-            self._local.connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)
+            self._local.connection = self._new_connection()
         connection: http.client.HTTPSConnection = self._local.connection
 
         return connection
+
+    def _new_connection(self) -> http.client.HTTPSConnection:
+        return http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)

@@ -157,14 +157,15 @@ class UntilStopped(threading.Thread):
 class Heartbeat(UntilStopped):
     """Renews the reports of a fleet, as daemons do: after 90 s without one a node takes no offline work."""
 
-    def __init__(self, api: ClusterApi, count: int, *, every_s: float = 20.0) -> None:
+    EVERY_S = 20.0
+
+    def __init__(self, api: ClusterApi, count: int) -> None:
         super().__init__()
         self._api = api
         self._count = count
-        self._every_s = every_s
 
     def run(self) -> None:
-        while not self._done.wait(self._every_s):
+        while not self._done.wait(self.EVERY_S):
             for index in range(self._count):
                 path = f"{names.API_PATH}/gpuharvestnodes/{node_name(index)}/status"
                 # The API server may be down, or the node gone: a daemon tries again, too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from valve_tools.replay import svg
 from valve_tools.replay.report import Chart, Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.cluster import (
-    ClusterPart,
     ClusterPlan,
     ClusterResult,
     WeekResult,
@@ -44,20 +44,11 @@ COLUMNS = {
 """Figure of a week -> (title, scale)."""
 
 
-def run(
-    traces: Path | None,
-    seeds: Sequence[int],
-    progress: TellProgress,
-    workers: Workers | None = None,
-    share: float = 1.0,
-) -> Report:
+def run(traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers, share: float) -> Report:
     """`share` below 1: a smoke run on so much of the fleet."""
-
-    def worked_off(parts: list[ClusterPart]) -> list[list[WeekResult]]:
-        return spread(run_part, parts, progress, workers or Workers(), label="cluster")
-
     plan = smoke_plan(share) if share < 1 else ClusterPlan()
-    return report(run_cluster(traces, seeds, worked_off, plan), seeds)
+    worked_off = partial(spread, run_part, progress=progress, workers=workers, label="cluster")
+    return report(run_cluster(traces, seeds, plan, worked_off), seeds)
 
 
 def smoke_plan(share: float) -> ClusterPlan:

@@ -16,8 +16,12 @@ from types import ModuleType
 from rich.console import Console
 from rich.table import Table as Shown
 from valve_tools.replay import (
+    cluster,
     crowding,
     early,
+    eviction,
+    fleet,
+    forecast,
     machine,
     pairs,
     quick,
@@ -29,7 +33,7 @@ from valve_tools.replay import (
     validate,
     whatif,
 )
-from valve_tools.replay.options import NODES, parser
+from valve_tools.replay.options import parser
 from valve_tools.replay.provenance import stale
 from valve_tools.replay.question import Question
 from valve_tools.replay.report import Report, ReportTable, claims_table, markdown, text, write
@@ -43,8 +47,6 @@ from valve_tools.sim.traces import Folder, Half, TraceError, read_folder, requir
 EXIT_MISSED = 3
 EXIT_BAD_INPUT = 2
 GENERATOR_SEED = 1
-FEWEST_NODES = 2
-"""Of a smoke run on the small fleet."""
 FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, TellProgress], Report]
 
@@ -63,43 +65,11 @@ def _replayed(experiment: ModuleType, options: argparse.Namespace, progress: Tel
     return replace(report, summary=(*report.summary, told), input=counts)
 
 
-def _eviction(options: argparse.Namespace, progress: TellProgress) -> Report:
-    from valve_tools.replay import eviction
-
-    share = share_of(options)
-    report = eviction.run(options.traces, seeds_of(options), progress, workers_of(options), share)
-    return _smoke(report, share, "of the churn; six cells of two reclaims, one handle size")
-
-
-def _cluster(options: argparse.Namespace, progress: TellProgress) -> Report:
-    from valve_tools.replay import cluster
-
-    share = share_of(options)
-    report = cluster.run(options.traces, seeds_of(options), progress, workers_of(options), share)
-    return _smoke(report, share, "so much of the nodes, the highest demand alone")
-
-
-def _fleet(options: argparse.Namespace, progress: TellProgress) -> Report:
-    from valve_tools.replay import fleet
-
-    share, nodes = share_of(options), getattr(options, "nodes", NODES)
-    if share < 1:
-        nodes = max(FEWEST_NODES, round(share * nodes))
-    report = fleet.run(options.traces, seeds_of(options), progress, workers_of(options), nodes)
-    return _smoke(report, share, "so much of the nodes")
-
-
-def _forecast(options: argparse.Namespace, progress: TellProgress) -> Report:
-    from valve_tools.replay import forecast
-
-    share = share_of(options)
-    nodes = max(FEWEST_NODES, round(share * forecast.NODES))
-    report = forecast.run(options.traces, seeds_of(options), progress, workers_of(options), nodes)
-    return _smoke(report, share, "so much of the nodes")
-
-
-def _smoke(report: Report, share: float, words: str) -> Report:
-    """Says on the page that it is none."""
+def _scaled(experiment: ModuleType, words: str, options: argparse.Namespace, progress: TellProgress) -> Report:
+    """An experiment that knows no hours: it shrinks by what `--hours` is of the longest replay, and says so."""
+    share = 1.0 if options.hours is None else min(1.0, options.hours * 3600 / LONGEST_S)
+    own = {"nodes": options.nodes} if experiment is fleet else {}
+    report: Report = experiment.run(options.traces, seeds_of(options), progress, workers_of(options), share, **own)
     if share >= 1:
         return report
     warning = (
@@ -133,11 +103,11 @@ EXPERIMENTS: dict[str, Experiment] = {
     "pairs": partial(_replayed, pairs),
     "rivals": partial(_replayed, rivals),
     "tp8": partial(_replayed, tp8),
-    "eviction": _eviction,
-    "cluster": _cluster,
+    "eviction": partial(_scaled, eviction, "of the churn; six cells of two reclaims, one handle size"),
+    "cluster": partial(_scaled, cluster, "so much of the nodes, the highest demand alone"),
     "sensitivity": partial(_replayed, sensitivity),
-    "fleet": _fleet,
-    "forecast": _forecast,
+    "fleet": partial(_scaled, fleet, "so much of the nodes"),
+    "forecast": partial(_scaled, forecast, "so much of the nodes"),
     "crowding": partial(_replayed, crowding),
 }
 ALL = tuple(EXPERIMENTS)
@@ -161,11 +131,6 @@ def folder_of(options: argparse.Namespace) -> Folder:
         within = f" in its first {options.hours:g} hours" if options.hours is not None else ""
         raise TraceError(f"{options.traces or 'the generated folder'} holds no trace with a request{within}")
     return folder
-
-
-def share_of(options: argparse.Namespace) -> float:
-    """Of an experiment that knows no hours: what `--hours` is of the longest replay."""
-    return 1.0 if options.hours is None else min(1.0, options.hours * 3600 / LONGEST_S)
 
 
 def seeds_of(options: argparse.Namespace) -> list[int]:

@@ -17,15 +17,16 @@ from valve_scheduler.model import HISTOGRAM_BINS, ThroughputCurve, WorkloadProfi
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, rank
 from valve_scheduler.placement.state import ClusterState
 from valve_tools.replay.pair_results import LATENCY_MARKS
-from valve_tools.replay.report import Claim, Report, ReportTable, at_most, plus_minus
+from valve_tools.replay.report import Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import BY_NAME, PRODUCT, SHIPPED, Context, run_combination, run_own, run_solo
+from valve_tools.sim.combinations import BY_NAME, PRODUCT, SHIPPED, run_combination, run_own, run_solo
 from valve_tools.sim.generator import generate
 from valve_tools.sim.machine import GIB
-from valve_tools.sim.metrics import interval, summarise
+from valve_tools.sim.metrics import Claim, at_most, interval, summarise
 from valve_tools.sim.pairs import Bound, bind
 from valve_tools.sim.shape import window_s
 from valve_tools.sim.traces import Folder, Half, half_of
+from valve_tools.sim.tuning import Context
 from valve_tools.sim.world import Result
 
 from valved.kube.series import NodeSeries

@@ -12,10 +12,11 @@ from typing import Any
 
 from valve_tools.replay.report import Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
+from valve_tools.sim.combinations import BY_NAME, OURS, run_combination, run_job_alone, run_solo
 from valve_tools.sim.metrics import Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Context, Tuning
 
 MS = 1_000_000
 RATIOS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)

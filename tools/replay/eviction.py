@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from valve_tools.sim.eviction import (
     MAIN_HANDLE_MIB,
     PRODUCT,
     RIVALS,
-    EvictionCell,
-    EvictionPart,
     EvictionPlan,
     EvictionResult,
     Which,
@@ -32,20 +31,11 @@ from valve_tools.sim.eviction import (
 ALLOCATORS = ("affine", "stock")
 
 
-def run(
-    traces: Path | None,
-    seeds: Sequence[int],
-    progress: TellProgress,
-    workers: Workers | None = None,
-    share: float = 1.0,
-) -> Report:
+def run(traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers, share: float) -> Report:
     """`share` below 1: a smoke run of some cells, for so much of the time."""
-
-    def worked_off(parts: list[EvictionPart]) -> list[list[EvictionCell]]:
-        return spread(run_part, parts, progress, workers or Workers(), label="eviction")
-
     plan = smoke_plan(share) if share < 1 else EvictionPlan()
-    return report(run_eviction(traces, seeds, worked_off, plan))
+    worked_off = partial(spread, run_part, progress=progress, workers=workers, label="eviction")
+    return report(run_eviction(traces, seeds, plan, worked_off))
 
 
 def smoke_plan(share: float) -> EvictionPlan:

@@ -17,6 +17,8 @@ from valve_tools.sim.cluster_schedulers import PRODUCT
 from valve_tools.sim.metrics import Interval, interval
 
 DEMAND = 1.5
+FEWEST_NODES = 2
+"""Of a smoke run."""
 DEFAULT = "default"
 FIGURES: dict[str, Callable[[WeekResult], float]] = {
     "GPUs saved within SLA, % of the fleet": lambda week: 100 * week.saved_in_sla_of_fleet,
@@ -76,12 +78,12 @@ def run_task(task: FleetTask) -> dict[tuple[str, str], WeekResult]:
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None, nodes: int = 100
+    traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers, share: float, nodes: int
 ) -> Report:
-    base = base_plan(nodes)
+    base = base_plan(nodes if share >= 1 else max(FEWEST_NODES, round(share * nodes)))
     tried = tuple(settings(base))
     tasks = [FleetTask(part=part_of(traces, seed, DEMAND, base), settings=tried) for seed in seeds]
-    runs = spread(run_task, tasks, progress, workers or Workers(), label="fleet")
+    runs = spread(run_task, tasks, progress, workers, label="fleet")
     return report(tried, tasks[0].part.source, seeds, runs)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_least, at_most, plus_minus
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.forecast import (
     AMPLE,
@@ -22,13 +22,14 @@ from valve_tools.sim.forecast import (
     WeekOutcome,
     plan_of,
     policy_digest,
-    run_forecast,
     run_task,
     settings_digest,
+    tasks_of,
 )
-from valve_tools.sim.metrics import Interval, interval
+from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, interval
 
-NODES = 60
+NODES, FEWEST_NODES = 60, 2
+"""Of a whole run and of a smoke run."""
 MOST_MISSED, LEAST_OF_ORACLE = 0.01, 0.95
 ORACLE, RANDOM = "oracle", "random"
 
@@ -44,19 +45,10 @@ REGISTERED = (
 """What may come out, said before it came."""
 
 
-def run(
-    traces: Path | None,
-    seeds: Sequence[int],
-    progress: TellProgress,
-    workers: Workers | None = None,
-    nodes: int = NODES,
-) -> Report:
-    outcomes = run_forecast(
-        traces,
-        seeds,
-        lambda tasks: spread(run_task, tasks, progress, workers or Workers(), label="forecast"),
-        plan_of(nodes),
-    )
+def run(traces: Path | None, seeds: Sequence[int], progress: TellProgress, workers: Workers, share: float) -> Report:
+    nodes = max(FEWEST_NODES, round(share * NODES))
+    tasks = tasks_of(traces, seeds, plan_of(nodes))
+    outcomes = [one for found in spread(run_task, tasks, progress, workers, label="forecast") for one in found]
     return report(outcomes, seeds, nodes, settings_digest(), policy_digest())
 
 
@@ -112,34 +104,22 @@ def _of(outcomes: Sequence[WeekOutcome], load: str, demand: float, policy: str) 
     return [one for one in outcomes if (one.load, one.demand, one.policy) == (load, demand, policy)]
 
 
-def _over(found: Sequence[WeekOutcome], figure: Callable[[WeekOutcome], float]) -> Interval:
-    return interval([figure(one) for one in found])
+def _over(found: Sequence[WeekOutcome], figure: str) -> Interval:
+    return interval([getattr(one, figure) for one in found])
 
 
 def _ratios(
-    outcomes: Sequence[WeekOutcome],
-    load: str,
-    demand: float,
-    pair: tuple[str, str],
-    figure: Callable[[WeekOutcome], float],
+    outcomes: Sequence[WeekOutcome], load: str, demand: float, pair: tuple[str, str], figure: str
 ) -> list[float]:
     """One policy over another, seed by seed, so that a seed's load cancels out."""
-    over, under = (_of(outcomes, load, demand, policy) for policy in pair)
-    return [figure(a) / figure(b) for a, b in zip(over, under, strict=True) if figure(b) > 0] or [0.0]
-
-
-def _saved(one: WeekOutcome) -> float:
-    return one.saved
-
-
-def _in_sla(one: WeekOutcome) -> float:
-    return one.saved_in_sla
+    over, under = ([getattr(one, figure) for one in _of(outcomes, load, demand, policy)] for policy in pair)
+    return [a / b for a, b in zip(over, under, strict=True) if b > 0] or [0.0]
 
 
 def _claims(outcomes: Sequence[WeekOutcome], load: str) -> tuple[Claim, ...]:
     """By the worst seed: an interval of two or three says more of the seeds than of the rule."""
     ours = _of(outcomes, load, AMPLE, SHIPPED)
-    of_oracle = min(_ratios(outcomes, load, AMPLE, (SHIPPED, ORACLE), _in_sla))
+    of_oracle = min(_ratios(outcomes, load, AMPLE, (SHIPPED, ORACLE), "saved_in_sla"))
     of_bound = {policy: _over_bound(outcomes, load, policy) for policy in (*RULES, *RIVALS)}
     best = max(of_bound, key=lambda policy: max(of_bound[policy]))
     return (
@@ -159,7 +139,7 @@ def _halves(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTabl
     for load in loads:
         for policy in (SHIPPED, ORACLE):
             found = _of(outcomes, load, AMPLE, policy)
-            ratios = _ratios(outcomes, load, AMPLE, (policy, ORACLE), _in_sla)
+            ratios = _ratios(outcomes, load, AMPLE, (policy, ORACLE), "saved_in_sla")
             of_bound = _over_bound(outcomes, load, policy)
             rows.append((load, policy, 100 * max(one.missed for one in found), min(ratios), min(of_bound)))
     return ReportTable(
@@ -176,12 +156,12 @@ def _frontier(outcomes: Sequence[WeekOutcome], load: str) -> ReportTable:
         rows.append(
             (
                 policy,
-                plus_minus(_over(found, lambda one: one.missed), 100.0),
-                plus_minus(_over(found, _in_sla), 100.0),
-                plus_minus(interval(_ratios(outcomes, load, AMPLE, (policy, ORACLE), _in_sla))),
-                plus_minus(_over(found, lambda one: one.saved), 100.0),
-                plus_minus(_over(found, lambda one: one.kept), 100.0),
-                plus_minus(_over(found, lambda one: one.moves_per_job_day)),
+                plus_minus(_over(found, "missed"), 100.0),
+                plus_minus(_over(found, "saved_in_sla"), 100.0),
+                plus_minus(interval(_ratios(outcomes, load, AMPLE, (policy, ORACLE), "saved_in_sla"))),
+                plus_minus(_over(found, "saved"), 100.0),
+                plus_minus(_over(found, "kept"), 100.0),
+                plus_minus(_over(found, "moves_per_job_day")),
             )
         )
     return ReportTable(
@@ -234,8 +214,8 @@ def _price_words(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> tuple
     for load in loads:
         ours, random = (_of(outcomes, load, SCARCE, policy) for policy in (SHIPPED, RANDOM))
         if ours and random:
-            over = interval(_ratios(outcomes, load, SCARCE, (SHIPPED, RANDOM), _saved)).mean
-            missed, theirs = (100 * _over(found, lambda one: one.missed).mean for found in (ours, random))
+            over = interval(_ratios(outcomes, load, SCARCE, (SHIPPED, RANDOM), "saved")).mean
+            missed, theirs = (100 * _over(found, "missed").mean for found in (ours, random))
             parts.append(f"{load}: {over:.2f} of what random placement saves, {missed:.2g} % missed for {theirs:.2g} %")
     words = f"What the SLA costs where demand is {SCARCE:g} of supply: {'; '.join(parts)}."
     return (words,) if parts else ()
@@ -251,10 +231,10 @@ def _price(outcomes: Sequence[WeekOutcome], loads: Sequence[str]) -> ReportTable
                 (
                     load,
                     policy,
-                    plus_minus(_over(found, lambda one: one.saved), 100.0),
-                    plus_minus(_over(found, _in_sla), 100.0),
-                    plus_minus(_over(found, lambda one: one.missed), 100.0),
-                    plus_minus(interval(_ratios(outcomes, load, SCARCE, (policy, RANDOM), _saved))),
+                    plus_minus(_over(found, "saved"), 100.0),
+                    plus_minus(_over(found, "saved_in_sla"), 100.0),
+                    plus_minus(_over(found, "missed"), 100.0),
+                    plus_minus(interval(_ratios(outcomes, load, SCARCE, (policy, RANDOM), "saved"))),
                 )
             )
     return ReportTable(
@@ -278,7 +258,7 @@ def _frontier_chart(outcomes: Sequence[WeekOutcome], load: str) -> Chart:
     points: dict[str, list[tuple[float, float]]] = {}
     for policy in shown:
         found = _of(outcomes, load, AMPLE, policy)
-        points[policy] = [(100 * _over(found, lambda one: one.missed).mean, 100 * _over(found, _in_sla).mean)]
+        points[policy] = [(100 * _over(found, "missed").mean, 100 * _over(found, "saved_in_sla").mean)]
     drawn = svg.points(points, x_unit="SLA missed, % of job-hours", y_unit="saved within SLA, % of the fleet")
     return Chart(title=f"Frontier, {load}: left and high is better", svg=drawn)
 

@@ -10,10 +10,7 @@ from valve_tools.sim.combinations import (
     BUDGET_ORACLE,
     COMBINATIONS,
     ORACLE,
-    PRISM,
     SHIPPED,
-    Context,
-    Tuning,
     fits,
     run_combination,
     run_job_alone,
@@ -32,14 +29,12 @@ from valve_tools.sim.metrics import (
     summarise,
 )
 from valve_tools.sim.pairs import Bound
+from valve_tools.sim.rivals import PRISM
+from valve_tools.sim.tuning import Context, Tuning
 
-TTFT_MARKS = {"mean": 2.5, "p99": 5.0}
-TPOT_MARKS = {"mean": 1.0, "p99": 2.0}
 Marks = Sequence[tuple[str, str, float]]
-LATENCY_MARKS: Marks = (
-    *(("own_ttft_increase", quantile, mark) for quantile, mark in TTFT_MARKS.items()),
-    *(("own_tpot_increase", quantile, mark) for quantile, mark in TPOT_MARKS.items()),
-)
+TTFT_MARKS: Marks = (("own_ttft_increase", "mean", 2.5), ("own_ttft_increase", "p99", 5.0))
+LATENCY_MARKS: Marks = (*TTFT_MARKS, ("own_tpot_increase", "mean", 1.0), ("own_tpot_increase", "p99", 2.0))
 """What claims are judged by: over the service on a GPU of its own."""
 POOL_MARKS: Marks = tuple((metric.removeprefix("own_"), quantile, mark) for metric, quantile, mark in LATENCY_MARKS)
 """The same over the service in the pool that it has beside the job: what stopping and reclaiming alone cost."""
@@ -137,12 +132,6 @@ class Results:
             self.over(pair, name, increase_of(metric, quantile)).high <= mark for metric, quantile, mark in marks
         )
 
-    def keeps_ttft(self, pair: str, name: str) -> bool:
-        return all(
-            self.over(pair, name, increase_of("own_ttft_increase", quantile)).high <= mark
-            for quantile, mark in TTFT_MARKS.items()
-        )
-
 
 def words_of(metric: str) -> str:
     return metric.removeprefix("own_").split("_", maxsplit=1)[0].upper()
@@ -187,7 +176,7 @@ def best_rival(pair: str, results: Results, marks: Marks = LATENCY_MARKS) -> tup
 
 def _throughput_claims(pair: str, results: Results) -> list[Claim]:
     claims = []
-    reference = PRISM if results.keeps_ttft(pair, PRISM) else ORACLE
+    reference = PRISM if results.keeps_latency(pair, PRISM, TTFT_MARKS) else ORACLE
     ratio = results.ratio(pair, SHIPPED, reference)
     if ratio is not None:
         other = ORACLE if reference == PRISM else PRISM

@@ -34,16 +34,15 @@ from valve_tools.sim.combinations import (
     HELPER,
     ORACLE,
     OURS,
-    PRISM,
     SAME_ENGINE,
     SHIPPED,
-    Tuning,
 )
 from valve_tools.sim.metrics import Interval, Summary
 from valve_tools.sim.pairs import PAIRS, Bound, PairRow, bind
-from valve_tools.sim.rivals import TIME_SLICE, XSCHED
+from valve_tools.sim.rivals import PRISM, TIME_SLICE, XSCHED
 from valve_tools.sim.shape import LoadShape
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Tuning
 
 SHOWN = (SHIPPED, PRISM, XSCHED, TIME_SLICE, "GPreempt+OurMem", "KernelPreempt+UVM")
 RUNGS = {"sparse": SHIPPED, "helper": HELPER, "cooperative": COOPERATIVE, "64 MiB columns": OURS}

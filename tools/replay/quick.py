@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from valve_tools.replay.pair_results import PairTask, Results, claims_of, run_task
-from valve_tools.replay.report import Claim, Report
+from valve_tools.replay.report import Report
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import BUDGET_ORACLE, ORACLE, PRISM, SHIPPED
+from valve_tools.sim.combinations import BUDGET_ORACLE, ORACLE, SHIPPED
+from valve_tools.sim.metrics import Claim
 from valve_tools.sim.pairs import bind
+from valve_tools.sim.rivals import PRISM
 from valve_tools.sim.traces import Folder
 
 SECONDS = 1800.0

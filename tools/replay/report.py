@@ -14,24 +14,11 @@ from valve_tools.bench.command import commit, machine
 from valve_tools.replay.provenance import LINE, made_with
 from valve_tools.replay.svg import picture
 from valve_tools.sim.machine import MODEL_ERROR
-from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, not_judged, void
+from valve_tools.sim.metrics import Claim, Interval
 
 OF_NO_GPU = ("machine", "validate")
 """Experiments whose page says more of the machine model than a line could, or that use none of a real GPU."""
 Cell = str | float | int | None
-__all__ = [
-    "Cell",
-    "Chart",
-    "Claim",
-    "Report",
-    "ReportTable",
-    "at_least",
-    "at_most",
-    "not_judged",
-    "plus_minus",
-    "void",
-    "write",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 from valve_tools.replay.pair_results import LATENCY_MARKS, PAPER_MARKS, Marks, increase_of
-from valve_tools.replay.report import Cell, Claim, Report, ReportTable, at_least
+from valve_tools.replay.report import Cell, Report, ReportTable
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import Context, run_combination, run_job_alone, run_own, run_solo
-from valve_tools.sim.metrics import Summary, summarise
+from valve_tools.sim.combinations import run_combination, run_job_alone, run_own, run_solo
+from valve_tools.sim.metrics import Claim, Summary, at_least, summarise
 from valve_tools.sim.pairs import Bound, bind
 from valve_tools.sim.rivals import SWEEPS, Sweep
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Context
 
 NEAR = 0.98
 """Two values whose scores differ by less are as good as each other."""

@@ -10,10 +10,11 @@ import msgspec
 from valve_tools.replay import svg
 from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
+from valve_tools.sim.combinations import BY_NAME, OURS, run_combination, run_job_alone, run_solo
 from valve_tools.sim.metrics import Interval, Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Context, Tuning
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -36,7 +37,7 @@ NAMES = {
 """Fields of settings as a reader calls them; their values carry the unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NodeSetting:
     """One value of one parameter; `combination` is where it matters."""
 
@@ -46,33 +47,16 @@ class NodeSetting:
     combination: str = OURS
 
 
-def _reservation(parameter: str, values: Sequence[tuple[str, float]]) -> list[NodeSetting]:
+def _reservation(parameter: str, values: Mapping[str, float]) -> list[NodeSetting]:
     base = Tuning()
-    return [
-        NodeSetting(
-            parameter=parameter,
-            label=label,
-            tuning=replace(base, reservation=replace(base.reservation, **{parameter: value})),  # type: ignore[arg-type]
-        )
-        for label, value in values
-    ]
+    tried = {label: replace(base.reservation, **{parameter: value}) for label, value in values.items()}  # type: ignore[arg-type]
+    return [NodeSetting(parameter, label, replace(base, reservation=one)) for label, one in tried.items()]
 
 
-def _cooldown(parameter: str, values: Sequence[tuple[str, float]]) -> list[NodeSetting]:
-    base = Tuning()
-    return [
-        NodeSetting(
-            parameter=f"cooldown {parameter}",
-            label=label,
-            tuning=replace(base, cooldown=replace(base.cooldown, **{parameter: value})),  # type: ignore[arg-type]
-            combination=WITHOUT_HINT,
-        )
-        for label, value in values
-    ]
-
-
-def _machine(parameter: str, label: str, tuning: Tuning) -> NodeSetting:
-    return NodeSetting(parameter=parameter, label=label, tuning=tuning)
+def _cooldown(parameter: str, values: Mapping[str, float]) -> list[NodeSetting]:
+    base, name = Tuning(), f"cooldown {parameter}"
+    tried = {label: replace(base.cooldown, **{parameter: value}) for label, value in values.items()}  # type: ignore[arg-type]
+    return [NodeSetting(name, label, replace(base, cooldown=one), WITHOUT_HINT) for label, one in tried.items()]
 
 
 def _with_handles(base: Tuning, mib: int) -> Tuning:
@@ -89,24 +73,24 @@ def settings() -> list[NodeSetting]:
     """Every setting that is tried, a low and a high value for each parameter."""
     base = Tuning()
     return [
-        *_cooldown("factor", [("1.5", 1.5), ("4", 4.0)]),
-        *_cooldown("ceiling_ns", [("100 ms", 100 * MS), ("500 ms", 500 * MS)]),
-        *_cooldown("floor_ns", [("1 ms", MS), ("20 ms", 20 * MS)]),
-        *_reservation("alpha", [("1.25", 1.25), ("4", 4.0)]),
-        *_reservation("beta", [("1.25", 1.25), ("4", 4.0)]),
-        *_reservation("delta_ns", [("0.1 s", SECOND // 10), ("10 s", 10 * SECOND)]),
-        *_reservation("target_per_hour", [("6", 6.0), ("120", 120.0), ("600", 600.0)]),
-        *_reservation("headroom_max_handles", [("32", 32), ("64", 64), ("512", 512)]),
-        *_reservation("pressure_ratio", [("0.9", 0.9), ("0.97", 0.97)]),
-        *_reservation("hold_share", [("0.3", 0.3), ("1", 1.0)]),
-        *_reservation("tau_start_ns", [("20 s", 20 * SECOND), ("180 s", 180 * SECOND)]),
-        *_reservation("tau_min_ns", [("1 s", SECOND), ("60 s", 60 * SECOND)]),
-        *(_machine("handle size", f"{mib} MiB", _with_handles(base, mib)) for mib in (16, 256)),
+        *_cooldown("factor", {"1.5": 1.5, "4": 4.0}),
+        *_cooldown("ceiling_ns", {"100 ms": 100 * MS, "500 ms": 500 * MS}),
+        *_cooldown("floor_ns", {"1 ms": MS, "20 ms": 20 * MS}),
+        *_reservation("alpha", {"1.25": 1.25, "4": 4.0}),
+        *_reservation("beta", {"1.25": 1.25, "4": 4.0}),
+        *_reservation("delta_ns", {"0.1 s": SECOND // 10, "10 s": 10 * SECOND}),
+        *_reservation("target_per_hour", {"6": 6.0, "120": 120.0, "600": 600.0}),
+        *_reservation("headroom_max_handles", {"32": 32, "64": 64, "512": 512}),
+        *_reservation("pressure_ratio", {"0.9": 0.9, "0.97": 0.97}),
+        *_reservation("hold_share", {"0.3": 0.3, "1": 1.0}),
+        *_reservation("tau_start_ns", {"20 s": 20 * SECOND, "180 s": 180 * SECOND}),
+        *_reservation("tau_min_ns", {"1 s": SECOND, "60 s": 60 * SECOND}),
+        *(NodeSetting("handle size", f"{mib} MiB", _with_handles(base, mib)) for mib in (16, 256)),
         *(
-            _machine("stop latency", f"{us} us", replace(base, stop=replace(base.stop, median_ns=us * 1000.0)))
+            NodeSetting("stop latency", f"{us} us", replace(base, stop=replace(base.stop, median_ns=us * 1000.0)))
             for us in (100, 1000)
         ),
-        _machine("stop begins", "at the launch", replace(base, gate_on_hint=False)),
+        NodeSetting("stop begins", "at the launch", replace(base, gate_on_hint=False)),
     ]
 
 
@@ -137,8 +121,8 @@ def run_task(task: SensitivityTask) -> dict[tuple[str, str, str], Summary]:
 def run(folder: Folder, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     tried = (
-        NodeSetting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
-        NodeSetting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning(), combination=WITHOUT_HINT),
+        NodeSetting(DEFAULT, DEFAULT, Tuning()),
+        NodeSetting(DEFAULT, DEFAULT, Tuning(), WITHOUT_HINT),
         *settings(),
     )
     tasks = [SensitivityTask(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]

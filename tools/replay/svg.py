@@ -90,6 +90,12 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def _levels(values: Sequence[float], at: Callable[[float], float], left: float, right: float) -> list[str]:
+    """A line across and a figure beside it for each value of the upright axis."""
+    lines = [_line(left, at(value), right, at(value)) for value in values]
+    return lines + [_text(left - 5, at(value) + 3, figure(value), "end", 10) for value in values]
+
+
 def grouped_bars(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
@@ -118,8 +124,7 @@ def grouped_bars(
         return base + plot * (1 - (min(max(value, low), top) - low) / (top - low))
 
     parts.append(_text(4, base - 6, unit, size=10))
-    for tick in ticks(low, top):
-        parts += [_line(left, at(tick), right, at(tick)), _text(left - 5, at(tick) + 3, figure(tick), "end", 10)]
+    parts += _levels(ticks(low, top), at, left, right)
     for g, group in enumerate(groups):
         x0 = left + g * group_width + gap / 2
         parts.append(_text(x0 + bar * len(series) / 2, base + plot + 16, group, "middle"))
@@ -164,11 +169,7 @@ def curves(
         return base + plot * (1 - (y - y_low) / (y_high - y_low))
 
     parts.append(_text(4, base - 6, y_unit, size=10))
-    for tick in ticks(y_low, y_high):
-        parts += [
-            _line(left, py(tick), left + plot_w, py(tick)),
-            _text(left - 5, py(tick) + 3, figure(tick), "end", 10),
-        ]
+    parts += _levels(ticks(y_low, y_high), py, left, left + plot_w)
     distinct = sorted({x for x, _ in points})
     for tick in distinct if log_x or len(distinct) <= 8 else ticks(x_low, x_high, 8):
         parts.append(_text(px(tick), base + plot + 15, figure(tick), "middle", 10))
@@ -199,11 +200,7 @@ def points(series: Mapping[str, Sequence[tuple[float, float]]], *, x_unit: str, 
         return base + plot * (1 - (y - y_low) / (y_high - y_low))
 
     parts = [_text(4, base - 10, y_unit, size=10), _text(left + plot_w, base + plot + 30, x_unit, "end", 10)]
-    for tick in ticks(y_low, y_high):
-        parts += [
-            _line(left, py(tick), left + plot_w, py(tick)),
-            _text(left - 5, py(tick) + 3, figure(tick), "end", 10),
-        ]
+    parts += _levels(ticks(y_low, y_high), py, left, left + plot_w)
     parts += [_text(px(tick), base + plot + 15, figure(tick), "middle", 10) for tick in ticks(x_low, x_high)]
     for number, (name, values) in enumerate(series.items(), start=1):
         colour = PALETTE[(number - 1) % len(PALETTE)]

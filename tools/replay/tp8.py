@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from valve_tools.replay import svg
 from valve_tools.replay.pair_results import LATENCY_MARKS, PairTask, Results, increase_of, run_task, words_of
-from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_most, plus_minus
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable, plus_minus
 from valve_tools.replay.work import TellProgress, Workers, spread
-from valve_tools.sim.combinations import SHIPPED, Tuning
+from valve_tools.sim.combinations import SHIPPED
 from valve_tools.sim.machine import MODELS
+from valve_tools.sim.metrics import Claim, at_most
 from valve_tools.sim.pairs import PAIRS, Bound, batch_lengths, bind
 from valve_tools.sim.traces import Folder
+from valve_tools.sim.tuning import Tuning
 from valve_tools.sim.world import OfflineSide, OnlineSide
 
 GPUS = 8

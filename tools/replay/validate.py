@@ -25,10 +25,11 @@ import numpy as np
 from valve_tools.demo.command import perform
 from valve_tools.demo.figures import DemoRun, Latency
 from valve_tools.demo.rounds import UNIT_US, RoundsPlan
-from valve_tools.replay.report import Cell, Claim, Report, ReportTable, at_most, void
+from valve_tools.replay.report import Cell, Report, ReportTable
 from valve_tools.replay.work import TellProgress
 from valve_tools.sim.machine import GIB, Gpu, Model, Settings
 from valve_tools.sim.memory_policies import NoShare
+from valve_tools.sim.metrics import Claim, at_most, void
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.traces import NS, Trace
 from valve_tools.sim.world import Compute, HostGap, OfflineSide, OnlineSide, Result, StopTimes, World, run

@@ -9,13 +9,11 @@ import numpy as np
 from valve_tools.replay import svg
 from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of, words_of
 from valve_tools.replay.question import Question, bounds_of, machine_of, words_of_load
-from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_least, at_most
+from valve_tools.replay.report import Cell, Chart, Report, ReportTable
 from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import (
     BY_NAME,
     OURS,
-    Context,
-    Tuning,
     alone_tokens_per_s,
     as_shipped,
     run_combination,
@@ -23,10 +21,11 @@ from valve_tools.sim.combinations import (
     run_solo,
 )
 from valve_tools.sim.machine import Settings, pool_handles
-from valve_tools.sim.metrics import Interval, Summary, distribution, interval, summarise
+from valve_tools.sim.metrics import Claim, Interval, Summary, at_least, at_most, distribution, interval, summarise
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.sample import RULE
 from valve_tools.sim.traces import TraceError
+from valve_tools.sim.tuning import Context, Tuning
 from valve_tools.sim.world import NS
 
 TARGETS = (6.0, 30.0, 120.0, 600.0)

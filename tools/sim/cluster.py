@@ -122,12 +122,11 @@ class ClusterPart:
 
 def run_cluster(
     traces_dir: Path | None,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int],
+    plan: ClusterPlan,
     spread: Callable[[list[ClusterPart]], Iterable[list[WeekResult]]] = lambda parts: map(run_part, parts),
-    plan: ClusterPlan | None = None,
 ) -> ClusterResult:
     """The whole experiment; deterministic, but for decision times, for the same load, seeds and plan."""
-    plan = plan or ClusterPlan()
     parts = [part_of(traces_dir, seed, demand, plan) for seed in seeds for demand in plan.demands]
     weeks = tuple(week for found in spread(parts) for week in found)
     last = parts[-1]

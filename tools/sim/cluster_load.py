@@ -9,7 +9,7 @@ intervals (Poisson within the minute), its KV is what the requests in flight hol
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +112,6 @@ class FleetLoad:
     """[replicas, minutes], of STEPS: memory beyond online's weights and reservation, over usable_gib."""
     borrowed: int
     """Services that had no lengths of their own."""
-
-    def idle_share(self, first: int, stop: int) -> Floats:
-        return self.idle[:, first:stop] / STEPS
 
 
 def fleet_load(services: list[FleetService], settings: LoadSettings, seed: int, borrowed: int = 0) -> FleetLoad:
@@ -300,14 +297,7 @@ def _copies(
             scale = rng.uniform(1 - settings.scale, 1 + settings.scale)
             share = scale * peak / max(_peak(service), 1e-9)
             yield (
-                FleetService(
-                    name=service.name,
-                    model=service.model,
-                    rate=np.roll(service.rate, shift) * share,
-                    cv=np.roll(service.cv, shift),
-                    in_tokens=service.in_tokens,
-                    out_tokens=service.out_tokens,
-                ),
+                replace(service, rate=np.roll(service.rate, shift) * share, cv=np.roll(service.cv, shift)),
                 wanted,
             )
             left -= wanted * ranks

@@ -16,40 +16,13 @@ import numpy as np
 from valve_tools.sim.memory_policies import AllOffline, Clairvoyant, FixedHeadroom, NoShare, Uvm, budget_plan
 from valve_tools.sim.ours import ProductWake
 from valve_tools.sim.pairs import Bound
-from valve_tools.sim.rivals import PRISM, SWEEPS
+from valve_tools.sim.rivals import SWEEPS
 from valve_tools.sim.rungs import cut, rung_of, step_ns
 from valve_tools.sim.tuning import Combination, Context, Tuning, ours
 from valve_tools.sim.world import Compute, MemoryPolicy, Result, World, run
 
 from valved.config import Config
 from valved.model.ids import Remap
-
-__all__ = [
-    "BUDGET_ORACLE",
-    "BY_NAME",
-    "COMBINATIONS",
-    "COOPERATIVE",
-    "FIXED",
-    "HELPER",
-    "ORACLE",
-    "OURS",
-    "PRISM",
-    "PRODUCT",
-    "SAME_ENGINE",
-    "SHIPPED",
-    "Combination",
-    "Context",
-    "Tuning",
-    "alone_tokens_per_s",
-    "as_shipped",
-    "by_way",
-    "fits",
-    "run_combination",
-    "run_job_alone",
-    "run_own",
-    "run_solo",
-    "world_of",
-]
 
 OURS = "Channel+OurMem"
 SHIPPED = "Channel+OurMem as shipped"

@@ -190,12 +190,11 @@ def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list
 
 def run_eviction(
     traces_dir: Path | None,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int],
+    plan: EvictionPlan,
     spread: Callable[[list[EvictionPart]], Iterable[list[EvictionCell]]] = lambda parts: map(run_part, parts),
-    plan: EvictionPlan | None = None,
 ) -> EvictionResult:
     """The whole experiment; deterministic for the same lengths, seeds and plan. `spread` runs `run_part` on each."""
-    plan = plan or EvictionPlan()
     lengths, source = offline_lengths(traces_dir)
     cells = tuple(cell for found in spread(parts_of(plan, lengths, seeds)) for cell in found)
     exact = tuple(ratio for seed in seeds for ratio in greedy_over_exact(lengths, seed))

@@ -159,7 +159,6 @@ class EvictionEngine:
         self.loss = loss
         self.useful_tokens = 0.0
         self.lost_tokens = 0.0
-        self.preempted_tokens = 0.0
         self.refused = 0
         self._lengths = lengths
         self._next_length = 0
@@ -210,7 +209,7 @@ class EvictionEngine:
         self.free.restore_all(columns)
 
     def start_counting(self) -> None:
-        self.useful_tokens = self.lost_tokens = self.preempted_tokens = 0.0
+        self.useful_tokens = self.lost_tokens = 0.0
 
     def check_integrity(self) -> None:
         held = sorted(block for seq in self._holders() for block in seq.blocks)
@@ -301,7 +300,6 @@ class EvictionEngine:
         """Grow, if need be by preempting the request admitted last; False when that is the request itself."""
         while wanted > len(self.free):
             last = self._prefilling.pop() if self._prefilling else self._decoding.pop()
-            self.preempted_tokens += last.done
             self._send_back(last, 0)
             if last is seq:
                 return False

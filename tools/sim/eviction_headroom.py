@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from valve_tools.sim.memory_policies import cheapest_steps
 
 from valved.model.memory import OnlineMemory, ReservationAction
 from valved.policy import reservation
@@ -123,22 +124,9 @@ def _clairvoyant_mapped(used: Series, settings: ReservationSettings, bucket_s: i
     per_window = settings.window_ns // SECOND_NS
     grows = int(settings.target_per_hour * settings.window_ns / HOUR_NS)
     windows = [used[i : i + per_window] for i in range(0, len(used), per_window)]
-    return float(np.mean([_cheapest_steps(_buckets(window, bucket_s), grows) for window in windows]))
+    return float(np.mean([cheapest_steps(_buckets(window, bucket_s), grows + 1).mean() for window in windows]))
 
 
 def _buckets(used: Series, bucket_s: int) -> Series:
     peaks: Series = used[: len(used) // bucket_s * bucket_s].reshape(-1, bucket_s).max(axis=1)
     return peaks
-
-
-def _cheapest_steps(peaks: Series, grows: int) -> float:
-    """Dynamic program: split into grows + 1 pieces, in each the mapping falls with the peak still to come."""
-    count = len(peaks)
-    cost = np.full((count + 1, count + 1), np.inf)
-    for stop in range(1, count + 1):
-        to_come = np.maximum.accumulate(peaks[:stop][::-1])[::-1]
-        cost[:stop, stop] = np.cumsum(to_come[::-1])[::-1]
-    best = cost[0]
-    for _ in range(grows):
-        best = np.minimum(best, (best[:, None] + cost).min(axis=0))
-    return float(best[count]) / count

@@ -8,7 +8,7 @@ are halved by hash before anything is run: the default is chosen on one half and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,15 +206,6 @@ def tenths_of(tally: WeekTally) -> tuple[Tenth, ...]:
         Tenth(placements=round(count), predicted=said, achieved=was, kept=round(held))
         for count, said, was, held in columns
     )
-
-
-def run_forecast(
-    traces: Path | None,
-    seeds: Sequence[int],
-    spread: Callable[[list[WeeksTask]], Iterable[list[WeekOutcome]]],
-    plan: ClusterPlan,
-) -> list[WeekOutcome]:
-    return [one for found in spread(tasks_of(traces, seeds, plan)) for one in found]
 
 
 def settings_digest() -> str:

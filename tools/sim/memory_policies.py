@@ -179,14 +179,19 @@ def hold_ahead(usage: IntArray, seconds: int, ahead_s: int) -> list[int]:
 
 
 def budget_plan(usage: IntArray, seconds: int, raises_per_hour: float, step_s: int = 20) -> list[int]:
-    """The least memory online can hold, knowing the future, when it may raise its share so many times an hour.
-
-    Between two raises the share only falls, to the largest use still to come before the next raise. Dynamic programme
-    over steps of `step_s`: best[k][j] is the least sum of holdings up to step j with k segments.
-    """
+    """The least memory online can hold, knowing the future, when it may raise its share so many times an hour."""
     steps = -(-seconds // step_s)
     peak = _per_second(usage, steps * step_s).reshape(steps, step_s).max(axis=1) + 1
-    segments = max(1, int(raises_per_hour * seconds / 3600))
+    hold = cheapest_steps(peak, max(1, int(raises_per_hour * seconds / 3600)))
+    return np.repeat(hold, step_s).tolist()  # type: ignore[no-any-return]
+
+
+def cheapest_steps(peak: IntArray, segments: int) -> IntArray:
+    """The least that covers these peaks in so many segments: within one it only falls, to the largest still to come.
+
+    Dynamic programme: best[k][j] is the least sum of holdings up to step j with k segments.
+    """
+    steps = len(peak)
     cost = np.full((steps + 1, steps + 1), np.inf)
     for stop in range(1, steps + 1):
         falling = np.maximum.accumulate(peak[:stop][::-1])
@@ -203,7 +208,7 @@ def budget_plan(usage: IntArray, seconds: int, raises_per_hour: float, step_s: i
         start = min(int(cut[stop]), stop)
         hold[start:stop] = np.maximum.accumulate(peak[start:stop][::-1])[::-1]
         stop = start
-    return np.repeat(hold, step_s).tolist()  # type: ignore[no-any-return]
+    return hold
 
 
 def _per_second(usage: IntArray, seconds: int) -> IntArray:

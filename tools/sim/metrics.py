@@ -68,12 +68,7 @@ def summarise(run: Result, solo: Result, alone_tokens_per_s: float, own: Result 
         utilisation_gain=run.utilisation_gain,
         lost_tokens_per_s=run.totals["offline_lost_tokens"] / run.seconds,
         max_preemptions=int(gates.max(initial=0)),
-        preemptions=(
-            int((gates == 0).sum()),
-            int((gates == 1).sum()),
-            int((gates == 2).sum()),
-            int((gates > 2).sum()),
-        ),
+        preemptions=tuple(np.bincount(np.minimum(gates, 3), minlength=4).tolist()),
         stop_ms=_latency(run.gate_took_ns / 1e6),
         reclaims_by_hour=_by_hour(run),
         kills=run.kills,

@@ -20,7 +20,7 @@ from valved.model.memory import (
     ReservationState,
 )
 from valved.policy import reservation
-from valved.policy.columns import ColumnMap, uniform_columns
+from valved.policy.columns import uniform_columns
 from valved.policy.cooldown import (
     CooldownObservation,
     CooldownSettings,
@@ -35,9 +35,7 @@ from valved.policy.wake import HintView, LauncherView, WakeAction, WakeObservati
 SECOND_NS = 1_000_000_000
 
 
-@lru_cache(maxsize=8)
-def _columns(columns: int, per_column: int, block_tokens: int) -> ColumnMap:
-    return uniform_columns(columns, per_column, block_tokens)
+_columns = lru_cache(maxsize=8)(uniform_columns)
 
 
 def take(memory: HandleView, handles: int, wait_ns: int = 0) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from valve_tools.sim.machine import MODELS, Settings, blocks_per_handle
+from valve_tools.sim.machine import MODELS, blocks_per_handle
 from valve_tools.sim.memory_policies import NoShare
 from valve_tools.sim.traces import NS, Trace
 from valve_tools.sim.world import Compute, OnlineSide, World, run
@@ -109,6 +109,3 @@ def assign(wanted: Mapping[str, LoadShape], offered: Sequence[ShapedTrace]) -> d
             chosen[pair] = candidate
             used.add(candidate.trace.name)
     return {pair: chosen[pair] for pair in wanted if pair in chosen}
-
-
-__all__ = ["LoadShape", "Settings", "ShapedTrace", "assign", "candidates", "measure", "window_s"]

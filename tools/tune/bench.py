@@ -67,12 +67,15 @@ class Bench:
         self.grid = Grid(layers=layers, tokens=tokens)
         self.foreign: AutogradModel | None = None
 
-    def begin(self, model: ExplicitModel, grid: Grid | None = None) -> ExplicitPass:
+    def begin(self, model: ExplicitModel | AutogradModel, grid: Grid | None = None) -> Any:
         scale, draw = 1 / self.batch.label_count, Draw(seed=0, step=0, sequence=0)
         return model.start(self.batch, scale=scale, draw=draw, grid=grid or self.grid)
 
+    def cut(self, forward: TileShape, backward: TileShape) -> Grid:
+        return Grid(layers=self.grid.layers, tokens=self.grid.tokens, forward=forward, backward=backward)
+
     def explicit(self, model: ExplicitModel) -> ExplicitPass:
-        work = self.begin(model)
+        work: ExplicitPass = self.begin(model)
         for phase in Phase:
             for tile in layer_major(self.grid, phase):
                 work.run(tile)
@@ -104,23 +107,16 @@ class Bench:
 
     def backward_seconds(self, suspended: bool) -> float:
         """From the first tile of backward to the last; suspended: another thread lets it go on after each layer."""
-        layers = 1 if suspended else 0
-        grid = Grid(
-            layers=self.grid.layers, tokens=self.grid.tokens, forward=TileShape(), backward=TileShape(layers=layers)
-        )
+        grid = self.cut(TileShape(), TileShape(layers=1 if suspended else 0))
         work = self.begin(self.ours, grid)
         for tile in layer_major(grid, Phase.FORWARD):
             work.run(tile)
-        turns = Suspender() if suspended else None
+        suspend = Suspender().suspend if suspended else nothing
         began = time.thread_time()
         for tile in layer_major(grid, Phase.BACKWARD):
-            if turns:
-                turns.suspend()
+            suspend()
             work.run(tile)
-        took = time.thread_time() - began
-        if turns:
-            turns.close()
-        return took
+        return time.thread_time() - began
 
     def foreign_backward(self, ask: Callable[[], None]) -> float:
         """CPU time of a backward by autograd that is one tile, asked before each operator."""
@@ -131,10 +127,8 @@ class Bench:
                     if isinstance(each, LoraLinear):
                         setattr(module, name, each.base_layer)
             self.foreign = AutogradModel(base, LoadedModel({}), MODULES, lambda sites: Adapter(sites, rank=8, alpha=16))
-        shape = TileShape(layers=0)
-        grid = Grid(layers=self.grid.layers, tokens=self.grid.tokens, forward=shape, backward=shape)
-        scale, draw = 1 / self.batch.label_count, Draw(seed=0, step=0, sequence=0)
-        work = self.foreign.start(self.batch, scale=scale, draw=draw, grid=grid)
+        grid = self.cut(TileShape(layers=0), TileShape(layers=0))
+        work = self.begin(self.foreign, grid)
         up, down = (layer_major(grid, phase) for phase in Phase)
         for tile in up:
             work.run(tile)
@@ -147,28 +141,19 @@ class Bench:
 
 
 class Suspender:
-    """A thread that answers each suspension: what a pause of no length costs."""
+    """A thread that answers each suspension, as long as the program lives: what a pause of no length costs."""
 
     def __init__(self) -> None:
-        self._asked, self._go, self._over = threading.Semaphore(0), threading.Semaphore(0), False
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self._asked, self._go = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            self._asked.acquire()
-            if self._over:
-                return
+        while self._asked.acquire():
             self._go.release()
 
     def suspend(self) -> None:
         self._asked.release()
         self._go.acquire()
-
-    def close(self) -> None:
-        self._over = True
-        self._asked.release()
-        self._thread.join()
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -186,10 +171,9 @@ def paired(first: Callable[[], float], second: Callable[[], float], rounds: int)
             one, other = first(), second()
         else:
             other, one = second(), first()
-        if number:
-            ratios.append(one / other)
-            bases.append(other)
-    return statistics.median(ratios), statistics.median(bases)
+        ratios.append(one / other)
+        bases.append(other)
+    return statistics.median(ratios[1:]), statistics.median(bases[1:])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -271,9 +255,7 @@ def suspension_seconds(count: int = 5000) -> float:
     began = time.process_time()
     for _ in range(count):
         turns.suspend()
-    took = time.process_time() - began
-    turns.close()
-    return took / count
+    return (time.process_time() - began) / count
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
+import numpy as np
 from valve_tune.options import option
 
 MODEL_LEN = 4096
@@ -32,7 +32,6 @@ ENGINE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PLAIN, LANE = "plain", "lane"
 
 
 @dataclass(slots=True)
@@ -61,12 +60,12 @@ class Ratio:
     high: float
 
 
-def ratio(ones: Sequence[float], others: Sequence[float], seed: int = 0, draws: int = 2000) -> Ratio:
+def ratio(ones: Sequence[float], others: Sequence[float]) -> Ratio:
     """Of pairs taken in the same round: a ratio of medians would mix the loads of different moments."""
-    pairs = [one / other for one, other in zip(ones, others, strict=True)]
-    chance = random.Random(seed)
-    found = sorted(statistics.median(chance.choices(pairs, k=len(pairs))) for _ in range(draws))
-    return Ratio(median=statistics.median(pairs), low=found[draws // 40], high=found[-draws // 40 - 1])
+    pairs = np.divide(ones, others)
+    drawn = np.median(np.random.default_rng(0).choice(pairs, (2000, len(pairs))), axis=1)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return Ratio(median=float(np.median(pairs)), low=float(low), high=float(high))
 
 
 def of_lane(rounds: Sequence[Round], span: int) -> Ratio:
@@ -88,11 +87,6 @@ def of_token(rounds: Sequence[Round], span: int) -> Ratio:
     return ratio(added, [each.tile[longest] / longest for each in rounds])
 
 
-def surely(rounds: Sequence[Round], spans: Sequence[int], of: Callable[[Sequence[Round], int], Ratio]) -> list[int]:
-    """Spans at which fused is cheaper with all of its interval."""
-    return [span for span in spans if of(rounds, span).high < 1.0]
-
-
 class Side:
     """An engine in a process of its own: two of them do not go into one."""
 
@@ -101,27 +95,24 @@ class Side:
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENGINE_ENVIRONMENT
         )
+        self._orders, self._answers = cast(TextIO, self._process.stdin), cast(TextIO, self._process.stdout)
         self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise SystemExit(f"the engine ended with {self._process.wait()}")
         return json.loads(line)
 
     def ask(self, **order: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(order), file=self._orders, flush=True)
         return self._answer()
 
     def step(self, span: int = 0, *, alone: bool = False) -> float:
         return float(self.ask(span=span, alone=alone)[0])
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._orders.close()
         self._process.wait()
 
 
@@ -136,7 +127,6 @@ class OwnTile:
         self._model = ExplicitModel(config, OwnCopy(state, self._layers), adapter)
 
     def seconds(self, span: int) -> float:
-        import numpy as np
         from valve_tune.model.dropout import Draw
         from valve_tune.tiles.grid import Grid, Phase, TileShape
         from valve_tune.tiles.orders import layer_major
@@ -236,13 +226,13 @@ CASES = (
 def verdict(rounds: Sequence[Round], spans: Sequence[int]) -> list[str]:
     words = []
     for what, of in CASES:
-        found = surely(rounds, spans, of)
+        found = [span for span in spans if of(rounds, span).high < 1.0]  # cheaper with all of its interval
         even = f"fused pays at spans of {', '.join(map(str, found))}" if found else "fused breaks even at no span"
         words.append(f"- {what}, {even}.")
     return words
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python tools/tune/fused.py", description=__doc__)
     option(parser, "--hidden", 1024, "The width of the model, a number that 256 divides.")
     option(parser, "--layers", 12, "The number of layers.")
@@ -250,11 +240,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     option(parser, "--readers", 4, "The number of requests that decode.")
     option(parser, "--rounds", 12, "The number of rounds.")
     option(parser, "--spans", list(SPANS), "The lengths of the training spans in tokens.", type=int, nargs="+")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    asked = parsed(arguments)
+    asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         tile, megabytes = make(folder, asked.hidden, asked.layers, asked.dtype)

@@ -14,26 +14,23 @@ from typing import Any
 
 from fused import ENGINE_ENVIRONMENT, MODEL_LEN
 
-VOCABULARY = 2048
+VOCABULARY, BLOCK_TOKENS = 2048, 32
 
 
 class SpanRows:
     """Clones of the last `count` rows of a step: what the pruned stash keeps of a layer."""
 
     def __init__(self, layers: Any) -> None:
-        self.count = 0
+        self.layers, self.count = len(layers), 0
         self.kept: list[Any] = []
         for layer in layers:
             layer.register_forward_pre_hook(self._before)
-            layer.self_attn.qkv_proj.register_forward_hook(self._after_qkv)
-            layer.post_attention_layernorm.register_forward_hook(self._after_norm)
+            layer.self_attn.qkv_proj.register_forward_hook(self._after(0))
+            layer.post_attention_layernorm.register_forward_hook(self._after(1))
 
     def begin(self, count: int) -> None:
         self.count = count
         self.kept.clear()
-
-    def _keep(self, tensor: Any) -> None:
-        self.kept.append(tensor[-self.count :].clone())
 
     def _before(self, _layer: Any, arguments: tuple[Any, ...]) -> None:
         if self.count:
@@ -41,58 +38,64 @@ class SpanRows:
             rows = hidden[-self.count :]
             self.kept.append(rows.clone() if residual is None else rows + residual[-self.count :])
 
-    def _after_qkv(self, _module: Any, _arguments: Any, output: Any) -> None:
-        if self.count:
-            self._keep(output[0])
+    def _after(self, part: int) -> Any:
+        def keep(_module: Any, _arguments: Any, output: Any) -> None:
+            if self.count:
+                self.kept.append(output[part][-self.count :].clone())
 
-    def _after_norm(self, _module: Any, _arguments: Any, output: Any) -> None:
-        if self.count:
-            self._keep(output[1])
+        return keep
 
 
-class BatchEngine:
-    def __init__(self, folder: str, adapter: str, dtype: str) -> None:
+class SteppedEngine:
+    """A vLLM in this process whose steps are called for one by one; requests of drawn tokens."""
+
+    def __init__(self, model: str, dtype: str, tokens: int, blocks: int, **more: Any) -> None:
         from vllm import LLM
 
-        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if adapter else {}
         self.llm = LLM(
-            model=folder,
+            model=model,
             dtype=dtype,
             enforce_eager=True,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            max_model_len=MODEL_LEN,
-            max_num_batched_tokens=MODEL_LEN,
-            block_size=32,
-            num_gpu_blocks_override=600,
+            max_model_len=tokens,
+            max_num_batched_tokens=tokens,
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=blocks,
             disable_log_stats=True,
-            **lora,
+            **more,
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
-        runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.rows: SpanRows | None = None
-        self.lora = None
-        if adapter:
-            from vllm.lora.request import LoRARequest
-
-            self.lora = LoRARequest("mine", 1, adapter)
-            self.rows = SpanRows(runner.model.model.layers)
+        self.worker = self.core.model_executor.driver_worker.worker
         self.chance, self.number = random.Random(0), 0
 
-    def begin(self, running: int) -> None:
-        """Readers that decode from now on."""
-        for _ in range(running):
-            self._add(16, MODEL_LEN - 16, None)
-        while any(each.num_output_tokens < 2 for each in self.core.scheduler.requests.values()):
-            self.llm.llm_engine.step()
-
-    def _add(self, tokens: int, answer: int, lora: Any) -> None:
+    def add(self, tokens: int, answer: int, lora: Any = None) -> None:
         from vllm import SamplingParams
 
         self.number += 1
         prompt = {"prompt_token_ids": [self.chance.randrange(3, VOCABULARY) for _ in range(tokens)]}
         params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
         self.llm.llm_engine.add_request(str(self.number), prompt, params, lora_request=lora)
+
+
+class BatchEngine(SteppedEngine):
+    def __init__(self, folder: str, adapter: str, dtype: str) -> None:
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if adapter else {}
+        super().__init__(folder, dtype, MODEL_LEN, 600, **lora)
+        self.rows: SpanRows | None = None
+        self.lora = None
+        if adapter:
+            from vllm.lora.request import LoRARequest
+
+            self.lora = LoRARequest("mine", 1, adapter)
+            self.rows = SpanRows(self.worker.model_runner.model.model.layers)
+
+    def begin(self, running: int) -> None:
+        """Readers that decode from now on."""
+        for _ in range(running):
+            self.add(16, MODEL_LEN - 16)
+        while any(each.num_output_tokens < 2 for each in self.core.scheduler.requests.values()):
+            self.llm.llm_engine.step()
 
     def step(self, span: int, alone: bool) -> tuple[float, float]:
         """One step of the readers, of a span, or of both. Never more than one: the span must be in it whole."""
@@ -101,7 +104,7 @@ class BatchEngine:
         if alone:
             scheduler.running = []
         if span:
-            self._add(span, 1, self.lora)
+            self.add(span, 1, self.lora)
         if self.rows:
             self.rows.begin(span)
         cpu, wall = time.process_time(), time.perf_counter()
@@ -111,12 +114,9 @@ class BatchEngine:
             scheduler.running = readers
         if span and not any(each.finished for each in done):
             raise RuntimeError("the span was not computed in one step")
-        if self.rows and len(self.rows.kept) != 3 * len(self.rows_layers()) * bool(span):
+        if self.rows and len(self.rows.kept) != 3 * self.rows.layers * bool(span):
             raise RuntimeError("the hooks did not keep what backward needs")
         return cpu, wall
-
-    def rows_layers(self) -> Any:
-        return self.core.model_executor.driver_worker.worker.model_runner.model.model.layers
 
 
 def main(folder: str, dtype: str, adapter: str) -> None:

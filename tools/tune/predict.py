@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from fused import ENGINE_ENVIRONMENT, make
+from fused_side import BLOCK_TOKENS, SteppedEngine
 from valve_tune.options import option
 
 READERS, CONTEXTS, PROMPTS = (1, 2, 4, 8, 12), (32, 256, 1024), (0, 24, 96, 256)
@@ -34,9 +36,11 @@ class Batch(NamedTuple):
     prompt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """Relative, absolute values."""
+EVERY = [Batch(*each) for each in product(READERS, CONTEXTS, PROMPTS)]
+
+
+class Errors(NamedTuple):
+    """Of relative, absolute errors."""
 
     mean: float
     p95: float
@@ -44,13 +48,7 @@ class Errors:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Errors:
-        ordered = sorted(values)
-        return cls(mean=statistics.fmean(ordered), p95=ordered[int(0.95 * (len(ordered) - 1))], most=ordered[-1])
-
-
-def held_out(seed: int) -> set[Batch]:
-    every = [Batch(*each) for each in ((r, c, p) for r in READERS for c in CONTEXTS for p in PROMPTS)]
-    return set(random.Random(seed).sample(every, len(every) // 3))
+        return cls(float(np.mean(values)), float(np.percentile(values, 95)), max(values))
 
 
 def judged(steps: Sequence[tuple[Batch, float, float]]) -> tuple[Errors, Errors]:
@@ -68,8 +66,8 @@ def judged(steps: Sequence[tuple[Batch, float, float]]) -> tuple[Errors, Errors]
     return Errors.of([abs(ms / said - 1.0) for _, ms, said in steps]), Errors.of(own)
 
 
-class MeasuredEngine:
-    """A vLLM in this process whose steps are told to a predictor as the lane in its worker tells them."""
+class MeasuredEngine(SteppedEngine):  # type: ignore[misc]
+    """Its steps are told to a predictor as the lane in its worker tells them."""
 
     def __init__(self, model: str) -> None:
         from transformers import AutoConfig
@@ -78,29 +76,14 @@ class MeasuredEngine:
         from valve_tune.engine.lane import StepView
         from valve_tune.engine.planners import laws_of, machine
         from valve_tune.model.family import shape_of
-        from vllm import LLM
 
-        self.llm = LLM(
-            model=model,
-            dtype="float32",
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            max_model_len=2048,
-            max_num_batched_tokens=2048,
-            max_num_seqs=64,
-            block_size=32,
-            num_gpu_blocks_override=1200,
-            disable_log_stats=True,
-        )
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        self._worker = self.core.model_executor.driver_worker.worker
-        self._execute, self._sample = self._worker.execute_model, self._worker.sample_tokens
-        self._worker.execute_model, self._worker.sample_tokens = self._began, self._ended
-        self.predictor = FittedPredictor(laws_of(shape_of(AutoConfig.from_pretrained(model)), 32, *machine()))
+        super().__init__(model, "float32", 2048, 1200, max_num_seqs=64)
+        self._execute, self._sample = self.worker.execute_model, self.worker.sample_tokens
+        self.worker.execute_model, self.worker.sample_tokens = self._began, self._ended
+        laws = laws_of(shape_of(AutoConfig.from_pretrained(model)), BLOCK_TOKENS, *machine())
+        self.predictor = FittedPredictor(laws)
         self.view, self._planner, self._ms = StepView(), Idle(), 0.0
         self.readers: dict[int, list[Any]] = {}
-        self._chance, self._number = random.Random(1), 0
 
     def _began(self, output: Any) -> Any:
         self.view.scheduled(output, time.monotonic() * 1e3, self._planner)
@@ -112,20 +95,12 @@ class MeasuredEngine:
         self._ms = (time.process_time() - self._since) * 1e3
         return made
 
-    def _add(self, tokens: int, answer: int) -> None:
-        from vllm import SamplingParams
-
-        self._number += 1
-        prompt = {"prompt_token_ids": [self._chance.randrange(3, 2048) for _ in range(tokens)]}
-        how = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-        self.llm.llm_engine.add_request(str(self._number), prompt, how)
-
     def begin(self) -> None:
         scheduler = self.core.scheduler
         for context in CONTEXTS:
             scheduler.running = []
             for _ in range(max(READERS)):
-                self._add(context, 900)
+                self.add(context, 900)
             while len(scheduler.running) < max(READERS) or any(not r.num_output_tokens for r in scheduler.running):
                 self.llm.llm_engine.step()
             self.readers[context] = list(scheduler.running)
@@ -136,7 +111,7 @@ class MeasuredEngine:
         scheduler.running = self.readers[batch.context][: batch.readers]
         self.llm.llm_engine.step()
         if batch.prompt:
-            self._add(batch.prompt, 1)
+            self.add(batch.prompt, 1)
         self.llm.llm_engine.step()
         if self.view.state.running != batch.readers or self.view.state.prompt_tokens != batch.prompt:
             raise RuntimeError(f"vLLM made another batch than {batch}: {self.view.state}")
@@ -147,9 +122,9 @@ def measure(engine: MeasuredEngine, rounds: int, seed: int) -> list[tuple[Batch,
     """(batch, ms, what was said before) of the held-out batches; the others are what the predictor learns from."""
     from valve_hook.cotrain.interface import ALONE
 
-    out, found = held_out(seed), []
-    every = [Batch(r, c, p) for r in READERS for c in CONTEXTS for p in PROMPTS]
+    every, found = list(EVERY), []
     chance = random.Random(seed)
+    out = set(chance.sample(every, len(every) // 3))
     for number in range(rounds + 1):
         chance.shuffle(every)
         for batch in every:
@@ -159,10 +134,6 @@ def measure(engine: MeasuredEngine, rounds: int, seed: int) -> list[tuple[Batch,
             elif number:  # the first round teaches alone
                 found.append((batch, ms, engine.predictor.ms(engine.view.state, ALONE)))
     return found
-
-
-def row(name: str, errors: Errors) -> str:
-    return f"| {name} | {errors.mean:.1%} | {errors.p95:.1%} | {errors.most:.1%} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = f"{len(steps)} steps of {len({batch for batch, _, _ in steps})} held-out batches"
     print(f"{whole}, CPU time on one thread, load {before:.1f} to {os.getloadavg()[0]:.1f}\n")
     print("| | mean | p95 | max |\n|---|---|---|---|")
-    print("\n".join([row("error of the predictor", said), row("the step against its own median", own)]))
+    for name, errors in (("error of the predictor", said), ("the step against its own median", own)):
+        print(f"| {name} | {errors.mean:.1%} | {errors.p95:.1%} | {errors.most:.1%} |")
     ratios = said.mean / own.mean, said.p95 / own.p95
     kept = "kept" if max(ratios) <= MARK else "MISSED"
     print(f"\nratio: mean {ratios[0]:.2f}, p95 {ratios[1]:.2f}; mark {MARK}: {kept}")

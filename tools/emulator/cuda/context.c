@@ -80,10 +80,9 @@ static pthread_mutex_t primary_lock = PTHREAD_MUTEX_INITIALIZER;
 CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 {
 	struct device *dev;
-	CUresult result = device_of(handle, &dev);
+	CUresult result = CUDA_SUCCESS;
 
-	if (result)
-		return result;
+	TRY(device_of(handle, &dev));
 	REFUSE_IF(!out, CUDA_ERROR_INVALID_VALUE);
 	LOCKED(&primary_lock);
 	if (!dev->primary) {
@@ -102,19 +101,16 @@ CUAPI(7000, cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 static CUresult primary_drop(CUdevice handle, bool reset)
 {
 	struct device *dev;
-	CUresult result = device_of(handle, &dev);
 
-	if (result)
-		return result;
+	TRY(device_of(handle, &dev));
 	LOCKED(&primary_lock);
-	if (!dev->primary && !reset)
-		result = CUDA_ERROR_INVALID_CONTEXT;
+	REFUSE_IF(!dev->primary && !reset, CUDA_ERROR_INVALID_CONTEXT);
 	if (dev->primary && (reset || --dev->primary_refs == 0)) {
 		destroy(dev->primary);
 		__atomic_store_n(&dev->primary, NULL, __ATOMIC_RELEASE);
 		dev->primary_refs = 0;
 	}
-	return result;
+	return CUDA_SUCCESS;
 }
 
 CUAPI(11000, cuDevicePrimaryCtxRelease_v2, CUdevice handle)

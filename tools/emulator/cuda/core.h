@@ -257,6 +257,7 @@ CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_make(struct context *ctx, unsigned flags, int priority);
 int priority_clamp(int priority);
 void stream_free_locked(struct stream *stream);
+CUresult stream_wait_locked(struct stream *stream); /* for all of it; the lock is given up meanwhile */
 void context_work_locked(struct context *ctx, struct dependencies *out); /* all that was submitted */
 CUresult context_wait(struct context *ctx);
 

@@ -75,25 +75,26 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 	return (*out)->ctx->sticky;
 }
 
-static CUresult stream_wait(struct stream *stream)
+CUresult stream_wait_locked(struct stream *stream)
 {
 	struct context *ctx = stream->ctx;
-
-	pthread_mutex_lock(&emu.lock);
-	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_sync_locked(stream);
-	if (result) {
-		pthread_mutex_unlock(&emu.lock);
-		return result;
-	}
 	struct timeline *line = timeline_ref(stream->line);
 	uint64_t seq = line->submitted;
+
 	pthread_mutex_unlock(&emu.lock);
 	timeline_wait(line, seq);
 	pthread_mutex_lock(&emu.lock);
 	timeline_unref(line);
-	result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	return ctx->sticky;
+}
+
+static CUresult stream_wait(struct stream *stream)
+{
+	struct context *ctx = stream->ctx;
+
+	LOCKED(&emu.lock);
+	TRY(ctx->sticky ? ctx->sticky : capture_forbids_sync_locked(stream));
+	return stream_wait_locked(stream);
 }
 
 void context_work_locked(struct context *ctx, struct dependencies *out)

@@ -144,22 +144,14 @@ CUresult work_submit_wait(struct stream *stream, enum lane lane, struct work *wo
 {
 	struct context *ctx = stream->ctx;
 
-	pthread_mutex_lock(&emu.lock);
+	LOCKED(&emu.lock);
 	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_sync_locked(stream);
 	if (result) {
 		work_free(work);
-		pthread_mutex_unlock(&emu.lock);
 		return result;
 	}
-	uint64_t seq = work_enqueue_locked(stream, lane, work);
-	struct timeline *line = timeline_ref(stream->line);
-	pthread_mutex_unlock(&emu.lock);
-	timeline_wait(line, seq);
-	pthread_mutex_lock(&emu.lock);
-	timeline_unref(line);
-	result = ctx->sticky;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
+	work_enqueue_locked(stream, lane, work);
+	return stream_wait_locked(stream);
 }
 
 /* A timeline moved: channels whose head waited for it may go on. */

@@ -150,32 +150,32 @@ static uint32_t make_plain(struct making *m)
 }
 
 static const struct kind {
-	uint32_t cls, cls_last;
+	uint32_t cls;
 	uint32_t (*make)(struct making *);
 	bool firmware; /* costs a round trip under every GPU lock */
 } kinds[] = {
-        {NV01_DEVICE_0, NV01_DEVICE_0, make_device, true},
-        {NV20_SUBDEVICE_0, NV20_SUBDEVICE_0, make_subdevice, true},
-        {KEPLER_CHANNEL_GROUP_A, KEPLER_CHANNEL_GROUP_A, make_tsg, true},
-        {FERMI_CONTEXT_SHARE_A, FERMI_CONTEXT_SHARE_A, make_context_share, true},
-        {NV01_MEMORY_SYSTEM, NV01_MEMORY_SYSTEM, make_memory, false},
-        {NV01_MEMORY_LOCAL_USER, NV01_MEMORY_LOCAL_USER, make_memory, false},
-        {FERMI_VASPACE_A, FERMI_VASPACE_A, make_plain, false},
-        {0x05, 0x05, make_plain, false},     /* NV01_EVENT */
-        {0x79, 0x79, make_plain, false},     /* NV01_EVENT_OS_EVENT */
-        {0x83DE, 0x83DE, make_plain, false}, /* debugger */
-        {0xC361, 0xC361, make_plain, false}, /* usermode doorbell pages, Volta to Hopper */
-        {0xC461, 0xC461, make_plain, false},
-        {0xC561, 0xC561, make_plain, false},
-        {0xC661, 0xC661, make_plain, false},
+        {NV01_DEVICE_0, make_device, true},
+        {NV20_SUBDEVICE_0, make_subdevice, true},
+        {KEPLER_CHANNEL_GROUP_A, make_tsg, true},
+        {FERMI_CONTEXT_SHARE_A, make_context_share, true},
+        {NV01_MEMORY_SYSTEM, make_memory, false},
+        {NV01_MEMORY_LOCAL_USER, make_memory, false},
+        {FERMI_VASPACE_A, make_plain, false},
+        {0x05, make_plain, false},   /* NV01_EVENT */
+        {0x79, make_plain, false},   /* NV01_EVENT_OS_EVENT */
+        {0x83DE, make_plain, false}, /* debugger */
+        {0xC361, make_plain, false}, /* usermode doorbell pages, Volta to Hopper */
+        {0xC461, make_plain, false},
+        {0xC561, make_plain, false},
+        {0xC661, make_plain, false},
 };
-static const struct kind channel_kind = {0, 0, make_channel, true};
-static const struct kind engine_kind = {0, 0, make_plain, true};
+static const struct kind channel_kind = {0, make_channel, true};
+static const struct kind engine_kind = {0, make_plain, true};
 
 static const struct kind *kind_of(uint32_t cls)
 {
 	for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++)
-		if (cls >= kinds[i].cls && cls <= kinds[i].cls_last)
+		if (cls == kinds[i].cls)
 			return &kinds[i];
 	if (NV_CLASS_IS_GPFIFO(cls))
 		return &channel_kind;

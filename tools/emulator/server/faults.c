@@ -198,8 +198,7 @@ static const char *parse_when(char *text, struct rule *r)
 	for (size_t i = 0; word && i < sizeof events / sizeof events[0]; i++)
 		known = known || strcmp(events[i], word) == 0;
 	if (!known)
-		return "unknown event (disable enable schedule alloc free control map unmap export "
-		       "import)";
+		return "unknown event (disable enable schedule alloc free control map unmap sparse)";
 	strcpy(r->event, word);
 	while ((word = strtok_r(NULL, " ", &save)) != NULL) {
 		const char *value = strcmp(word, "every") == 0 || strcmp(word, "gpu") == 0

@@ -12,18 +12,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from valve_kube.options import option
 from valve_tools.lab.fleet import cells, freed
-from valve_tools.lab.fleet.cells import Cell
-from valve_tools.lab.fleet.freed import Freed
 from valve_tools.lab.fleet.page import Found, page
 from valve_tools.lab.fleet.proofs import proofs
 from valve_tools.lab.fleet.reading import reading
-from valve_tools.lab.fleet.run import Figures
 from valve_tools.replay.work import Workers, silent, spread
-from valve_tools.sim.metrics import Claim
 from valve_tools.sim.traces import TraceError, require_folder
 
 EXIT_MISSED, EXIT_BAD_INPUT = 3, 2
@@ -58,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     if not options.quick:
         options.out.mkdir(parents=True, exist_ok=True)
         name = " ".join(part for part in (options.table or "fleet", options.only) if part)
-        keep(found, options.out / f"{name}.json".replace(" ", "-").replace("/", "-"))
+        figures = options.out / f"{name}.json".replace(" ", "-").replace("/", "-")
+        figures.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
         if options.table is None and not options.only:
             wanted = [(one.table, one.name) for one in cells.settings(str(options.traces or ""))]
             for name, text in page(found, reading(found), wanted).items():
@@ -84,20 +81,12 @@ def simulated(options: argparse.Namespace) -> Found:
     return Found(cells=ran, proofs=proofs(), freed=spread(freed.work, loads, silent, workers))
 
 
-def keep(found: Found, path: Path) -> None:
-    path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-
-
 def joined(paths: Sequence[Path]) -> Found:
-    parts: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    parts = [msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Found) for path in paths]
     return Found(
-        cells=[
-            Cell(**{**one, "figures": tuple(Figures(**figures) for figures in one["figures"])})
-            for part in parts
-            for one in part["cells"]
-        ],
-        proofs=[Claim(**one) for part in parts for one in part["proofs"]] or proofs(),
-        freed=[Freed(**one) for part in parts for one in part["freed"]],
+        cells=[cell for part in parts for cell in part.cells],
+        proofs=[claim for part in parts for claim in part.proofs] or proofs(),
+        freed=[one for part in parts for one in part.freed],
     )
 
 

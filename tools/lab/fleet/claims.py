@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valve_tools.lab.fleet.cells import LEAST, Cell, apart, by_setting, ratio
@@ -19,7 +19,7 @@ RIVALS = tuple(name for name in POLICIES if name != OURS)
 Group = Mapping[str, Cell]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Missed:
     """A cell in which pack is more than a point behind a rival."""
 
@@ -41,18 +41,17 @@ def missed(cells: Sequence[Cell], table: str, ours: str = OURS) -> list[Missed]:
             low = apart(group[ours], group[rival], "attainment").low
             if low < -POINT - 1e-9:
                 mine, theirs = group[ours].mean("attainment"), group[rival].mean("attainment")
-                found.append(
-                    Missed(
-                        table=table,
-                        name=name,
-                        rival=rival,
-                        behind=-100 * low,
-                        ours=mine,
-                        theirs=theirs,
-                        busy=group[ours].busy,
-                    )
-                )
+                found.append(Missed(table, name, rival, -100 * low, mine, theirs, group[ours].busy))
     return found
+
+
+def worst_of(found: Iterable[Missed]) -> list[Missed]:
+    """One a cell: against the rival that is furthest ahead."""
+    worst: dict[str, Missed] = {}
+    for one in found:
+        if one.name not in worst or one.behind > worst[one.name].behind:
+            worst[one.name] = one
+    return list(worst.values())
 
 
 def claims(cells: Sequence[Cell]) -> list[Claim]:
@@ -72,7 +71,7 @@ def claims(cells: Sequence[Cell]) -> list[Claim]:
 
 
 def _of_table(cells: Sequence[Cell], table: str, groups: Mapping[str, Group]) -> list[Claim]:
-    behind = {(one.name) for one in missed(cells, table)}
+    behind = worst_of(missed(cells, table))
     kept = [group for group in groups.values() if group[LEAST].mean("attainment") >= KEPT]
     found = [
         at_least(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from valve_tools.lab.cotrain.page import claims_table, row, table
 from valve_tools.lab.fleet.cells import LEAST, SEEDS, Cell, by_setting, ratio
-from valve_tools.lab.fleet.claims import LIGHT, Missed, claims, missed
+from valve_tools.lab.fleet.claims import LIGHT, claims, missed, worst_of
 from valve_tools.lab.fleet.freed import GPUS, MODES, Freed
 from valve_tools.lab.fleet.freed import claims as freed_claims
 from valve_tools.lab.fleet.load import STOP_S
@@ -106,10 +106,6 @@ def _left_out(cells: Sequence[Cell], wanted: Sequence[tuple[str, str]]) -> str:
 def _missed(cells: Sequence[Cell]) -> str:
     rows: list[str] = []
     for name in ("gate", "no gate", "sizes", "bursts"):
-        worst: dict[str, Missed] = {}
-        for one in missed(cells, name):
-            if one.name not in worst or one.behind > worst[one.name].behind:
-                worst[one.name] = one
         rows += [
             row(
                 one.table,
@@ -120,7 +116,7 @@ def _missed(cells: Sequence[Cell]) -> str:
                 f"{100 * one.theirs:.1f}",
                 f"{one.behind:.1f}",
             )
-            for one in worst.values()
+            for one in worst_of(missed(cells, name))
         ]
     if not rows:
         return ""

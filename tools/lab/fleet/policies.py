@@ -90,34 +90,30 @@ def _least(values: Sequence[float]) -> int:
 
 NEXT, OWN = DeferRule.NEXT_REQUEST, DeferRule.OWN_RESPONSE
 OURS = "pack"
-POLICIES = {
-    one.name: one
-    for one in (
-        Policy(name=OURS, pick=scored(Score.PACK), defer=NEXT),
-        Policy(name="cost", pick=scored(Score.COST), defer=NEXT),
-        Policy(name="least response", pick=least_response, defer=NEXT),
-        Policy(name="printed", pick=scored(Score.PRINTED), defer=NEXT),
-        Policy(name="round robin", pick=round_robin),
-        Policy(name="least outstanding", pick=least_outstanding),
-        Policy(name="least used", pick=least_used),
-        Policy(name="random", pick=at_random),
-        Policy(name="separate", pick=separate),
-        Policy(name="separate, dynamic", pick=separate_dynamic),
-    )
-}
-VARIANTS = {
-    one.name: one
-    for one in (
-        Policy(name="pack, never deferred", pick=scored(Score.PACK)),
-        Policy(name="pack, deferred by its own response", pick=scored(Score.PACK), defer=OWN),
-        Policy(name="printed, deferred by its own response", pick=scored(Score.PRINTED), defer=OWN),
-    )
-}
-FILLS = {
-    one.name: one
-    for one in (
-        Policy(name=f"pack, filled to {fill:g}", pick=scored(Score.PACK, fill), defer=NEXT)
-        for fill in (0.25, 0.35, 1.0)
-    )
-}
+
+
+def by_name(*policies: Policy) -> dict[str, Policy]:
+    return {policy.name: policy for policy in policies}
+
+
+POLICIES = by_name(
+    Policy(name=OURS, pick=scored(Score.PACK), defer=NEXT),
+    Policy(name="cost", pick=scored(Score.COST), defer=NEXT),
+    Policy(name="least response", pick=least_response, defer=NEXT),
+    Policy(name="printed", pick=scored(Score.PRINTED), defer=NEXT),
+    Policy(name="round robin", pick=round_robin),
+    Policy(name="least outstanding", pick=least_outstanding),
+    Policy(name="least used", pick=least_used),
+    Policy(name="random", pick=at_random),
+    Policy(name="separate", pick=separate),
+    Policy(name="separate, dynamic", pick=separate_dynamic),
+)
+VARIANTS = by_name(
+    Policy(name="pack, never deferred", pick=scored(Score.PACK)),
+    Policy(name="pack, deferred by its own response", pick=scored(Score.PACK), defer=OWN),
+    Policy(name="printed, deferred by its own response", pick=scored(Score.PRINTED), defer=OWN),
+)
+FILLS = by_name(
+    *(Policy(name=f"pack, filled to {fill:g}", pick=scored(Score.PACK, fill), defer=NEXT) for fill in (0.25, 0.35, 1.0))
+)
 """Of the target. What the router's own, a half, is held against where bursts miss marks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from valve_router.plan.memory import FitVerdict, MemoryLaw, Resident, fits_memory
 from valve_router.plan.score import ScoreSettings, cost, printed
 from valve_router.plan.task import Task, TaskKind
-from valve_router.plan.timeline import Placed, Timeline
+from valve_router.plan.timeline import Timeline
 from valve_tools.lab.fleet.load import STOP_S, Arrivals, FleetShape
 from valve_tools.lab.fleet.stages import Stages
 from valve_tools.sim.metrics import Claim, at_least, at_most
@@ -68,16 +68,12 @@ def ordered(cases: int) -> list[Claim]:
         moved = tuple((begin + later, end + later) for begin, end in quick.forward)
         slow = replace(quick, forward=moved)
         better += cost(timeline, slow, settings) < cost(timeline, quick, settings) - 1e-12
-        printed_better += _printed_prefers(timeline, slow, quick, settings)
+        printed_better += printed(timeline, slow, settings) > printed(timeline, quick, settings)
     return [
         at_most("U2: later arrivals that end earlier", "cases", float(earlier), 0.0),
         at_most("U2: longer responses that `cost` prefers", "cases", float(better), 0.0),
         at_least("U2: longer responses that `printed` prefers: the paper's slip", "share", printed_better / cases, 0.9),
     ]
-
-
-def _printed_prefers(timeline: Timeline, slow: Placed, quick: Placed, settings: ScoreSettings) -> bool:
-    return printed(timeline, slow, settings) > printed(timeline, quick, settings)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from valve_tools.lab.fleet.claims import (
     Missed,
     missed,
     worst_nodes,
+    worst_of,
     worst_wall,
 )
 from valve_tools.lab.fleet.freed import OURS as PACKED
@@ -46,7 +47,7 @@ def _of_table(cells: Sequence[Cell], table: str) -> str:
     groups = by_setting(cells, table)
     if not groups:
         return ""
-    behind = _worst(missed(cells, table))
+    behind = worst_of(missed(cells, table))
     text = (
         f"**{'With the gate' if table == 'gate' else 'Sizes'}.** Of {len(groups)} cells `pack` is within a point of "
         f"every rival in {len(groups) - len(behind)}."
@@ -119,7 +120,7 @@ def _bursts(cells: Sequence[Cell]) -> list[str]:
     groups = by_setting(cells, "bursts")
     if not groups:
         return []
-    behind = _worst(missed(cells, "bursts"))
+    behind = worst_of(missed(cells, "bursts"))
     traces = {name.split(", ")[0] for name in groups}
     text = f"**Bursts.** `pack` is more than a point behind in {len(behind)} of {len(groups)} cells."
     if behind:
@@ -147,7 +148,7 @@ def _fills(groups: Groups, cells: Sequence[Cell]) -> str:
         most = nodes.high if nodes is not None else 0.0
         rows.append(
             f"`{name}`: {wall:.3f} of the best rival's throughput, {most:.2f} of round robin's node-seconds, "
-            f"{len(_worst(missed(cells, 'bursts', name)))} cells behind"
+            f"{len(worst_of(missed(cells, 'bursts', name)))} cells behind"
         )
         if wall >= WALL and most <= NODES:
             keep.append(name)
@@ -166,7 +167,7 @@ def _no_gate(cells: Sequence[Cell]) -> list[str]:
     groups = by_setting(cells, STRICT)
     if not groups:
         return []
-    behind = _worst(missed(cells, STRICT))
+    behind = worst_of(missed(cells, STRICT))
     text = f"**Without a gate** `pack` is more than a point behind in {len(behind)} of {len(groups)} cells"
     apart = [one for one in behind if one.rival == "separate"]
     text += f", in {len(apart)} of them most behind separate nodes." if behind else "."
@@ -201,15 +202,6 @@ def _freed(found: Found) -> str:
         f"{min(shares):.3f} of the best way that keeps the target, and {_span(spread, 1, 2)} GPUs more than spreading "
         f"and granting. At most {100 * late:.1f} % of the requests are over the target then."
     )
-
-
-def _worst(found: Iterable[Missed]) -> list[Missed]:
-    """One a cell: against the rival that is furthest ahead."""
-    worst: dict[str, Missed] = {}
-    for one in found:
-        if one.name not in worst or one.behind > worst[one.name].behind:
-            worst[one.name] = one
-    return list(worst.values())
 
 
 def _names(found: Sequence[Missed]) -> str:
