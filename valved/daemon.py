@@ -101,7 +101,9 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
 
 async def run(
     config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort, mode_flag: Mode | None = None
-) -> None:
+) -> bool:
+    """Whether no offline process is left at the end: the gate is to be closed then, once the loop has ended, for what
+    still waits in the loop asks the gate."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     run_dir = folder.path
     closer = Closer()
@@ -150,8 +152,7 @@ async def run(
     loop.remove_reader(gate.stamps_fd())
     notify.close()
     beat.stop()
-    if not daemon.brake.leaving.present():  # asked again: the link is closed, and somebody may have come meanwhile
-        gate.close()
+    return not daemon.brake.leaving.present()  # asked again: the link is closed, and a process may have come meanwhile
 
 
 async def _close(daemon: Daemon, link: LinkServer) -> None:

@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     from valved.machine.processes import LinuxProcesses
 
     try:
-        asyncio.run(run(config, folder, native_gate(config), LinuxProcesses(), mode_flag))
+        gate = native_gate(config)
+        if asyncio.run(run(config, folder, gate, LinuxProcesses(), mode_flag)):
+            gate.close()
     except OSError as error:
         log.error("failed", extra={"facts": {"error": str(error)}})
         return EXIT_FAILED

@@ -233,3 +233,4 @@ class NativeGate:
         for service in list(self._services):
             self.remove_service(service)
         lib.valve_gate_close(self._gate)
+        self._gate = None  # a call from here on is an error, and never reads what is freed
