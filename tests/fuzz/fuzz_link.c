@@ -32,6 +32,7 @@
 static struct {
 	uint32_t calls, generation;
 	unsigned char event;
+	bool is_late; /* the link was gone by then: what its valved orders from there on, it may end */
 } put_off;
 
 static bool is_allowed(void)
@@ -53,6 +54,7 @@ void kernel_enters(void)
 {
 	if (!put_off.calls || --put_off.calls)
 		return;
+	put_off.is_late = put_off.generation != valve_shim.link_generation;
 	events[put_off.event / 8](put_off.event % 8);
 	process.may |= put_off.generation == valve_shim.link_generation ? is_allowed() : valved.let_go;
 }
@@ -124,7 +126,8 @@ static void check_offline(bool waited, bool was_off, bool was_linked, uint32_t g
 {
 	CHECK(!waited || valve_launches_wait() || process.may || process.blind);
 	process.owed = valve_launches_wait() &&
-	               (process.owed || (was_linked && generation != valve_shim.link_generation));
+	               (process.owed || (was_linked && generation != valve_shim.link_generation &&
+	                                 (waited || !put_off.is_late)));
 	process.owed &= valve_shim.state == VALVE_STATE_UNLINKED || valve_launches_kept();
 	CHECK(!was_off || process.is_off || process.may || process.may_enable ||
 	      (was_linked && VALVE_CONTROL->order != VALVE_ORDER_STOP));
@@ -143,6 +146,7 @@ static void take_turn(bool inside)
 	process.may = is_allowed();
 	process.may_enable = false;
 	put_off.generation = generation;
+	put_off.is_late = false;
 	if (valve_shim.state != VALVE_STATE_OFF)
 		turn();
 	inside &= !put_off.calls; /* the turn was long enough */

@@ -30,7 +30,7 @@ static struct {
 	bool let_go;                           /* and it may */
 	bool last_word;                        /* it said so before it hung up, and nobody has read that */
 	bool stops;                            /* it has said STOP and let nobody go since */
-	bool refused;                          /* it was the last to answer HELLO, and refused */
+	bool refused; /* it was the last to answer HELLO, and refused, and we could hear it */
 } valved;
 
 /* ---- the process ---- */
@@ -86,13 +86,13 @@ static void die(void)
 	valved.backlog = NULL;
 }
 
-static void say(void *message, uint16_t type, uint32_t bytes, uint32_t seq, struct kernel_file **files,
+/* False: nobody reads it. */
+static bool say(void *message, uint16_t type, uint32_t bytes, uint32_t seq, struct kernel_file **files,
                 uint32_t count)
 {
 	*(struct valve_link_header *)message = (struct valve_link_header){
 	        .magic = VALVE_LINK_MAGIC, .abi = VALVE_LINK_ABI, .type = type, .length = bytes, .seq = seq};
-	if (valved.link)
-		kernel_tell(valved.link, message, bytes, files, count);
+	return valved.link && kernel_tell(valved.link, message, bytes, files, count);
 }
 
 enum flaw { NO_FLAW, ABI, FEW, UNSEALED, SHORT, MAGIC, ROLE, BYTES };
@@ -137,10 +137,9 @@ static void answer_hello(void)
 	uint32_t seq = valved.hello;
 
 	valved.hello = 0;
-	valved.refused = valved.refusal && valved.refusal != VALVE_REFUSED_DRAINING;
-	if (valved.refusal)
-		say(&no, VALVE_LINK_REFUSED, sizeof(no), seq, NULL, 0);
-	else
+	valved.refused = valved.refusal && say(&no, VALVE_LINK_REFUSED, sizeof(no), seq, NULL, 0) &&
+	                 valved.refusal != VALVE_REFUSED_DRAINING;
+	if (!valved.refusal)
 		welcome(seq);
 }
 

@@ -123,6 +123,32 @@ def test_a_stop_that_a_valved_took_over_while_the_link_was_broken_never_outlives
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("is_over", [False, True], ids=["granted-later", "over-before"])
+def test_granted_time_never_goes_on_beside_a_service_that_comes_once_a_valved_has_hung(link_fuzzer, is_over):
+    """Nobody needed us off while it hung, so we ran. It goes on before it sees that we left."""
+    broken, leave_once_we_have_called = (3, 0), [(25, 4), (6, 1)]
+    granted, hang, time_passes, beat, online = (14, 2), (9, 2), (16, 2), (9, 1), (10, 1)
+    told = [granted, hang, time_passes] if is_over else [hang, granted]
+
+    said = said_of(link_fuzzer, broken, *leave_once_we_have_called, *told, beat, online)
+
+    assert said == (0, "1 inputs\n", "")
+
+
+@pytest.mark.sanitizer
+def test_the_model_asks_no_process_to_hear_what_was_said_after_it_hung_up(link_fuzzer):
+    answer_late, refuse, link_breaks = (18, 1), (8, 1), [(28, 0), (25, 6), (21, 0)]
+    an_ack_comes_first = [(25, 6), (0, 0)]
+    hold_after_the_link, lose, let_go = [(26, 6), (4, 1)], (29, 1), (5, 0)
+    relinked = [(26, 0), (0, 0), (0, 0), (26, 0), (0, 0)]
+
+    unheard = said_of(link_fuzzer, answer_late, refuse, *link_breaks, *an_ack_comes_first)
+    held_later = said_of(link_fuzzer, *relinked, *hold_after_the_link, lose, let_go)
+
+    assert (unheard, held_later) == ((0, "1 inputs\n", ""),) * 2
+
+
+@pytest.mark.sanitizer
 def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(link_fuzzer):
     done = subprocess.run([link_fuzzer, "-r", "5000", "7"], capture_output=True, text=True, timeout=200, check=False)
 

@@ -40,7 +40,7 @@ static struct {
 	uint32_t refusals;  /* in a row */
 	bool refused;       /* offline, and no valved's any more: stopped until one takes us */
 	bool stopped;       /* we stopped our channels: the lease ran out, or we were refused */
-	bool released;      /* we enabled our channels because valved left and no service needs them off */
+	bool released;      /* we enabled our channels: no service needs them off, and none came since */
 	bool may_run;       /* valved let us end our stop, and does not know yet that we did */
 	uint32_t ask_seq;   /* of the request to end our stop, 0: none is under way */
 	uint64_t linked_ns; /* when the link was made */
@@ -107,6 +107,7 @@ static void release_own_channels(void)
 {
 	session.stopped = false;
 	session.released = true;
+	valve_until_forget(); /* for a service that comes the end of a grant that stands is one to stop for */
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_ALL);
 }
@@ -262,8 +263,8 @@ static void check_lease(void)
 			valve_orphan_check(session.lost_ns);
 		return;
 	}
-	if (is_linked())
-		session.released = false; /* a drain that was called off: valved gates again */
+	if (is_linked() || load_relaxed(&VALVE_CONTROL->online_registered))
+		session.released = false; /* a drain was called off, or a service came after a hang */
 	valve_until_check(session.released, &session.stopped);
 	if (!is_lease_over())
 		return;
@@ -286,7 +287,7 @@ static void check_lease(void)
 /* No longer than granted time goes on. */
 static uint64_t bounded_ns(uint64_t most_ns)
 {
-	if (!is_offline() || session.refused || load_relaxed(&VALVE_CONTROL->draining))
+	if (!is_offline() || session.refused || session.released)
 		return most_ns;
 	return valve_until_rest_ns(most_ns);
 }

@@ -105,7 +105,7 @@ static void drop(bool *stopped)
 	valve_until_forget();
 }
 
-/* `released`: no service needs our channels off any more. */
+/* `released`: no service needs our channels off. */
 void valve_until_check(bool released, bool *stopped)
 {
 	bool is_linked = load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;
@@ -114,15 +114,10 @@ void valve_until_check(bool released, bool *stopped)
 
 	if (over.until_ns && end_ns != over.until_ns && (is_linked || !end_ns))
 		drop(stopped);
-	if (over.until_ns)
+	if (over.until_ns || released)
 		return;
 	end_ns = first_end(&gpu);
-	if (!end_ns || now_ns() < end_ns + VALVE_RUN_UNTIL_GRACE_NS)
-		return;
-	if (!released) { /* stopped or not: valved enables what is in its plan, whichever side had stopped it */
+	/* stopped or not: valved enables what is in its plan, whichever side had stopped it */
+	if (end_ns && now_ns() >= end_ns + VALVE_RUN_UNTIL_GRACE_NS)
 		stop(end_ns, gpu, stopped);
-		return;
-	}
-	over.until_ns = end_ns; /* nothing to do, and not to be asked again */
-	over.gpu = gpu;
 }
