@@ -101,7 +101,8 @@ def prometheus(
     heartbeat.start()
     metrics = free_port()
     folder = tmp_path_factory.mktemp("node")
-    with EmulatedNode(folder, options=Options(gpus=1), mode="harvest", config=f"metrics_port = {metrics}") as node:
+    config = f"metrics_port = {metrics}\nhang_ms = 10000.0"  # a busy machine is no driver that hangs
+    with EmulatedNode(folder, options=Options(gpus=1), mode="harvest", config=config) as node:
         node.start_valved()
         online = begin_work(node)
         port, extender = control_plane.start_extender()
