@@ -68,8 +68,17 @@ def test_words_about_the_code_make_no_page_stale():
     assert provenance.code_of(told) != provenance.code_of(told.replace("return a", "return -a"))
 
 
-def test_the_check_never_lets_a_stale_page_pass(monkeypatch):
-    line = "docs/results/replay/pairs.md: made with 1"
-    monkeypatch.setattr(results, "stale", lambda: [line])
+def test_the_check_never_lets_a_stale_page_pass(tmp_path, monkeypatch):
+    folder = tmp_path / "docs" / "results"
+    for each in (folder, tmp_path / "build"):
+        each.mkdir(parents=True)
+    write(Report(name="pairs", title="made", summary=()), folder)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert results.findings() == []
 
-    assert results.findings() == [line]
+    page = folder / "pairs.md"
+    page.write_text(page.read_text().replace(provenance.made_with("pairs"), "0" * 16))
+
+    assert results.findings() == [
+        f"{page}: made with {'0' * 16}, the product is {provenance.made_with('pairs')}; run the experiment again"
+    ]
