@@ -163,10 +163,10 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         0.9  # the same where memory comes only between two offline steps [replayed: docs/memory.md]
     )
     headroom_min_mib: MibOrNone = 128  # at least this much beyond what is used stays mapped for online
-    headroom_max_mib: Mib = 8192  # the reserve doubles at pressure up to here
+    headroom_max_mib: Mib = 16384  # the reserve grows at pressure up to here; 8192 leaves offline work more with `miad`
     reservation: ReservationRule = ReservationRule.BUDGET  # how the reserve follows the load; miad: as published
     headroom_step_mib: Mib = 1024  # budget: the reserve grows by so much at each reclaim
-    keep_s: Window = 10.0  # budget: memory that was idle for so long goes back
+    keep_s: Window = 5.0  # budget: memory that was idle for so long goes back
     tau_s: Window = 60.0  # miad: memory that was idle for so long goes back, at the start; the target steers it
     tau_min_s: Window = (
         20.0  # below, each halving costs a third more reclaims and brings less than 1 % (docs/policies.md)

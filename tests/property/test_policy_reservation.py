@@ -69,7 +69,8 @@ class OneNode(RuleBasedStateMachine):
         elif decision.action is ReservationAction.GIVE:
             assert self.now_ns - self.last_take_ns >= before.tau_ns - self.policy.delta_ns, "freed within tau of taking"
             recent = max(used for at, used in self.uses if at >= self.now_ns - self.state.tau_ns)
-            assert self.mapped - decision.handles >= recent + self.state.headroom_handles, "freed what was in use"
+            least = self.state.headroom_handles if self.policy is MIAD else self.policy.headroom_min_handles
+            assert self.mapped - decision.handles >= recent + least, "freed what was in use"
             self.mapped -= decision.handles
             self.used_at_give = self.used
 

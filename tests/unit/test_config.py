@@ -75,7 +75,7 @@ def test_no_number_without_sense_ever_passes_and_its_key_is_always_named(tmp_pat
     ("text", "key"),
     [
         ("[memory]\ntau_s = 5", "memory.tau_min_s"),
-        ("[memory]\nheadroom_min_mib = 9000", "memory.headroom_min_mib"),
+        ("[memory]\nheadroom_min_mib = 17000", "memory.headroom_min_mib"),
         ("[cooldown]\nceiling_ms = 10", "cooldown.start_ms"),
         ("hang_ms = 1e-9", "hang_ms"),
     ],

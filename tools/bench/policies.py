@@ -58,7 +58,7 @@ def bench_reservation() -> Iterator[Row]:
     """Hours of virtual time: the worst sliding hour's reclaims, and what offline keeps of the clairvoyant's; on seeds
     that the settings were not chosen on."""
     loads = (("stationary", STATIONARY, 0.95), ("bursty", BURSTY, 0.95), ("long-prompts", LONG_PROMPTS, 0.9))
-    published = ReservationSettings(rule=ReservationRule.MIAD)
+    published = ReservationSettings(rule=ReservationRule.MIAD, headroom_max_handles=128, hold_share=0.9)  # its best
     policy = ReservationSettings()
     for name, load, mark in (*loads, ("heavy", HEAVY, 0.86)):
         results = [run_headroom(demand(load, seed), load.pool_handles, policy) for seed in HELD_OUT]

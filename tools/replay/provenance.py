@@ -27,6 +27,7 @@ NODE_POLICIES = (
     "valved.policy.eviction",
     "valved.policy.handout",
     "valved.policy.reservation",
+    "valved.policy.usage",
     "valved.policy.wake",
 )
 CLUSTER_POLICIES = (

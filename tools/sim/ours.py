@@ -93,7 +93,8 @@ def rests_until_ns(state: ReservationState, said: ReservationDecision, settings:
     is_least = settings.rule is ReservationRule.BUDGET and state.exact_handles <= settings.headroom_min_handles
     holds = said.action is ReservationAction.HOLD and not reservation.is_pressure(said.memory, settings)
     is_due = reservation.next_wake_ns(state, settings) <= state.looked_ns + SECOND_NS
-    if not (is_least and holds and is_due and state.peaks[-1][1] == state.used_handles == used):
+    is_alike = state.peaks[-1][1] == state.used_handles == used and not reservation.is_heading_down(state)
+    if not (is_least and holds and is_due and is_alike):
         return 0
     higher = tuple(one for one in state.peaks if one[1] > used)
     # The policy would wake at once to lower what cannot be lowered: asked with a fraction that nearly nothing lowers.

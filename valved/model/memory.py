@@ -177,6 +177,18 @@ class OnlineMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UseHistory:
+    """What `policy/usage.py` has learned of a service's use of memory, in handles and seconds."""
+
+    noted_ns: int = 0
+    """Up to when; 0: it begins at the next look."""
+    recent: tuple[int, ...] = ()
+    """Use in the last seconds, oldest first."""
+    sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    """Weighted over seconds: 1, use, highest use of the next seconds, use squared, use times that highest use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationState:
     """What the reservation policy remembers between decisions; survives a restart in the state file."""
 
@@ -196,6 +208,9 @@ class ReservationState:
     """The headroom with its fraction, where the rule moves it by less than a handle."""
     looked_ns: int = 0
     """When the rule last moved it."""
+    began_ns: int = 0
+    """Since when reclaims are counted."""
+    history: UseHistory = UseHistory()
 
 
 class ReservationRule(str, enum.Enum):

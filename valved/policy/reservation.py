@@ -3,7 +3,8 @@
 The rest goes back to offline at once. Two rules move H. BUDGET spends the reclaims that the operator accepts: each
 reclaim raises H by a step, and time lowers it by the steps of `spend_share` of the target, so the two cancel when
 reclaims come at that rate; tau stays as it is. It is a quantile tracker: H settles where that many bursts an hour are
-larger than it. MIAD is the published rule: a pressure event grows H by alpha, each quiet tau lowers it by one, and tau
+larger than it. Time lowers H the faster, the fewer reclaims the window holds. Where use returns to its mean (usage.py),
+H is kept on top of where it is heading, since what is used at a peak is soon free again. MIAD is the published rule: a pressure event grows H by alpha, each quiet tau lowers it by one, and tau
 is steered by the target: a reclaim above it doubles tau, a calm minute shortens it by delta.
 Called by kv/reserve on every change of online memory and once per tick.
 
@@ -24,11 +25,14 @@ from valved.model.memory import (
     ReservationRule,
     ReservationState,
 )
+from valved.policy import usage
 
 SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS
 REMEMBERED_RECLAIMS = 1024
 """Bound on the state in a reclaim storm; a window this full is far above any target."""
+FIRST_NS = 600 * SECOND_NS
+"""What the first reclaims of all are set against, at least."""
 SLICES = 16
 """Use is remembered as the peaks of slices of tau / 16: what goes back was idle for tau, or up to a slice longer."""
 UNKNOWN_HANDLES = 1 << 31
@@ -41,13 +45,13 @@ class ReservationSettings:
 
     rule: ReservationRule = ReservationRule.BUDGET
     """MIAD leaves offline 0.89 of a clairvoyant's memory on the bench's stationary load and 0.85 on long prompts, as it
-    spends 4 to 16 of 30 reclaims. BUDGET leaves 0.96 and 0.93 (docs/policies.md)."""
+    spends 4 to 16 of 30 reclaims. BUDGET leaves more on each load (docs/policies.md)."""
     step_handles: int = 16
     """BUDGET: 1 GiB in 64 MiB handles. 8 climb so slowly that the first hour's target is gone before H has followed the
     load: one of ten replayed pairs then kept 0.65 of its throughput (docs/policies.md)."""
-    spend_share: float = 0.73
+    spend_share: float = 0.84
     """BUDGET: of the target; the rest is for the hours in which bursts come together."""
-    keep_ns: int = 10 * SECOND_NS
+    keep_ns: int = 5 * SECOND_NS
     """BUDGET: its tau. Less leaves offline more memory, and what moves is computed again more often."""
     target_per_hour: float = 30.0
     """Reclaims an hour that the operator accepts. One costs online about 0.1 ms a handle and a batch job some
@@ -55,7 +59,7 @@ class ReservationSettings:
     pressure_ratio: float = 1.0
     """Pressure when used >= this share of mapped. Lower takes memory while headroom could still serve, and doubles H
     for it: replayed, 0.9 costs up to half of the offline throughput and gains online less than 0.1 % of TTFT."""
-    hold_share: float = 0.9
+    hold_share: float = 0.95
     """Nothing is given back while the window holds this share of the target. A burst after a quiet time costs several
     reclaims in a row (H doubles its way up from 2 to its bound in six), and they must fit into the rest."""
     alpha: float = 2.0
@@ -66,9 +70,9 @@ class ReservationSettings:
     """Shortening of tau per calm `adjust_every_ns`: undoes one doubling of a tau of one minute in an hour."""
     headroom_min_handles: int = 2
     """One handle for the next block of running requests and one for an admission."""
-    headroom_max_handles: int = 128
-    """8 GiB in 64 MiB handles, what two prompts of 32k tokens need of an 8B model. Half of it costs offline more (a
-    burst takes more reclaims, and they freeze give-back), twice of it no longer helps [replayed]."""
+    headroom_max_handles: int = 256
+    """16 GiB in 64 MiB handles. H is on top of where use is heading, so on a heavy load it must reach further than the
+    largest burst: with half of it up to 33 reclaims came in an hour."""
     tau_start_ns: int = 60 * SECOND_NS
     """What was idle for a minute is seldom needed soon."""
     tau_min_ns: int = 20 * SECOND_NS
@@ -105,6 +109,7 @@ def start(now_ns: int, settings: ReservationSettings) -> ReservationState:
         quiet_since_ns=now_ns,
         adjusted_ns=now_ns,
         peaks=((now_ns, UNKNOWN_HANDLES),),
+        began_ns=now_ns,
     )
 
 
@@ -138,13 +143,20 @@ def reclaims_per_hour(state: ReservationState, settings: ReservationSettings) ->
 def next_wake_ns(state: ReservationState, settings: ReservationSettings) -> int:
     """When `decide` could next give or adjust without a change of memory: what the service sleeps until."""
     if settings.rule is ReservationRule.BUDGET:
-        rate = settings.step_handles * settings.spend_share * settings.target_per_hour / HOUR_NS
-        lowers_ns = state.looked_ns + math.ceil((state.exact_handles - math.floor(state.exact_handles) + 1e-9) / rate)
+        rate = _lowered_per_ns(state, state.looked_ns, settings)
+        fraction = state.exact_handles - math.floor(state.exact_handles) + 1e-9
+        lowers_ns = state.looked_ns + math.ceil(fraction / rate) if rate else state.reclaims_ns[0] + settings.window_ns
         forgotten_ns = [_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1]]
         calm_ns = state.quiet_since_ns + state.tau_ns
-        return min([lowers_ns, *forgotten_ns, *([calm_ns] if calm_ns > state.looked_ns else [])])
+        learns_ns = [state.looked_ns + SECOND_NS] if is_heading_down(state) else []
+        return min([lowers_ns, *forgotten_ns, *([calm_ns] if calm_ns > state.looked_ns else []), *learns_ns])
     lowers_ns, adjusts_ns = state.quiet_since_ns + state.tau_ns, state.adjusted_ns + settings.adjust_every_ns
     return min(lowers_ns, adjusts_ns, *(_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1]))
+
+
+def is_heading_down(state: ReservationState) -> bool:
+    """A handle or more is kept beyond what is used now, until the mean has followed: time alone moves that."""
+    return usage.expected(state.history, state.used_handles) >= state.used_handles + 1
 
 
 def _look(
@@ -159,7 +171,8 @@ def _look(
     else:
         peaks.append((now_ns, peak))
     reclaims_ns = _recent(state.reclaims_ns, now_ns, settings)
-    return replace(state, reclaims_ns=reclaims_ns, used_handles=used, peaks=tuple(peaks))
+    history = usage.note(state.history, max(memory.peak_handles, state.used_handles), now_ns)
+    return replace(state, reclaims_ns=reclaims_ns, used_handles=used, peaks=tuple(peaks), history=history)
 
 
 def _forgotten_ns(since_ns: int, tau_ns: int) -> int:
@@ -178,10 +191,17 @@ def _spend(state: ReservationState, now_ns: int, settings: ReservationSettings) 
     """BUDGET: time lowers the headroom by the steps of the reclaims that should have come in it."""
     tau_ns = settings.keep_ns  # a state of the other rule may have come from a predecessor
     exact = state.exact_handles or float(state.headroom_handles)
-    rate = settings.spend_share * settings.target_per_hour / HOUR_NS
-    exact -= settings.step_handles * rate * max(0, now_ns - (state.looked_ns or now_ns))
+    exact -= _lowered_per_ns(state, now_ns, settings) * max(0, now_ns - (state.looked_ns or now_ns))
     exact = min(max(exact, float(settings.headroom_min_handles)), float(settings.headroom_max_handles))
     return replace(state, exact_handles=exact, headroom_handles=math.floor(exact), tau_ns=tau_ns, looked_ns=now_ns)
+
+
+def _lowered_per_ns(state: ReservationState, now_ns: int, settings: ReservationSettings) -> float:
+    """BUDGET: handles. Up to twice the steps of the accepted reclaims where none came, none where twice as many did."""
+    an_hour = settings.spend_share * settings.target_per_hour
+    counted_ns = min(max(now_ns - state.began_ns, FIRST_NS), settings.window_ns)
+    pace = max(0.0, 2 - len(state.reclaims_ns) * HOUR_NS / (an_hour * counted_ns))
+    return settings.step_handles * an_hour / HOUR_NS * pace
 
 
 def _raised(state: ReservationState, memory: OnlineMemory, settings: ReservationSettings) -> tuple[int, float]:
@@ -190,7 +210,7 @@ def _raised(state: ReservationState, memory: OnlineMemory, settings: Reservation
         headroom = min(math.ceil(settings.alpha * state.headroom_handles), settings.headroom_max_handles)
         return headroom, float(headroom)
     needed = memory.used_handles + memory.unmet_handles
-    wanted = max(needed + state.headroom_handles, _calm_mapping(needed, settings))
+    wanted = _mapping(state, needed, state.headroom_handles, settings)
     if min(wanted, memory.pool_handles) - memory.mapped_handles <= memory.free_handles:
         return state.headroom_handles, state.exact_handles  # free memory serves it, and costs nobody anything
     exact = min(state.exact_handles + settings.step_handles, float(settings.headroom_max_handles))
@@ -202,7 +222,7 @@ def _grow(
 ) -> tuple[ReservationState, ReservationDecision]:
     headroom, exact = _raised(state, memory, settings)
     needed = memory.used_handles + memory.unmet_handles
-    wanted = max(needed + headroom, _calm_mapping(needed, settings))
+    wanted = _mapping(state, needed, headroom, settings)
     take = max(0, min(wanted, memory.pool_handles) - memory.mapped_handles)
     is_reclaim = take > memory.free_handles
     reclaims = (*state.reclaims_ns, now_ns) if is_reclaim else state.reclaims_ns
@@ -246,10 +266,18 @@ def _give_back(
     if _is_spent(state, settings):
         return state, _decision(state, memory, settings, hold, 0, "reclaims in the window use up the target")
     peak = max(most for _, most in state.peaks)
-    surplus = memory.mapped_handles - max(peak + state.headroom_handles, _calm_mapping(peak, settings))
+    surplus = memory.mapped_handles - _mapping(state, peak, state.headroom_handles, settings)
     if surplus <= 0:
         return state, _decision(state, memory, settings, hold, 0, "all but the headroom was in use within tau")
     return state, _decision(state, memory, settings, ReservationAction.GIVE, surplus, "idle for tau")
+
+
+def _mapping(state: ReservationState, used: int, headroom: int, settings: ReservationSettings) -> int:
+    """The handles to keep where so many are used."""
+    if settings.rule is ReservationRule.MIAD:
+        return max(used + headroom, _calm_mapping(used, settings))
+    heading = math.floor(usage.expected(state.history, used) + headroom)
+    return max(heading, used + settings.headroom_min_handles, _calm_mapping(used, settings))
 
 
 def _calm_mapping(used: int, settings: ReservationSettings) -> int:
