@@ -4,8 +4,9 @@ The rest goes back to offline at once. Two rules move H. BUDGET spends the recla
 reclaim raises H by a step, and time lowers it by the steps of `spend_share` of the target, so the two cancel when
 reclaims come at that rate; tau stays as it is. It is a quantile tracker: H settles where that many bursts an hour are
 larger than it. Time lowers H the faster, the fewer reclaims the window holds. Where use returns to its mean (usage.py),
-H is kept on top of where it is heading, since what is used at a peak is soon free again. MIAD is the published rule: a pressure event grows H by alpha, each quiet tau lowers it by one, and tau
-is steered by the target: a reclaim above it doubles tau, a calm minute shortens it by delta.
+H is kept on top of where it is heading, since what is used at a peak is soon free again. MIAD is the published rule: a
+pressure event grows H by alpha, each quiet tau lowers it by one, and tau is steered by the target: a reclaim above it
+doubles tau, a calm minute shortens it by delta.
 Called by kv/reserve on every change of online memory and once per tick.
 
 Both: while the window already holds `hold_share` of the target nothing is given back, since each further give could
