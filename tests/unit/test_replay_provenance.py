@@ -54,6 +54,14 @@ def test_a_page_made_by_another_policy_never_passes(page, monkeypatch):
     assert len(provenance.stale(page.parent)) == 1
 
 
+@pytest.mark.parametrize(("policy", "is_stale"), [("reservation", False), ("eviction", True), ("handout", True)])
+def test_what_an_engine_loses_is_judged_by_its_own_policies(monkeypatch, policy, is_stale):
+    before, told = provenance.made_with("eviction"), provenance.source
+    monkeypatch.setattr(provenance, "source", lambda name: told(name) + ("\nx = 1" if name.endswith(policy) else ""))
+
+    assert (provenance.made_with("eviction") != before) is is_stale
+
+
 def test_a_page_without_a_hash_never_passes(page):
     page.write_text(provenance.FOUND.sub("", page.read_text()))
 

@@ -47,6 +47,9 @@ ROUTER_POLICIES = tuple(
 OF_THE_ROUTER = "routing"
 OF_THE_CLUSTER = ("cluster", "fleet", "forecast")
 """Experiments that simulate no node's policies."""
+OF_AN_ENGINE = ("eviction",)
+"""Of which columns it loses, and in which order it hands out blocks: how much online keeps plays no part."""
+ENGINE_POLICIES = tuple(f"valved.policy.{name}" for name in ("columns", "eviction", "handout"))
 OF_BOTH = ("crowding",)
 OF_NO_POLICY = ("machine",)
 LINE = "Product: settings and policies `{}`; `valve replay stale` compares.\n"
@@ -61,6 +64,8 @@ def made_with(experiment: str) -> str:
         return _digest([source(name) for name in ROUTER_POLICIES])
     if experiment in OF_THE_CLUSTER:
         return _digest([source(name) for name in CLUSTER_POLICIES])
+    if experiment in OF_AN_ENGINE:
+        return _digest([*(source(name) for name in ENGINE_POLICIES), repr(Config().eviction_settings())])
     of_both = CLUSTER_POLICIES if experiment in OF_BOTH else ()
     return _digest([*(source(name) for name in (*NODE_POLICIES, *of_both)), settings(Config())])
 
