@@ -1,0 +1,60 @@
+"""Nothing leaks over any number of joins and leaves. `JOINS=100000` says how many; `make test` plays 1,000."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import joiner
+from node_rig import Online
+
+JOINS = int(os.environ.get("JOINS", "1000"))
+WARM = 200  # joins after which what is made once is there
+POOL = 16  # threads that are made when a call has to wait for one, and then stay
+
+
+def played(node, joins, seed):
+    command = [sys.executable, joiner.__file__, str(node.run_dir), str(joins), str(seed)]
+    done = subprocess.run(command, env=node.environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    node.wait_for(lambda: len(node.status().clients) == 1, "all but the service have left")
+
+
+def held(node):
+    """Descriptors of valved by what they are, and the services that it knows."""
+    proc = Path(f"/proc/{node.valved.pid}")
+    kinds = []
+    for fd in os.listdir(proc / "fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            kinds.append(os.readlink(proc / "fd" / fd).split(":")[0].split(" ")[0])
+    return sorted(kinds), len(node.status().services)
+
+
+def threads(node):
+    return len(os.listdir(f"/proc/{node.valved.pid}/task"))
+
+
+def rss_kib(node):
+    lines = Path(f"/proc/{node.valved.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_nothing_ever_leaks_over_joins_and_leaves(node):
+    online = Online(node, "chat")
+    online.wait_ready()
+    played(node, WARM, seed=1)
+    before, began, began_kib = held(node), threads(node), rss_kib(node)
+
+    played(node, JOINS, seed=2)
+
+    node.wait_for(lambda: held(node) == before, "valved holds what it held before")
+    more = threads(node) - began
+    grown_kib = rss_kib(node) - began_kib
+    print(f"{JOINS} joins: resident memory {began_kib / 1024:.1f} MiB, {grown_kib / 1024:+.1f}; threads {began}, {more:+}")
+    assert grown_kib < 8 * 1024
+    assert more <= POOL
+    before_ns, launched_ns, done_ns = online.launch(us=100)
+    assert before_ns < launched_ns < done_ns
