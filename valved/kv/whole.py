@@ -70,7 +70,8 @@ class WholeRanges:
             await all_of([order.settled for order in orders])
         finally:
             self._supply.settle(need)
-        return any(order.done for order in orders)
+        may_ask = may_take and need is None  # what seemed to be free was not: the next try asks for it
+        return may_ask or any(order.done for order in orders)
 
     def _is_here(self, book: KvRangeBook) -> bool:
         return self._books.pool.ranges.get(book.key) is book
