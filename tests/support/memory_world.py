@@ -171,6 +171,12 @@ class Shim:
         self.world.clock.call_at_ns(self.free_ns, lambda: body in self.coming and self._come_to(body, fds))
 
     def _come_to(self, body, fds):
+        waits = any(entry[1:3] in self.clearing for entry in entries_of(body))  # nothing is done with it before ...
+        if waits or body is not self.coming[0]:  # ... nor with what came after it
+            self.world.clock.call_at_ns(
+                self.world.clock.now_ns() + 1_000_000, lambda: body in self.coming and self._come_to(body, fds)
+            )
+            return
         self.coming.remove(body)
         self._do(body, fds)
 

@@ -211,6 +211,16 @@ class Orders:
         instead.through.then(order.through.set)
         order.settled.set()
 
+    def doubt(self, order: Order, process: ProcessId) -> None:
+        """Nobody can say whether the rest of it is mapped: it counts as backed no more, and its handles are for no other
+        process before this one has ended."""
+        left = order.slots[order.done :]
+        left = left[self.pool.is_there(left)]
+        left = left[left.standing() >= 0]
+        rows = left.standing()
+        left.put(STRANGE)
+        self.pool.strand(rows, process, is_alive=True)
+
     def unheard(self, client: ClientId) -> int:
         return sum(order.how is KvHow.OUTSIDE for order in self.under_way(client))
 
