@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from lent_fds import collect
 from memory_world import BASE, Hook, KvWorld, Shim
+from virtual import VirtualClock
 
 from valved.abi.kv_link import KvSpan, KvTableMessage
 from valved.abi.link import LinkType
@@ -31,21 +32,39 @@ def begun(shim):
     return shim
 
 
+class MortalClock:
+    """Of a valved: what it waits for never comes once it is dead."""
+
+    def __init__(self, clock):
+        self.clock, self.is_dead = clock, False
+        self.now_ns = clock.now_ns
+
+    def call_at_ns(self, when_ns, call):
+        return self.clock.call_at_ns(when_ns, lambda: self.is_dead or call())
+
+
 class Crowd:
     def __init__(self, seed, config, layers=1):
-        self.draw, self.layers = random.Random(seed), layers
+        self.draw, self.layers, self.config = random.Random(seed), layers, config
         self.folder = tempfile.TemporaryDirectory()
-        self.world = KvWorld(Path(self.folder.name), config=config, handles=24 * layers)
-        make = self.world.shim
-        self.world.shim = lambda *words, **more: begun(make(*words, **more))
+        self.clock = VirtualClock()
+        self.world = self._valved()
         self.hooks = []
         self.told = []  # what happened, for whom a walk fails
+
+    def _valved(self, **more):
+        life = MortalClock(self.clock)
+        world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers, clock=life, **more)
+        world.life, world.clock = life, self.clock
+        make = world.shim
+        world.shim = lambda *words, **more: begun(make(*words, **more))
+        return world
 
     def walk(self, actions):
         self.come("offline", 12)
         self.come("online", 8)
         names = [*[self.in_the_middle] * 6, *[self.wait] * 3, *[self.come] * 3, self.come_in_ranks, self.come_plain]
-        names += [self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked, self.offers]
+        names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked, self.offers]
         for _ in range(actions):
             action = self.draw.choice(names)
             self.told.append(action.__name__)
@@ -63,6 +82,7 @@ class Crowd:
         gpus, uid = self.draw.choice([(0,), (0,), (1,), (0, 1)]), self.draw.choice([1000, 1000, 1000, 2000])
         name = f"{role}{len(self.world.shims)}"
         hook = self.world.engine(role, columns=columns, layers=self.layers, gpus=gpus, name=name, uid=uid)
+        self.world.shims[-1].served = gpus
         if hook is not None:
             self._joined(hook, gpus, len(gpus) * self.layers)
 
@@ -85,6 +105,7 @@ class Crowd:
         world.shims.append(second)
         shims = first, second
         for gpu, shim in enumerate(shims):
+            shim.served = (gpu,)
             if role == "offline" and world.passes_scratch:
                 shim.offer_scratch(gpu)
             self._reserve(shim, 0, columns, gpu)
@@ -116,6 +137,7 @@ class Crowd:
         """No hook: its range is whole, or its allocation fails. It leaves soon."""
         gpu = self.draw.randint(0, 1)
         shim = self.world.shim(self.draw.choice(["online", "offline"]), gpus=(gpu,), name=f"p{len(self.world.shims)}")
+        shim.served = (gpu,)
         self._reserve(shim, 3, self.draw.randint(1, 8), gpu, elastic=False)
         self._later(self.draw.choice([10, 2000]), shim.die)
 
@@ -164,16 +186,21 @@ class Crowd:
         self._later(1000, shim.die)
 
     def hook_anew(self, hook):
-        if hook.second is not None or hook.shim.client not in self.world.books.clients:
-            return
-        world = self.world
-        world.register.leave(hook.client, "link closed")
-        again = Hook(hook.shim, hook.blocks)
-        self.hooks.remove(hook)
-        world.hooks.remove(hook)
-        if again.register([self._tensor(number) for number in range(hook.ranges)], (0,)) != 0:
-            self._later(0, hook.shim.die)
-            return
+        if hook.second is None and hook.shim.client in self.world.books.clients:
+            self.world.register.leave(hook.client, "link closed")
+            self.hooks.remove(hook)
+            self.world.hooks.remove(hook)
+            self._attach(hook)
+
+    def _attach(self, before):
+        """The hook of an engine, once more."""
+        world, shims = self.world, [before.shim, *([before.second] if before.second else [])]
+        again, *others = [Hook(shim, before.blocks, ranks=len(shims)) for shim in shims]
+        for hook in (again, *others):
+            if hook.register([self._tensor(number) for number in range(before.ranges)], (0,)) != 0:
+                for shim in shims:
+                    self._later(0, shim.die)
+                return
         again.ask_table()
         for _ in range(1000):
             if isinstance(again.connection.sent[-1][1], KvTableMessage):
@@ -183,9 +210,9 @@ class Crowd:
         assert again.take_table() == 0
         again.book["steps"] = 5
         world.hooks.append(again)
-        again.gpus, again.ranges, again.second = hook.gpus, hook.ranges, None
+        again.gpus, again.ranges, again.second = before.gpus, before.ranges, before.second
         self.hooks.append(again)
-        wanted = int(hook.book["wanted_blocks"][0])
+        wanted = int(before.book["wanted_blocks"][0])
         again.want(used=min(4, wanted), wanted=wanted)
 
     def link_anew(self, hook):
@@ -202,6 +229,39 @@ class Crowd:
         for gpu in hook.gpus if offline and self.world.passes_scratch else ():
             shim.offer_scratch(gpu)
         self.hook_anew(hook)
+
+    def restart(self):
+        """valved dies, in the middle of whatever it does, and another one takes its place."""
+        old = self.world
+        shims = [shim for shim in old.shims if shim.is_alive]
+        for shim in shims:
+            if shim.client in old.books.clients:
+                shim.hang_up()
+            shim.at_step.clear()
+            shim.answers, shim.held_back = True, []
+        old.life.is_dead = True
+        old.kv.books.pool.close()
+        self.world = new = self._valved(processes=old.processes)
+        new.card, new.shims, new.hooks = old.card, old.shims, []
+        for shim in new.shims:
+            shim.left, shim.client = shim.client, 0  # a number that means another one now
+        self.world.run(self.draw.choice([0, 1, 900]))
+        hooks, self.hooks = self.hooks, []
+        for shim in shims:
+            if shim.is_alive:
+                self._join(shim, old)
+        for hook in hooks:
+            if hook.shim.is_alive:
+                self._attach(hook)
+
+    def _join(self, shim, old):
+        gpus, uid = shim.served, old.connections[shim.left].uid
+        is_rank = shim.is_offline and old.processes.table[shim.entry.process.pid][1] != 1
+        more = {"claimed": False} if is_rank else {}
+        join = self.world.offline if shim.is_offline else self.world.online
+        shim.retell(join(pid=shim.entry.process.pid, gpus=gpus, uid=uid, **more), self.world)
+        for gpu in gpus if shim.is_offline and self.world.passes_scratch else ():
+            shim.offer_scratch(gpu)
 
     # The rest
 

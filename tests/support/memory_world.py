@@ -242,21 +242,21 @@ class Shim:
         self._check_stopped(body)
         if body.op == KvOp.BACK:
             self.clearing |= {(number, slot) for _, number, slot, _ in entries[:done]}
-        self._answer(body, KvDone(order=body.order, done=done, status=status, cu_result=0), made, self.client)
+        self._answer(body, KvDone(order=body.order, done=done, status=status, cu_result=0), made, self.connection)
 
-    def _answer(self, body, done, made, client):
-        """Zeroing goes on beside later orders, and needs channels that are on. `client`: by whose link it came."""
+    def _answer(self, body, done, made, link):
+        """Zeroing goes on beside later orders, and needs channels that are on. `link`: by which it came."""
         if not self.is_alive:
             return
         is_zeroing = body.op == KvOp.TRY or (body.op == KvOp.BACK and entries_of(body))
         gpu = body.range if body.op == KvOp.TRY else self._gpu_of(body)
         if is_zeroing and self.is_offline and self.world.gate.is_gated(gpu):
             again_ns = self.world.clock.now_ns() + 1_000_000
-            self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made, client))
+            self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made, link))
             return
         backed = [entry[1:3] for entry in entries_of(body)[: done.done]] if body.op == KvOp.BACK else []
         self.clearing -= set(backed)
-        if client in self.world.books.clients and client == self.client:
+        if link is self.connection and self.client in self.world.books.clients:
             self.say(LinkType.KV_DONE, done, made)
             return
         for number, slot in backed:  # no valved will hear of it
@@ -336,7 +336,7 @@ class Shim:
         if body.how == KvHow.OUTSIDE and body.range not in self.scratch_zero:
             status = status or errno.ENODATA
         self.scratch_zero.discard(body.range)
-        self._answer(body, KvDone(order=body.order, done=0, status=status, cu_result=0), [], self.client)
+        self._answer(body, KvDone(order=body.order, done=0, status=status, cu_result=0), [], self.connection)
 
     def _check_stopped(self, body):
         """A change of mapping in an offline process happens between steps or under a closed gate."""
