@@ -179,8 +179,8 @@ class Book:
         words[3], words[2], words[1], words[0] = steps, wanted, used, mode
 
     def write_mode(self, mode: int) -> None:
-        """Of a book that a step has told of. Before that it says NONE: an engine with a mode and without a step counts as
-        one whose blocks no kernel knows, and may be in the middle of one.
+        """Not in a book that no step has told of: with a mode and no step, valved believes that no kernel knows any
+        block of the engine, and the engine may be in the middle of a step.
         """
         if self.gauges[3]:
             self.gauges[0] = mode

@@ -158,7 +158,9 @@ def test_a_refused_range_never_leaves_its_process_asking_for_ever(tmp_path, held
 @pytest.mark.parametrize("remap", [Remap.HELPER, Remap.SPARSE])
 def test_memory_that_came_while_a_hook_came_anew_never_stays_untold(tmp_path, remap, moment_us):
     """Its orders were given for the table before. The one that waits for it would wait for ever."""
-    world = KvWorld(tmp_path, config=Config(memory=MemoryTable(handle_mib=2, headroom_min_mib=2, remap=remap)), handles=20)
+    world = KvWorld(
+        tmp_path, config=Config(memory=MemoryTable(handle_mib=2, headroom_min_mib=2, remap=remap)), handles=20
+    )
     offline, online = under_pressure(world)
     world.clock.advance(moment_us * 1000)
     world.register.leave(online.client, "link closed")
@@ -206,3 +208,39 @@ def test_an_online_allocation_never_fails_while_offline_work_has_what_the_driver
 
     assert online.acked(asked) == 0
     assert len(online.ranges[0]) == 4
+
+
+def test_an_engine_that_owes_memory_is_never_asked_again_while_another_one_could_give(tmp_path):
+    """It hangs in a step, and what it holds is the cheapest."""
+    memory = MemoryTable(handle_mib=2, remap=Remap.COOPERATIVE, headroom_min_mib=2, headroom_max_mib=2, step_s=5.0)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=36)
+    engines = []
+    for name in ("hung", "busy"):
+        engines.append(engine := world.engine("offline", columns=16, name=name))
+        engine.shim.has_stepped = False
+        world.run(1000)
+        engine.book["steps"] = 7
+        engine.shim.has_stepped = True
+    hung, busy = engines
+    busy.hold(0, list(range(4, 60)))
+    hung.shim.steps = busy.shim.steps = True
+    online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    for _ in range(20):
+        world.run(2000)
+        online.obey_target()
+    assert [len(engine.backed()) for engine in (hung, busy)] == [64, 64]
+    hung.shim.steps = False
+
+    online.want(used=4, wanted=24)
+    world.run(7500)
+
+    assert hung.shim.at_step
+    assert len(online.backed()) >= 24
+    hung.shim.step()
+    world.run(2000)
+    online.want(used=4, wanted=60)
+    hung.shim.steps = True
+    world.run(8000)
+    assert len(online.backed()) >= 60  # it is asked again once it has given
+    world.check()

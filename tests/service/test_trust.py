@@ -105,7 +105,7 @@ def test_a_process_that_comes_back_in_another_domain_never_has_its_handles_in_th
 
 
 def test_names_that_another_tenant_says_never_keep_a_process_from_what_it_holds(tmp_path):
-    """Names are counted up, so one who sees some guesses those that come. A range that is not told whole stays unused."""
+    """Names are counted up, so those to come can be guessed. A range that is not told whole stays unused."""
     world = world_of(tmp_path, remap=Remap.HELPER)
     pool = world.kv.books.pool
     thief = world.shim("offline", uid=2000)

@@ -1,6 +1,8 @@
-"""A walk by a seed through all that can become of memory on two GPUs, most of it in the middle of a reclaim or a growth:
-ranks of several processes, hooks and links that come anew, ranges that are freed or pinned, users who do not trust each
-other, a driver and a gate that refuse or hang."""
+"""Walks by a seed through all that can become of memory on two GPUs, most of it in the middle of a reclaim or a growth.
+
+There are ranks of several processes, hooks and links that come anew, valveds that die, ranges that are freed or pinned,
+users who do not trust each other, a driver and a gate that refuse or hang.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Crowd:
         self.come("offline", 12)
         self.come("online", 8)
         names = [*[self.in_the_middle] * 6, *[self.wait] * 3, *[self.come] * 3, self.come_in_ranks, self.come_plain]
-        names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked, self.offers]
+        names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked]
+        names.append(self.offers)
         for _ in range(actions):
             action = self.draw.choice(names)
             self.told.append(action.__name__)

@@ -212,8 +212,8 @@ class Orders:
         order.settled.set()
 
     def doubt(self, order: Order, process: ProcessId) -> None:
-        """Nobody can say whether the rest of it is mapped: it counts as backed no more, and its handles are for no other
-        process before this one has ended."""
+        """It is not known whether the rest of it is mapped: that is backed no more, and no other process gets its
+        handles before this one has ended."""
         left = order.slots[order.done :]
         left = left[self.pool.is_there(left)]
         left = left[left.standing() >= 0]
