@@ -176,10 +176,14 @@ class Book:
 
     def write_gauges(self, mode: int, used: int, wanted: int, steps: int) -> None:
         words = self.gauges  # in a step's way: stores cost a third of packing
-        words[0], words[1], words[2], words[3] = mode, used, wanted, steps
+        words[3], words[2], words[1], words[0] = steps, wanted, used, mode
 
     def write_mode(self, mode: int) -> None:
-        self.gauges[0] = mode
+        """Not in a book that no step has told of: with a mode and no step, valved believes that no kernel knows any
+        block of the engine, and the engine may be in the middle of a step.
+        """
+        if self.gauges[3]:
+            self.gauges[0] = mode
 
     def write_receipts(self, *counters: int) -> None:
         wire.BOOK_RECEIPTS.pack_into(self._map, wire.BOOK_RECEIPTS_AT, *counters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+from memory_walk import under_pressure
 from memory_world import BASE, Hook, KvWorld
 from node_world import Shares
 
@@ -151,3 +152,95 @@ def test_a_refused_range_never_leaves_its_process_asking_for_ever(tmp_path, held
         assert status in (errno.EAGAIN, None)
         assert len(ended) == 1
         assert "4194304" in ended[0]
+
+
+@pytest.mark.parametrize("moment_us", [1200, 1500, 1800])
+@pytest.mark.parametrize("remap", [Remap.HELPER, Remap.SPARSE])
+def test_memory_that_came_while_a_hook_came_anew_never_stays_untold(tmp_path, remap, moment_us):
+    """Its orders were given for the table before. The one that waits for it would wait for ever."""
+    world = KvWorld(
+        tmp_path, config=Config(memory=MemoryTable(handle_mib=2, headroom_min_mib=2, remap=remap)), handles=20
+    )
+    offline, online = under_pressure(world)
+    world.clock.advance(moment_us * 1000)
+    world.register.leave(online.client, "link closed")
+    again = Hook(online.shim, online.blocks)
+    assert again.register([KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)], (0,)) == 0
+    assert again.attach() == 0
+    world.hooks = [offline, again]
+    again.want(used=4, wanted=40)
+    world.run(3000)
+
+    assert len(again.backed()) >= 40
+    world.check()
+
+
+def test_a_service_never_rests_while_offline_work_has_what_the_driver_had_not(tmp_path):
+    """Two services grow at once by what the card is said to have, and the first one gets all of it."""
+    memory = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=2)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=26)
+    first = world.engine("online", columns=8, name="first")
+    world.run(2000)
+    second = world.engine("online", columns=8, name="second")
+    world.run(4000)
+    for engine in (first, second):
+        engine.obey_target()
+    world.run(100)
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    offline.hold(0, list(range(4, 60)))
+    assert [len(engine.backed()) for engine in (first, second, offline)] == [4, 4, 64]
+
+    for engine in (first, second):
+        engine.want(used=4, wanted=32)
+    world.run(100)
+
+    assert [len(engine.backed()) for engine in (first, second)] == [32, 32]
+    world.check()
+
+
+def test_an_online_allocation_never_fails_while_offline_work_has_what_the_driver_had_not(tmp_path):
+    """Nothing is free, and the card is said to have room."""
+    world, _ = node(tmp_path, remap=Remap.HELPER, handles=16)
+    online = world.shim("online", gpus=(0,))
+    asked = online.reserve(0, 4)
+    world.run(500)
+
+    assert online.acked(asked) == 0
+    assert len(online.ranges[0]) == 4
+
+
+def test_an_engine_that_owes_memory_is_never_asked_again_while_another_one_could_give(tmp_path):
+    """It hangs in a step, and what it holds is the cheapest."""
+    memory = MemoryTable(handle_mib=2, remap=Remap.COOPERATIVE, headroom_min_mib=2, headroom_max_mib=2, step_s=5.0)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=36)
+    engines = []
+    for name in ("hung", "busy"):
+        engines.append(engine := world.engine("offline", columns=16, name=name))
+        engine.shim.has_stepped = False
+        world.run(1000)
+        engine.book["steps"] = 7
+        engine.shim.has_stepped = True
+    hung, busy = engines
+    busy.hold(0, list(range(4, 60)))
+    hung.shim.steps = busy.shim.steps = True
+    online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    for _ in range(20):
+        world.run(2000)
+        online.obey_target()
+    assert [len(engine.backed()) for engine in (hung, busy)] == [64, 64]
+    hung.shim.steps = False
+
+    online.want(used=4, wanted=24)
+    world.run(7500)
+
+    assert hung.shim.at_step
+    assert len(online.backed()) >= 24
+    hung.shim.step()
+    world.run(2000)
+    online.want(used=4, wanted=60)
+    hung.shim.steps = True
+    world.run(8000)
+    assert len(online.backed()) >= 60  # it is asked again once it has given
+    world.check()

@@ -186,6 +186,25 @@ def test_a_client_that_left_is_never_asked_for_what_the_driver_refused(tmp_path)
     world.check()
 
 
+@pytest.mark.parametrize("done", [0, 3])
+def test_what_a_driver_that_refused_made_sparse_never_counts_as_memory_when_the_process_refuses_too(tmp_path, done):
+    world, offline, online = node(tmp_path, 8)
+    world.outside.fails.append(0x40)  # after the first of two ranges
+    offline.shim.fails.append((done, errno.EIO))  # between its steps
+    online.want(used=4, wanted=40)
+    world.run(2)
+    online.shim.die()  # no reclaim comes for the rest
+    for _ in range(500):
+        world.run(1)
+        told = {int(block) // 4 for block in offline.backed()}
+        assert told.isdisjoint(slot for _, slot in offline.shim.read_zero)
+    world.check()
+    offline.shim.die()
+    world.run(3000)
+    pool = world.kv.books.pool
+    assert pool.free_handles(0) == pool.total
+
+
 def test_slots_of_ranges_in_one_array_and_of_one_that_stayed_behind_are_written_alike():
     books = [
         KvRangeBook(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from lent_fds import lend
 from memory_world import KvWorld
 from valve_kube import names
 
-from valved.abi.kv_link import KvDone, KvEntries
+from valved.abi.kv_link import ENTRY, KvDone, KvEntries
 from valved.abi.link import LinkType, Malformed
 from valved.clients.identity import Peer, trust_domain
 from valved.config import Config, MemoryTable
@@ -100,6 +101,30 @@ def test_a_process_that_comes_back_in_another_domain_never_has_its_handles_in_th
     shim.die()
     world.run(3000)
     assert pool.free_handles(0) == pool.total <= total
+    pool.check_integrity()
+
+
+def test_names_that_another_tenant_says_never_keep_a_process_from_what_it_holds(tmp_path):
+    """Names are counted up, so those to come can be guessed. A range that is not told whole stays unused."""
+    world = world_of(tmp_path, remap=Remap.HELPER)
+    pool = world.kv.books.pool
+    thief = world.shim("offline", uid=2000)
+    thief.reserve(0, 4, held=4)
+    names = pool._next_name + np.arange(4)
+    raw = np.array([(name, slot, 0) for slot, name in enumerate(names)], ENTRY).tobytes()
+    thief.say(LinkType.KV_HELD, KvEntries(order=0, range=0, op=0, how=0, raw=raw), [lend() for _ in names])
+    shim = world.engine("online", columns=8).shim
+    world.run(500)
+    held = {name for name, _ in shim.ranges[0].values()}
+    assert held.intersection(names.tolist())
+    shim.hang_up()
+    world.run(10)
+
+    shim.retell(world.online(pid=shim.entry.process.pid, gpus=(0,)))
+    world.run(100)
+
+    assert pool.mapped(0, (shim.client,)) == len(held)
+    assert not world.kv.books.untold
     pool.check_integrity()
 
 

@@ -88,6 +88,20 @@ def test_what_the_driver_refuses_half_way_is_put_back(eight, emulated_gpus, even
     assert engine.touch(address, 8 * H) == 0
 
 
+def test_a_slot_that_gave_its_handle_up_never_counts_as_mapped_nor_stays_a_hole(eight, emulated_gpus):
+    """Its zero page was refused once: then it shows it; twice: then valved has the handle, and says what is lost."""
+    pool, engine, client, number, address = eight
+    with fault(emulated_gpus, "on map 2: status 0x51"):
+        once = pool.order(client, QUARANTINE, number, [Entry(1), Entry(3)])
+    assert (once.done, once.status) == (2, 0)
+    assert engine.touch(address, 8 * H) == 0
+
+    with fault(emulated_gpus, "on map 1: status 0x51", "on map 2: status 0x51"):
+        twice = pool.order(client, QUARANTINE, number, [Entry(5), Entry(7)])
+    assert (twice.done, twice.status) == (1, EIO)
+    assert tagged(engine, address, (0, 2, 4, 6, 7)) == [0, 2, 4, 6, 7]
+
+
 def test_memory_that_runs_out_half_way_says_how_far_it_came(eight, emulated_gpus):
     pool, engine, client, number, address = eight
     before = emulated_gpus.state().used_bytes()

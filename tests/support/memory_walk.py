@@ -73,8 +73,9 @@ class Node(RuleBasedStateMachine):
         for hook in self.hooks:
             hook.shim.die()
         self.world.run(5000)
-        pool = self.world.kv.books.pool
-        assert pool.free_handles(0) == pool.total, "a handle is lost although everybody is dead"
+        books = self.world.kv.books
+        free = sum(books.pool.free_handles(info.index) for info in books.gpus)
+        assert free == books.pool.total, "a handle is lost although everybody is dead"
         collect()
         self.folder.cleanup()
 

@@ -106,6 +106,7 @@ class Shim:
         self.thought_gone = {}  # (range, slot) -> (name, Physical): what valved said it makes sparse
         self.read_zero = set()  # (range, slot) that it did make sparse
         self.scratch_zero = set()  # GPUs
+        self.clearing = set()  # (range, slot): mapped, and not valved's word yet
         self.trials = {KvHow.OUTSIDE: 0, KvHow.AT_ONCE: 0}  # what the shim finds in a trial
         self.coming = []  # orders that its thread has not come to
         self.before_steps = set()  # orders that came before its first step
@@ -170,6 +171,12 @@ class Shim:
         self.world.clock.call_at_ns(self.free_ns, lambda: body in self.coming and self._come_to(body, fds))
 
     def _come_to(self, body, fds):
+        waits = any(entry[1:3] in self.clearing for entry in entries_of(body))  # nothing is done with it before ...
+        if waits or body is not self.coming[0]:  # ... nor with what came after it
+            self.world.clock.call_at_ns(
+                self.world.clock.now_ns() + 1_000_000, lambda: body in self.coming and self._come_to(body, fds)
+            )
+            return
         self.coming.remove(body)
         self._do(body, fds)
 
@@ -229,23 +236,32 @@ class Shim:
                 self._map(slots, slot, name, self.card.by_fd[fd], flags)
             elif (number, slot) in self.thought_gone:
                 self._let_go(number, slot)
-            else:
+            elif slot in slots:  # else it shows the zero page, or nothing, already
                 self._unmap(slots, slot)
             done += 1
         self._check_stopped(body)
-        self._answer(body, KvDone(order=body.order, done=done, status=status, cu_result=0), made)
+        if body.op == KvOp.BACK:
+            self.clearing |= {(number, slot) for _, number, slot, _ in entries[:done]}
+        self._answer(body, KvDone(order=body.order, done=done, status=status, cu_result=0), made, self.connection)
 
-    def _answer(self, body, done, made):
-        """Zeroing goes on beside later orders, and needs channels that are on."""
-        if not self.is_alive or self.client not in self.world.books.clients:
+    def _answer(self, body, done, made, link):
+        """Zeroing goes on beside later orders, and needs channels that are on. `link`: by which it came."""
+        if not self.is_alive:
             return
         is_zeroing = body.op == KvOp.TRY or (body.op == KvOp.BACK and entries_of(body))
         gpu = body.range if body.op == KvOp.TRY else self._gpu_of(body)
         if is_zeroing and self.is_offline and self.world.gate.is_gated(gpu):
             again_ns = self.world.clock.now_ns() + 1_000_000
-            self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made))
+            self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made, link))
             return
-        self.say(LinkType.KV_DONE, done, made)
+        backed = [entry[1:3] for entry in entries_of(body)[: done.done]] if body.op == KvOp.BACK else []
+        self.clearing -= set(backed)
+        if link is self.connection and self.client in self.world.books.clients:
+            self.say(LinkType.KV_DONE, done, made)
+            return
+        for number, slot in backed:  # no valved will hear of it
+            if slot in self.ranges.get(number, {}):
+                self._unmap(self.ranges[number], slot)
 
     def _gpu_of(self, body):
         return next((self.gpus[number] for _, number, _, _ in entries_of(body) if number in self.gpus), 0)
@@ -320,7 +336,7 @@ class Shim:
         if body.how == KvHow.OUTSIDE and body.range not in self.scratch_zero:
             status = status or errno.ENODATA
         self.scratch_zero.discard(body.range)
-        self._answer(body, KvDone(order=body.order, done=0, status=status, cu_result=0), [])
+        self._answer(body, KvDone(order=body.order, done=0, status=status, cu_result=0), [], self.connection)
 
     def _check_stopped(self, body):
         """A change of mapping in an offline process happens between steps or under a closed gate."""
@@ -364,9 +380,9 @@ class Shim:
         ranges, self.ranges = self.ranges, {}
         for number, slots in ranges.items():
             _, _, count = self.ranges_of[number]
-            self.reserve(number, count, self.gpus[number], held=len(slots), flags=flags)
+            rows = [row for row in slots.items() if (number, row[0]) not in self.clearing]
+            self.reserve(number, count, self.gpus[number], held=len(rows), flags=flags)
             self.ranges[number] = slots
-            rows = list(slots.items())
             for first in range(0, len(rows), 64):
                 part = rows[first : first + 64]
                 raw = np.array([(name, slot, 0) for slot, (name, _) in part], ENTRY).tobytes()
@@ -545,7 +561,8 @@ class KvWorld(World):
             for rank in engine.ranks.values():
                 for book in rank.books:
                     shim = next(shim for shim in self.shims if shim.client == book.key.client)
-                    mapped = set(shim.ranges[book.key.number])
+                    number = book.key.number
+                    mapped = {slot for slot in shim.ranges[number] if (number, slot) not in shim.clearing}
                     books = {int(slot) for slot in np.flatnonzero(book.at >= 0)}
                     if not self.kv.books.orders.under_way(shim.client):
                         assert books == mapped, "valved and the shim disagree about what is mapped"

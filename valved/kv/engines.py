@@ -14,6 +14,7 @@ from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach
 from valved.fds import Fds
 from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, per_column, queue_of
+from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.model.ids import ClientId, Role, ServiceId
 from valved.model.memory import ColumnId, LayoutRefused
@@ -44,6 +45,7 @@ class Engine(Columns):
         self.indexed_ns = 0
         self.rung_ns = 0  # when its hook rang, by its own clock; 0 once that was looked at
         self.index_ns = 0  # how long the last one took
+        self.owes: list[Order] = []  # when a reclaim ended: orders that it had not carried out
         self.is_indexing = False
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
 
@@ -94,6 +96,11 @@ class Engine(Columns):
     def can_lose(self) -> bool:
         """Its hook recomputes what is lost. Any doubt means no."""
         return self.is_complete and self.attached_mode != KvMode.NONE and self.book.mode is not KvMode.NONE
+
+    @property
+    def is_late(self) -> bool:
+        """A reclaim has waited in vain for memory that it has still to give."""
+        return any(not order.settled.is_set for order in self.owes)
 
     @property
     def blocks_per_column(self) -> int:

@@ -96,7 +96,9 @@ class Growth:
             await all_of([order.settled for order in orders])
         finally:
             self._supply.settle(need)
-        return self._books.is_attached(engine) and any(order.done for order in orders)
+        # What seemed to be free was not: the next try asks for it, where an engine has some.
+        may_ask = need is None and any(self._supply.takeable(gpu) for gpu in engine.gpus)
+        return self._books.is_attached(engine) and (may_ask or any(order.done for order in orders))
 
     def _is_short(self, engine: Engine) -> bool:
         """It would use more than it has."""

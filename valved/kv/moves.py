@@ -182,9 +182,7 @@ class Moves:
 
     def came(self, engine: Engine, columns: Ints) -> None:
         """Or not: the table says what is there."""
-        if self._books.is_attached(engine):
-            engine.mark(columns, going=False)
-            self._books.tell(engine)
+        self._over(engine, columns)
 
     def lose(self, engine: Engine, columns: Ints, blocks: Ints | None = None) -> None:
         """Tell first, then do. `blocks`: of just these columns."""
@@ -193,6 +191,12 @@ class Moves:
         engine.table.record(lost, False, self._clock.now_ns())
 
     def lost(self, engine: Engine, columns: Ints) -> None:
+        self._over(engine, columns)
+
+    def _over(self, engine: Engine, columns: Ints) -> None:
+        """A hook may have attached anew meanwhile: its table says it, too, and nothing else would tell it."""
         if self._books.is_attached(engine):
             engine.mark(columns, going=False)
-            self._books.tell(engine)
+        present = self._books.engines.get(engine.service)
+        if present is not None:
+            self._books.tell(present)

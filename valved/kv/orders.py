@@ -211,6 +211,16 @@ class Orders:
         instead.through.then(order.through.set)
         order.settled.set()
 
+    def doubt(self, order: Order, process: ProcessId) -> None:
+        """It is not known whether the rest of it is mapped: that is backed no more, and no other process gets its
+        handles before this one has ended."""
+        left = order.slots[order.done :]
+        left = left[self.pool.is_there(left) & (left.standing() >= 0)]
+        if len(left):
+            rows = left.standing()
+            left.put(STRANGE)
+            self.pool.strand(rows, process, is_alive=True)
+
     def unheard(self, client: ClientId) -> int:
         return sum(order.how is KvHow.OUTSIDE for order in self.under_way(client))
 

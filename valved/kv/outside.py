@@ -11,8 +11,10 @@ ordinary mapping work between two steps of the engine.
 
 from __future__ import annotations
 
+import errno
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 
 import numpy as np
@@ -223,7 +225,7 @@ class Outside:
             ends = list(accumulate(map(len, runs)))
             way.door.make_sparse(list(chain(*runs)), lambda result: self._made(way, orders, ends, result))
         else:
-            self._ask_instead(orders)
+            self._ask_instead(way, orders)
 
     def _made(self, way: Way, orders: list[Order], ends: list[int], result: SparseResult) -> None:
         """`ends`: each order's last run. What was made before the driver refused is taken."""
@@ -236,13 +238,19 @@ class Outside:
             why = f"the driver refused with status {result.status:#x}"
             way.result = TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=result.took_ns)
             self._demote(way)
-        self._ask_instead(orders[taken:])
+        self._ask_instead(way, orders[taken:])
 
-    def _ask_instead(self, orders: list[Order]) -> None:
+    def _ask_instead(self, way: Way, orders: list[Order]) -> None:
         for order in orders:
             if not order.settled.is_set:  # else its client has left
                 [instead] = self._orders.take_away(KvOp.QUARANTINE, order.slots, KvHow.AT_STEP)
+                instead.settled.then(partial(self._asked, way, instead))
                 self._orders.refused(order, instead)
+
+    def _asked(self, way: Way, instead: Order) -> None:
+        """What the client did not do either may be sparse or not: the driver may have done a part before it refused."""
+        if instead.status != errno.ECONNRESET:
+            self._orders.doubt(instead, way.entry.process)
 
     def _demote(self, way: Way) -> None:
         """It is asked between its steps from now on, and nothing of it is held that only this way needs."""

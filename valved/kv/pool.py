@@ -220,8 +220,9 @@ class Pool:
         return bool(len(self._orphans.get(process, NOTHING)))
 
     def is_taken(self, names: Ints, process: ProcessId, book: KvRangeBook) -> NDArray[np.bool_]:
-        """Which of these names mean a handle that is in the books, and is none that `readopt` would find."""
-        others = self._place != Place.GONE
+        """Which of these mean a handle of this trust domain, or one it left behind, that `readopt` would not find."""
+        others = (self._place != Place.GONE) & (self._domain == self._number(book.domain))
+        others[self._orphans.get(process, NOTHING)] = True
         others[self._own_orphans(process, book)] = False
         return np.isin(names, self._name[others])
 

@@ -260,6 +260,9 @@ class Reclaimer:
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
         reclaim.taken_ns = self._clock.now_ns()
         reclaim.freed = sum(order.done for order in orders)
+        for victims in reclaim.victims:
+            orders_of = (*victims.engine.owes, *victims.orders)
+            victims.engine.owes = [order for order in orders_of if not order.settled.is_set]
         set_ready(reclaim.needs)  # the services that wait come first
         for victims in reclaim.victims:
             self._lost_when(victims.engine, victims.columns, victims.orders)

@@ -216,7 +216,9 @@ class KvService:
             self._ranges.forget(entry.id)
             self._books.orders.client_gone(entry.id, entry.process, is_alive=not is_dead)
             self._books.pool.leave(entry.id, entry.process, is_alive=not is_dead)
-            if not is_dead and self._books.pool.has_orphans(entry.process):
+            if is_dead:
+                self._books.pool.process_gone(entry.process)
+            elif self._books.pool.has_orphans(entry.process):
                 self._wait_for_end(entry)
         self._looks.look_soon()
 

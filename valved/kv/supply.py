@@ -131,15 +131,16 @@ class Supply:
         return int(engine.bare_handles(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
 
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
-        """Offline engines that could lose something on these GPUs."""
+        """Offline engines that could lose something on these GPUs. One that is late is asked only where no other is."""
         if not self.is_allowed:
             return []
         wanted = set(gpus)
-        return [
+        able = [
             engine
             for engine in self._books.engines_with(Role.OFFLINE)
             if engine.can_lose and not engine.gpus.isdisjoint(wanted) and any(engine.takeable_handles().values())
         ]
+        return [engine for engine in able if not engine.is_late] or able
 
     def takeable(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that offline engines could lose."""

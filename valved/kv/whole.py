@@ -70,7 +70,9 @@ class WholeRanges:
             await all_of([order.settled for order in orders])
         finally:
             self._supply.settle(need)
-        return any(order.done for order in orders)
+        # What seemed to be free was not: the next try asks for it, where an engine has some.
+        may_ask = may_take and need is None and self._supply.takeable(book.gpu) > 0
+        return may_ask or any(order.done for order in orders)
 
     def _is_here(self, book: KvRangeBook) -> bool:
         return self._books.pool.ranges.get(book.key) is book

@@ -149,10 +149,15 @@ static void quarantine(struct valve_range *range, const struct valve_kv_order *o
 		n = run_length(range, order, i, out->done, 0);
 		if (is_mapped)
 			result = unmap(range, slot, n);
-		if (!result && range->slot[slot] == SLOT_HOLE)
-			result = alias(range, slot, n);
-		if (result)
+		if (result) {
 			cut(out, i, EIO, result);
+		} else if (range->slot[slot] == SLOT_HOLE) {
+			result = alias(range, slot, n);
+			if (result)
+				result = valve_vmm_fill(range);
+			if (result) /* no page to show, but the handles are given up all the same */
+				cut(out, i + n, EIO, result);
+		}
 	}
 }
 

@@ -195,3 +195,40 @@ def test_a_vllm_with_requests_before_its_first_step_never_passes_for_idle(node, 
 
     assert set(fresh) == {1}
     link.close()
+
+
+def test_a_mode_never_stands_in_a_book_that_no_step_has_told_of(node, monkeypatch):
+    """valved maps memory at once for an engine without a step. This one is in the middle of one, and its hook fails
+    between taking a new table over and the step that tells.
+    """
+    scheduler = hooked(node, blocks=64)
+    scheduler.add("a", range(6), 40)
+    scheduler.launch()
+    restart(node, scheduler)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(scheduler._valve.step_limit), "heed", lambda *_: 1 / 0)
+        calls.before_schedule(scheduler)
+    assert scheduler._valve.reconciler.session is scheduler._valve.link.session
+
+    assert (node.book()["mode"], node.book()["steps"]) == (Mode.NONE, 0)
+    scheduler.launch()
+    assert node.book()["mode"] == Mode.COARSE
+    close(scheduler)
+
+
+def test_a_book_never_shows_a_mode_before_its_step(node):
+    scheduler = hooked(node, blocks=64)
+    seen = []
+
+    class Words(list):
+        def __setitem__(self, at, word):
+            super().__setitem__(at, word)
+            seen.append((self[0], self[3]))
+
+    book = scheduler._valve.link.session.book
+    book.gauges = Words([0] * 4)
+    book.write_gauges(Mode.FULL, 1, 2, 3)
+
+    assert seen[-1] == (Mode.FULL, 3)
+    assert all(steps or not mode for mode, steps in seen)
+    close(scheduler)
