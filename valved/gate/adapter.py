@@ -196,6 +196,10 @@ class NativeGate:
         for gpu, size in free_bytes.items():
             lib.valve_client_kv_free(self._clients[client].native, gpu, self._infos[gpu].uuid, size)
 
+    def set_kept(self, client: ClientId, kept_bytes: Mapping[GpuIndex, int]) -> None:
+        for gpu, size in kept_bytes.items():
+            lib.valve_client_keep(self._clients[client].native, gpu, self._infos[gpu].uuid, size)
+
     def hold_launches(self, client: ClientId, on: bool) -> None:
         lib.valve_client_hold(self._clients[client].native, on)
 

@@ -90,7 +90,7 @@ class KvService:
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS
+        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS | Feature.KEEP
         return always | Feature.SPARSE if self._books.settings.remap in TRIED_FIRST else always
 
     # Messages
@@ -201,6 +201,7 @@ class KvService:
     def client_joined(self, entry: ClientEntry) -> None:
         """Before it is welcomed: what its control page says counts from then on."""
         self._supply.make_way(entry)
+        self._supply.services_changed()
         self._tell_budget(entry)
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
@@ -218,6 +219,10 @@ class KvService:
             self._books.pool.leave(entry.id, entry.process, is_alive=not is_dead)
             if not is_dead and self._books.pool.has_orphans(entry.process):
                 self._wait_for_end(entry)
+        if entry.role is Role.ONLINE:  # what it had is kept from now on, before offline work can take it
+            self._supply.services_changed()
+            for other in self._books.registry.with_role(Role.OFFLINE):
+                self._tell_kept(other)
         self._looks.look_soon()
 
     def _wait_for_end(self, entry: ClientEntry) -> None:
@@ -235,7 +240,13 @@ class KvService:
 
     @property
     def is_in_use(self) -> bool:
-        return not self._books.are_empty
+        """Memory moves, or offline work must hear what it has to leave."""
+        return not self._books.are_empty or any(self._books.registry.with_role(Role.OFFLINE))
+
+    @property
+    def is_watching(self) -> bool:
+        """What online services have is needed some day."""
+        return self._supply.keeps and any(self._books.registry.with_role(Role.ONLINE))
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """What the cards say now. Every client is told, before it has a range, too: it sizes its cache by that."""
@@ -249,6 +260,11 @@ class KvService:
         pool, rule = self._books.pool, self._books.settings.size_rule_mib * MIB
         self._gate.set_memory(entry.id, pool.handle_bytes, self._supply.budget_bytes(entry), rule)
         self._gate.set_free(entry.id, {gpu: pool.free_handles(gpu) * pool.handle_bytes for gpu in self._uuids})
+        if entry.role is Role.OFFLINE:
+            self._tell_kept(entry)
+
+    def _tell_kept(self, entry: ClientEntry) -> None:
+        self._gate.set_kept(entry.id, {gpu: self._supply.kept_bytes(gpu) for gpu in self._uuids})
 
     def close(self) -> None:
         self._exits.close()

@@ -354,6 +354,10 @@ class GatePort(Protocol):
         """Tell a client how much of each GPU's memory is in free handles of the pool."""
         ...
 
+    def set_kept(self, client: ClientId, kept_bytes: Mapping[GpuIndex, int]) -> None:
+        """Tell an offline client how much of each GPU's memory it must leave free."""
+        ...
+
     def hold_launches(self, client: ClientId, on: bool) -> None:
         """Keep an offline client from launching, whatever its GPUs do."""
         ...

@@ -334,6 +334,18 @@ void valve_client_kv_free(struct valve_client *client, uint32_t index, const uin
 	store_release(&entry->bytes, bytes);
 }
 
+/* What an offline client must leave free there. */
+void valve_client_keep(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid, uint64_t bytes)
+{
+	struct valve_kv_free *entry =
+	        (struct valve_kv_free *)((char *)client->control + VALVE_KV_FREE_OFFSET) + index;
+
+	if (index >= VALVE_KV_FREE_GPUS)
+		return;
+	memcpy(entry->gpu_uuid, gpu_uuid, sizeof(entry->gpu_uuid));
+	store_release(&entry->keep_bytes, bytes);
+}
+
 struct valve_grant *client_grant(const struct valve_client *client)
 {
 	return (struct valve_grant *)(void *)((char *)client->control + VALVE_GRANT_OFFSET);

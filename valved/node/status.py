@@ -137,6 +137,7 @@ class Reporter:
             preempt_latency=account.latency.state(),
             total_bytes=info.total_bytes,
             used_bytes=kv.supply.used_bytes(info.uuid) if kv is not None else 0,
+            kept_bytes=kv.supply.kept_bytes(info.index) if kv is not None else 0,
             guarded_because=bystanders.reason(info.index) if bystanders is not None else "",
         )
 
