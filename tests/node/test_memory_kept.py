@@ -185,3 +185,19 @@ def test_a_forked_child_of_a_job_never_takes_what_is_kept(make_node: Callable[..
     job.start()
     assert job.take("plain", 60 * GIB) == FULL
     assert job.take("plain", 40 * GIB) == 0
+
+
+def test_two_jobs_that_allocate_at_once_never_take_what_is_kept(make_node: Callable[..., EmulatedNode]) -> None:
+    """Both find the memory free; the driver's call of the first one stands while the second one gets its memory."""
+    node = make_node(config=STATED)
+    first, second = (program(node, "offline", name) for name in ("batch", "other"))
+    node.emulator.fault("on alloc 1: hold")
+    first.begin("take", "plain", 30 * GIB)
+    node.emulator.wait_held()
+    assert second.take("plain", 30 * GIB) == 0
+
+    node.emulator.release()
+
+    assert first.end("take") == FULL
+    assert first.take("plain", 19 * GIB) == 0
+    assert program(node, "online", "chat").take("plain", 29 * GIB) == 0

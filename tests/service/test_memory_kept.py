@@ -128,6 +128,7 @@ def test_a_cache_that_cannot_be_taken_back_never_gets_what_is_kept(world):
     remember(world, kv_mib=30)
     world.kv.service.see_cards(cards(50))
     job = world.shim("offline")
+    job.has_stepped = False
 
     too_much = job.reserve(1, 8, elastic=False)
     enough = job.reserve(2, 5, elastic=False)
@@ -163,6 +164,8 @@ def test_what_a_service_needs_is_never_kept_for_ever(world):
 
 
 def test_a_job_with_an_older_shim_is_never_passed_over_in_silence(world):
+    world.processes.add(300)
+    world.processes.add(301)
     old = world.hello(300, Role.OFFLINE, features=Feature.GAPS | Feature.MEMORY).client
     new = world.hello(301, Role.OFFLINE, features=SHIM).client
 

@@ -64,10 +64,19 @@ static bool find_free(int fd, const struct rm_wish *wish, uint64_t *bytes)
 	return true;
 }
 
-static bool is_bound(void)
+static bool leaves_too_little(int fd, const struct rm_wish *wish, uint64_t bytes)
 {
-	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE && !valve_tls.pool_depth &&
-	       load_relaxed(&valve_shim.state) != VALVE_STATE_OFF;
+	uint64_t keep = valve_kept_bytes(wish->uuid), available;
+
+	return keep && find_free(fd, wish, &available) && (bytes > available || available - bytes < keep);
+}
+
+static void answer_full(const struct rm_wish *wish)
+{
+	const uint32_t full = NV_ERR_NO_MEMORY;
+
+	memcpy((void *)(uintptr_t)wish->status_at, &full, sizeof(full));
+	valve_say("no more device memory: the rest of this card is kept for online services (valve status)");
 }
 
 static bool decode(const struct rm_call *call, struct rm_wish *wish)
@@ -81,23 +90,38 @@ static bool decode(const struct rm_call *call, struct rm_wish *wish)
 }
 
 /* True: the call was answered and must not be made. Where the driver does not say what is free, nothing is refused. */
-bool valve_keep_refuses(int fd, const struct rm_call *call)
+bool valve_keep_refuses(int fd, const struct rm_call *call, struct rm_wish *wish)
 {
-	const uint32_t full = NV_ERR_NO_MEMORY;
 	int saved_errno = errno;
-	struct rm_wish wish;
-	uint64_t keep, available;
-	bool refuses;
+	bool refuses = false;
 
-	if (!is_bound() || !decode(call, &wish) || !find_uuid(fd, &wish) ||
-	    !(keep = valve_kept_bytes(wish.uuid)))
+	wish->bytes = 0;
+	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE || valve_tls.pool_depth ||
+	    load_relaxed(&valve_shim.state) == VALVE_STATE_OFF)
 		return false;
-	refuses = find_free(fd, &wish, &available) &&
-	          (wish.bytes > available || available - wish.bytes < keep);
-	if (refuses) {
-		memcpy((void *)(uintptr_t)wish.status_at, &full, sizeof(full));
-		valve_say("no more device memory: what is left on this card is kept for online services (valve status)");
+	if (!decode(call, wish) || !find_uuid(fd, wish))
+		wish->bytes = 0;
+	else if (leaves_too_little(fd, wish, wish->bytes)) {
+		answer_full(wish);
+		refuses = true;
 	}
 	errno = saved_errno;
 	return refuses;
+}
+
+/* Two processes may have found the same memory free. Whoever sees too little now gives back what it has just got. */
+void valve_keep_check(int fd, const struct rm_wish *wish)
+{
+	struct nvos00_free call = {.hRoot = wish->h_client, .hObjectParent = wish->h_parent};
+	int saved_errno = errno;
+	uint32_t status;
+
+	memcpy(&status, (const void *)(uintptr_t)wish->status_at, sizeof(status));
+	if (status == NV_OK && leaves_too_little(fd, wish, 0)) {
+		memcpy(&call.hObjectOld, (const void *)(uintptr_t)wish->handle_at, sizeof(call.hObjectOld));
+		if (valve_real_ioctl(fd, NV_IOWR(NV_ESC_RM_FREE, sizeof(call)), &call) == 0 &&
+		    call.status == NV_OK)
+			answer_full(wish);
+	}
+	errno = saved_errno;
 }

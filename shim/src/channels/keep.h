@@ -4,6 +4,7 @@
 
 #include "report.h"
 
-VALVE_HIDDEN bool valve_keep_refuses(int fd, const struct rm_call *call);
+VALVE_HIDDEN bool valve_keep_refuses(int fd, const struct rm_call *call, struct rm_wish *wish);
+VALVE_HIDDEN void valve_keep_check(int fd, const struct rm_wish *wish); /* the driver gave it */
 
 #endif

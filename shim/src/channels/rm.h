@@ -77,8 +77,8 @@ void rm_bury(struct rm_map *map, uint32_t free_number); /* forgets the objects t
 /* An allocation of memory on a card, before it runs. */
 struct rm_wish {
 	uint64_t bytes;
-	uint64_t status_at; /* where the caller reads the driver's answer */
-	uint32_t h_client, h_subdevice;
+	uint64_t status_at, handle_at; /* where the caller reads the driver's answer */
+	uint32_t h_client, h_parent, h_subdevice;
 	uint8_t uuid[16];
 	bool has_uuid;
 };

@@ -250,8 +250,7 @@ static void after_alloc(struct rm_map *map, int fd, const struct rm_call *call)
 
 /* ---- before: memory ---- */
 
-static bool decode_memory(struct rm_map *map, const struct rm_call *call, uint32_t *parent,
-                          struct rm_wish *out)
+static bool decode_memory(struct rm_map *map, const struct rm_call *call, struct rm_wish *out)
 {
 	uint64_t at = (uintptr_t)call->argument;
 	struct nvos32_alloc_size heap;
@@ -262,9 +261,10 @@ static bool decode_memory(struct rm_map *map, const struct rm_call *call, uint32
 		    heap.function != NVOS32_FUNCTION_ALLOC_SIZE || NVOS32_ATTR_IS_SYSTEM(heap.attr) ||
 		    (heap.flags & NVOS32_ALLOC_FLAGS_VIRTUAL))
 			return false;
-		*parent = heap.hObjectParent;
+		out->h_parent = heap.hObjectParent;
 		out->h_client = heap.hRoot;
 		out->bytes = heap.size;
+		out->handle_at = at + offsetof(struct nvos32_alloc_size, hMemory);
 		out->status_at = at + offsetof(struct nvos32_alloc_size, status);
 		return true;
 	}
@@ -273,8 +273,9 @@ static bool decode_memory(struct rm_map *map, const struct rm_call *call, uint32
 	    !rm_fetch(map, &out->bytes, alloc.params + offsetof(struct nv_memory_alloc, size),
 	              sizeof(out->bytes)))
 		return false;
-	*parent = alloc.parent;
+	out->h_parent = alloc.parent;
 	out->h_client = alloc.h_client;
+	out->handle_at = at + offsetof(struct nvos64_alloc, hObjectNew); /* where NVOS21 has it, too */
 	out->status_at = at + (call->size == sizeof(struct nvos64_alloc)
 	                               ? offsetof(struct nvos64_alloc, status)
 	                               : offsetof(struct nvos21_alloc, status));
@@ -285,11 +286,10 @@ static bool decode_memory(struct rm_map *map, const struct rm_call *call, uint32
 bool rm_wants_memory(struct rm_map *map, const struct rm_call *call, struct rm_wish *out)
 {
 	const struct rm_object *object, *subdevice;
-	uint32_t parent;
 
-	if (!decode_memory(map, call, &parent, out))
+	if (!decode_memory(map, call, out))
 		return false;
-	object = rm_find(map, out->h_client, parent);
+	object = rm_find(map, out->h_client, out->h_parent);
 	if (object && object->kind != RM_DEVICE)
 		object = rm_device_of(map, object);
 	subdevice = object ? rm_subdevice_of(map, object) : NULL;
