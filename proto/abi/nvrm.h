@@ -150,8 +150,8 @@ struct nvos32_alloc_size {
 	        height, pad0;
 	uint64_t size;
 };
-#define NVOS32_FUNCTION_ALLOC_SIZE 2u
-#define NVOS32_ALLOC_FLAGS_VIRTUAL 0x00080000u /* addresses, no memory */
+#define NVOS32_FUNCTION_ALLOC_SIZE  2u
+#define NVOS32_ALLOC_FLAGS_VIRTUAL  0x00080000u /* addresses, no memory */
 #define NVOS32_ATTR_IS_SYSTEM(attr) (((attr) >> 25 & 3u) == 1u || ((attr) >> 25 & 3u) == 2u)
 /* 120 bytes in 535, numaNode was added in 545 */
 struct nv_memory_alloc {
@@ -325,7 +325,11 @@ struct nv_branch {
 	{610, 0, 136, 140, 3, 1, 0}
 /* clang-format on */
 /* From which branch on, and NV2080_CTRL_FB_INFO_MAX_LIST_SIZE there */
-#define NV_FB_INFO_TABLE {535, 0x36}, {550, 0x37}, {570, 0x39}, {580, 0x80}
+#define NV_FB_INFO_TABLE                       \
+	{535, 0x36}, {550, 0x37}, {570, 0x39}, \
+	{                                      \
+		580, 0x80                      \
+	}
 #define NV_BRANCH_FIRST 535u /* older: old lock rules, untested */
 #define NV_BRANCH_LAST  595u /* newer: unknown */
 

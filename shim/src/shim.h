@@ -186,10 +186,10 @@ void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control p
 void valve_map_fresh(void);                            /* all pages, zero: a forked child */
 uint64_t valve_kept_bytes(const uint8_t *gpu_uuid);    /* what must stay free there for online work */
 const volatile struct valve_kv_free *valve_kv_free_of(const uint8_t *gpu_uuid); /* NULL: not told */
-bool valve_launches_wait(void);                        /* by the page that they read */
-bool valve_launches_kept(void);                        /* a hold that a valved before this one had ordered */
-void valve_launches_hold(void);                        /* until a valved has spoken */
-void valve_launches_follow(void);                      /* this valved has spoken */
+bool valve_launches_wait(void);   /* by the page that they read */
+bool valve_launches_kept(void);   /* a hold that a valved before this one had ordered */
+void valve_launches_hold(void);   /* until a valved has spoken */
+void valve_launches_follow(void); /* this valved has spoken */
 
 /* link.c: the socket. All but valve_link_request never block */
 enum valve_link_refusal {

@@ -1,4 +1,4 @@
-"""An offline job never takes memory that an online service will need: real shims, valved and an emulated card of 80 GiB.
+"""An offline job never takes memory that an online service will need: real shims and valved, emulated cards of 80 GiB.
 
 What is no KV memory stays with its process. So an offline job that may fill the card would make a service that comes
 later, or grows, fail with out of memory.
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from kv_world import SUPPORT, Engine
@@ -28,7 +27,9 @@ def program(node: EmulatedNode, role: str, name: str, device: int = 0, *, starts
     with errors.open("a") as sink:
         made = Engine(
             subprocess.Popen(
-                node.valve_command("run", f"--{role}", "--name", name, "--", sys.executable, str(SUPPORT / "kv_process.py")),
+                node.valve_command(
+                    "run", f"--{role}", "--name", name, "--", sys.executable, str(SUPPORT / "kv_process.py")
+                ),
                 env=node.environment({"PYTHONPATH": str(SUPPORT)}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -50,7 +51,9 @@ def wait_kept(node: EmulatedNode, gib: float, gpu: int = 0) -> None:
     node.wait_for(lambda: abs(node.status().gpus[gpu].kept_bytes - wanted) < GIB / 4, f"about {gib} GiB are kept")
 
 
-def test_a_service_that_comes_later_never_fails_for_memory_that_a_job_has_taken(make_node: Callable[..., EmulatedNode]) -> None:
+def test_a_service_that_comes_later_never_fails_for_memory_that_a_job_has_taken(
+    make_node: Callable[..., EmulatedNode],
+) -> None:
     node = make_node(config=STATED)
     job = program(node, "offline", "batch")
 
@@ -135,7 +138,9 @@ def test_a_crash_of_valved_never_gives_a_job_what_is_kept(node: EmulatedNode) ->
     node.wait_for(lambda: node.status().gpus[0].used_bytes >= 60 * GIB, "valved has seen it")
     service.kill()
     wait_kept(node, 60)
-    node.wait_for(lambda: f'"chat",[{60 * GIB},' in (node.run_dir / "state.json").read_text(), "the next valved can know")
+    node.wait_for(
+        lambda: f'"chat",[{60 * GIB},' in (node.run_dir / "state.json").read_text(), "the next valved can know"
+    )
 
     node.stop_valved(signal.SIGKILL)
     assert job.take("plain", 30 * GIB) == FULL, "without valved, as it was told last"

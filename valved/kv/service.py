@@ -56,6 +56,7 @@ from valved.model.figures import total
 from valved.model.ids import TRIED_FIRST, Role
 from valved.state.registry import ClientEntry
 
+REST_BEATS = 5  # while no offline work is here: nobody is hurt, and NVML takes locks of the driver
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
@@ -240,13 +241,14 @@ class KvService:
 
     @property
     def is_in_use(self) -> bool:
-        """Memory moves, or offline work must hear what it has to leave."""
-        return not self._books.are_empty or any(self._books.registry.with_role(Role.OFFLINE))
+        return not self._books.are_empty
 
-    @property
-    def is_watching(self) -> bool:
-        """What online services have is needed some day."""
-        return self._supply.keeps and any(self._books.registry.with_role(Role.ONLINE))
+    def needs_cards(self, beat: int) -> bool:
+        """For what offline work must leave to online services: rarely while there is no offline work, and at the first
+        beat, for jobs that a predecessor left."""
+        registry, is_rare = self._books.registry, beat % REST_BEATS == 0
+        is_wanted = any(registry.with_role(Role.OFFLINE)) or (is_rare and any(registry.with_role(Role.ONLINE)))
+        return self._supply.keeps and (is_wanted or not beat)
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """What the cards say now. Every client is told, before it has a range, too: it sizes its cache by that."""

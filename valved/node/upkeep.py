@@ -23,7 +23,6 @@ log = logging.getLogger("valved")
 TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes
 SAVE_EVERY_TICKS = 30
 CARDS_S = 1.0
-REST_BEATS = 5  # no offline work is here: nobody is hurt, and NVML takes locks of the driver
 CANCEL_AGAIN_S = 1.0
 BEAT_NS = 250_000_000
 LATE_S = 2.0  # main.LOOP_NS
@@ -148,14 +147,14 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def read_cards(memory: KvService) -> None:
-    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds."""
+async def read_cards(memory: KvService, *, is_alone: bool) -> None:
+    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds. `is_alone`: nobody
+    else (node/bystanders.py) passes on what the cards say."""
     reader = CardReader()
     beats = 0
     try:
         while True:
-            is_due = beats % REST_BEATS == 0 and (memory.is_watching or not beats)  # a predecessor's jobs ask at once
-            if is_due or memory.is_in_use:
+            if memory.is_in_use or (is_alone and memory.needs_cards(beats)):
                 memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
             beats += 1
             await beat_of(CARDS_S)

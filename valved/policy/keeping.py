@@ -1,7 +1,7 @@
 """How much memory of a GPU offline work must leave for online services that do not have it yet. Pure.
 
-A service needs again what it had. It gets KV memory back on demand, where offline work has the same memory as KV memory;
-it gets nothing else back. So the two kinds are counted apart.
+A service needs again what it had. What offline work has as KV memory it gets back on demand, and nothing else. So the
+two kinds are counted apart.
 """
 
 from __future__ import annotations

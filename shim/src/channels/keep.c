@@ -56,9 +56,9 @@ static bool find_free(int fd, const struct rm_wish *wish, uint64_t *bytes)
 	for (size_t i = 0; i < sizeof(lists) / sizeof(lists[0]); i++)
 		if (valve_rm.branch >= lists[i].branch)
 			entries = lists[i].entries;
-	if (!entries || !ask(fd, wish, NV2080_CTRL_CMD_FB_GET_INFO_V2, &info,
-	                     offsetof(struct nv2080_fb_get_info, entry) +
-	                             entries * (uint32_t)sizeof(info.entry[0])))
+	if (!entries ||
+	    !ask(fd, wish, NV2080_CTRL_CMD_FB_GET_INFO_V2, &info,
+	         offsetof(struct nv2080_fb_get_info, entry) + entries * (uint32_t)sizeof(info.entry[0])))
 		return false;
 	*bytes = (uint64_t)info.entry[0].data << 10;
 	return true;

@@ -276,9 +276,9 @@ static bool decode_memory(struct rm_map *map, const struct rm_call *call, struct
 	out->h_parent = alloc.parent;
 	out->h_client = alloc.h_client;
 	out->handle_at = at + offsetof(struct nvos64_alloc, hObjectNew); /* where NVOS21 has it, too */
-	out->status_at = at + (call->size == sizeof(struct nvos64_alloc)
-	                               ? offsetof(struct nvos64_alloc, status)
-	                               : offsetof(struct nvos21_alloc, status));
+	out->status_at =
+	        at + (call->size == sizeof(struct nvos64_alloc) ? offsetof(struct nvos64_alloc, status)
+	                                                        : offsetof(struct nvos21_alloc, status));
 	return true;
 }
 

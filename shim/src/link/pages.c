@@ -174,7 +174,8 @@ static bool map_ours(uint32_t gate, uint32_t order, void *place)
 
 	if (page == MAP_FAILED)
 		return false; /* the dead daemon's page stays: its gate word costs some nanoseconds, nothing else */
-	memcpy(page, CONTROL_AT, VALVE_GRANT_OFFSET); /* also what must stay free, until the next valved says */
+	memcpy(page, CONTROL_AT,
+	       VALVE_GRANT_OFFSET); /* also what must stay free, until the next valved says */
 	page->gate_epoch = gate;
 	page->order = order;
 	page->watch = 0;
