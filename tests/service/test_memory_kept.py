@@ -74,7 +74,7 @@ def test_an_online_process_is_never_told_to_leave_anything(world):
     shim = world.shim("online")
     world.kv.service.see_cards(cards(50))
 
-    assert shim.client not in world.gate.kept
+    assert world.gate.kept[shim.client] == {0: 0, 1: 0}
 
 
 def test_kv_memory_that_can_be_had_back_is_never_kept_a_second_time(world):

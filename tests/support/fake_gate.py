@@ -353,11 +353,9 @@ class FakeGate:
     def set_memory(self, client, handle_bytes, budget_bytes, size_rule_bytes):
         self.memory[client] = (handle_bytes, budget_bytes, size_rule_bytes)
 
-    def set_free(self, client, free_bytes):
-        self.free[client] = dict(free_bytes)
-
-    def set_kept(self, client, kept_bytes):
-        self.kept[client] = dict(kept_bytes)
+    def set_free(self, client, figures):
+        self.free[client] = {gpu: free for gpu, (free, _) in figures.items()}
+        self.kept[client] = {gpu: keep for gpu, (_, keep) in figures.items()}
 
     def hold_launches(self, client, on):
         (self.launches_held.add if on else self.launches_held.discard)(client)

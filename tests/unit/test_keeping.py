@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valved.model.ids import GpuIndex
-from valved.policy.keeping import MemoryUse, OnlineMemory, keep
+from valved.policy.keeping import MemoryUse, OnlineNeed, keep
 from valved.state.peaks import MOST_NAMES, Peaks
 from valved.state.saved import SavedPeak
 
@@ -14,7 +14,7 @@ GPU = GpuIndex(0)
 SECOND = 1_000_000_000
 sizes = st.integers(0, 1 << 40)
 uses = st.builds(MemoryUse, plain_bytes=sizes, kv_bytes=sizes)
-services = st.lists(st.builds(OnlineMemory, had=uses, has=uses, bare_bytes=sizes), max_size=4)
+services = st.lists(st.builds(OnlineNeed, had=uses, has=uses, bare_bytes=sizes), max_size=4)
 
 
 def use(plain=0, kv=0):
@@ -42,7 +42,7 @@ def test_nothing_is_kept_beyond_what_was_had_or_stated(online, stated):
 
 
 def test_what_a_range_will_hold_is_never_taken_for_weights():
-    [one] = [OnlineMemory(had=use(), has=use(plain=10), bare_bytes=20)]
+    [one] = [OnlineNeed(had=use(), has=use(plain=10), bare_bytes=20)]
 
     assert keep([one], 40) == use(plain=10, kv=20)
     assert keep([one], 25) == use(kv=15)

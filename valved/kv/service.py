@@ -223,7 +223,7 @@ class KvService:
         if entry.role is Role.ONLINE:  # what it had is kept from now on, before offline work can take it
             self._supply.services_changed()
             for other in self._books.registry.with_role(Role.OFFLINE):
-                self._tell_kept(other)
+                self._tell_free(other)
         self._looks.look_soon()
 
     def _wait_for_end(self, entry: ClientEntry) -> None:
@@ -261,12 +261,17 @@ class KvService:
             return
         pool, rule = self._books.pool, self._books.settings.size_rule_mib * MIB
         self._gate.set_memory(entry.id, pool.handle_bytes, self._supply.budget_bytes(entry), rule)
-        self._gate.set_free(entry.id, {gpu: pool.free_handles(gpu) * pool.handle_bytes for gpu in self._uuids})
-        if entry.role is Role.OFFLINE:
-            self._tell_kept(entry)
+        self._tell_free(entry)
 
-    def _tell_kept(self, entry: ClientEntry) -> None:
-        self._gate.set_kept(entry.id, {gpu: self._supply.kept_bytes(gpu) for gpu in self._uuids})
+    def _tell_free(self, entry: ClientEntry) -> None:
+        pool, is_offline = self._books.pool, entry.role is Role.OFFLINE
+        self._gate.set_free(
+            entry.id,
+            {
+                gpu: (pool.free_handles(gpu) * pool.handle_bytes, self._supply.kept_bytes(gpu) if is_offline else 0)
+                for gpu in self._uuids
+            },
+        )
 
     def close(self) -> None:
         self._exits.close()

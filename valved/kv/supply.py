@@ -19,7 +19,7 @@ from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
-from valved.policy.keeping import MemoryUse, OnlineMemory, keep
+from valved.policy.keeping import MemoryUse, OnlineNeed, keep
 from valved.state.peaks import Peaks
 from valved.state.registry import ClientEntry
 from valved.state.saved import SavedPeak
@@ -273,8 +273,7 @@ class Supply:
             self.peaks.see(gpu, has, self._clock.now_ns())
         had, none = self.peaks.of(gpu), MemoryUse()
         services = (
-            OnlineMemory(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name])
-            for name in {*had, *has}
+            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name]) for name in {*had, *has}
         )
         self._kept[gpu] = keep(services, self.settings.online_mib * MIB)
 

@@ -19,7 +19,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineMemory:
+class OnlineNeed:
     """All online services of one name, on one GPU."""
 
     had: MemoryUse  # at most, of late
@@ -27,7 +27,7 @@ class OnlineMemory:
     bare_bytes: int = 0  # of its KV ranges: backed from the pool when it needs them
 
 
-def keep(services: Iterable[OnlineMemory], stated_bytes: int) -> MemoryUse:
+def keep(services: Iterable[OnlineNeed], stated_bytes: int) -> MemoryUse:
     """What must be left for them. `stated_bytes`: what the operator wants for all services of this GPU together."""
     plain = kv = has = bare = 0
     for one in services:
