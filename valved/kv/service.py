@@ -53,7 +53,7 @@ from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, OutsidePort
 from valved.model.figures import total
-from valved.model.ids import TRIED_FIRST, Role
+from valved.model.ids import TRIED_FIRST, GpuIndex, Role
 from valved.state.registry import ClientEntry
 
 REST_BEATS = 5  # while no offline work is here: nobody is hurt, and NVML takes locks of the driver
@@ -86,6 +86,7 @@ class KvService:
 
     def __post_init__(self, changes: Changes) -> None:
         self._uuids = {info.index: info.uuid for info in self._books.gpus}
+        self._is_leaving = False  # online processes have left in this turn
         changes.listener = self.apply
 
     @property
@@ -202,8 +203,7 @@ class KvService:
     def client_joined(self, entry: ClientEntry) -> None:
         """Before it is welcomed: what its control page says counts from then on."""
         self._supply.make_way(entry)
-        self._supply.services_changed()
-        self._tell_budget(entry)
+        self._tell_budget(entry, self._kept())
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         """Its channels are on or gone, its link is closed."""
@@ -220,11 +220,21 @@ class KvService:
             self._books.pool.leave(entry.id, entry.process, is_alive=not is_dead)
             if not is_dead and self._books.pool.has_orphans(entry.process):
                 self._wait_for_end(entry)
-        if entry.role is Role.ONLINE:  # what it had is kept from now on, before offline work can take it
-            self._supply.services_changed()
-            for other in self._books.registry.with_role(Role.OFFLINE):
-                self._tell_free(other)
+        if entry.role is Role.ONLINE and not self._is_leaving:
+            self._is_leaving = True
+            self._soon(self._have_left)
         self._looks.look_soon()
+
+    def _have_left(self) -> None:
+        """Online processes, in this turn of the loop: what they had is kept before offline work can take it."""
+        self._is_leaving = False
+        self._supply.services_changed()
+        kept = self._kept()
+        for entry in self._books.registry.with_role(Role.OFFLINE):
+            self._tell_free(entry, kept)
+
+    def _kept(self) -> dict[GpuIndex, int]:
+        return {gpu: self._supply.kept_bytes(gpu) for gpu in self._uuids}
 
     def _wait_for_end(self, entry: ClientEntry) -> None:
         """Its link broke first. As a rule the process is ending; else it may come back."""
@@ -253,25 +263,21 @@ class KvService:
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """What the cards say now. Every client is told, before it has a range, too: it sizes its cache by that."""
         self._supply.see_cards(cards)
+        kept = self._kept()
         for entry in self._books.registry.clients.values():
-            self._tell_budget(entry)
+            self._tell_budget(entry, kept)
 
-    def _tell_budget(self, entry: ClientEntry) -> None:
+    def _tell_budget(self, entry: ClientEntry, kept: Mapping[GpuIndex, int]) -> None:
         if entry.role is Role.HOOK:
             return
         pool, rule = self._books.pool, self._books.settings.size_rule_mib * MIB
         self._gate.set_memory(entry.id, pool.handle_bytes, self._supply.budget_bytes(entry), rule)
-        self._tell_free(entry)
+        self._tell_free(entry, kept)
 
-    def _tell_free(self, entry: ClientEntry) -> None:
+    def _tell_free(self, entry: ClientEntry, kept: Mapping[GpuIndex, int]) -> None:
         pool, is_offline = self._books.pool, entry.role is Role.OFFLINE
-        self._gate.set_free(
-            entry.id,
-            {
-                gpu: (pool.free_handles(gpu) * pool.handle_bytes, self._supply.kept_bytes(gpu) if is_offline else 0)
-                for gpu in self._uuids
-            },
-        )
+        free = {gpu: pool.free_handles(gpu) * pool.handle_bytes for gpu in self._uuids}
+        self._gate.set_free(entry.id, {gpu: (free[gpu], kept[gpu] if is_offline else 0) for gpu in free})
 
     def close(self) -> None:
         self._exits.close()

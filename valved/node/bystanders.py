@@ -56,8 +56,8 @@ class Bystanders:
         try:
             while True:
                 cards = await loop.run_in_executor(None, reader.look)
-                self._seen(cards)
                 self.look(cards)
+                self._seen(cards)
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
                 has_offline |= any(self._books.with_role(Role.OFFLINE))
                 await beat_of(LOOK_S if has_offline else REST_S)
