@@ -155,6 +155,8 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     handle_mib: Mib = 16  # size of a pool handle; the driver maps multiples of 2 MiB (docs/memory.md has the table)
     pool_mib: MibOrNone = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
     spare_mib: MibOrNone = 1024  # device memory that the pool leaves to everything else
+    online_mib: MibOrNone = 0  # of each GPU, so much at least is for online services: offline jobs leave it free
+    remember_s: OrNever = 3600.0  # and so much as a service of that name had within this time; 0: only online_mib
     size_rule_mib: MibOrNone = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
     remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: sparse after a trial in that process, else asked
     target_per_hour: Rate = 30.0  # reclaims an hour and GPU that the operator accepts

@@ -129,7 +129,7 @@ async def run(
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None:
-        parts["reading the cards"] = partial(read_cards, daemon.kv.service)
+        parts["reading the cards"] = partial(read_cards, daemon.kv.service, is_alone=daemon.bystanders is None)
     if daemon.bystanders is not None:
         parts["processes that use GPUs without Valve"] = daemon.bystanders.run
     if room is not None:

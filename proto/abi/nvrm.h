@@ -82,6 +82,7 @@ enum nv_ctrl {
 	NV2080_CTRL_CMD_FIFO_GET_CHANNEL_GROUP_UNIQUE_ID_INFO = 0x20801123, /* 570 and later */
 	NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID = 0x20801124,          /* 570 and later */
 	NV2080_CTRL_CMD_GR_SET_CTXSW_PREEMPTION_MODE = 0x20801210,
+	NV2080_CTRL_CMD_FB_GET_INFO_V2 = 0x20801303,
 	NV2080_CTRL_CMD_GR_GET_CTXSW_MODES = 0x20801235,
 	NVA06C_CTRL_CMD_GPFIFO_SCHEDULE = 0xa06c0101,
 	NVA06C_CTRL_CMD_BIND = 0xa06c0102,
@@ -108,6 +109,7 @@ enum nv_status {
 	NV_ERR_INVALID_OBJECT_PARENT = 0x36,
 	NV_ERR_INVALID_PARAM_STRUCT = 0x3A,
 	NV_ERR_INVALID_STATE = 0x40,
+	NV_ERR_NO_MEMORY = 0x51,
 	NV_ERR_NOT_SUPPORTED = 0x56,
 	NV_ERR_OBJECT_NOT_FOUND = 0x57,
 	NV_ERR_TIMEOUT = 0x65,
@@ -139,6 +141,27 @@ struct nvos54_control {
 };
 struct nvos55_dup {
 	uint32_t hClient, hParent, hObject, hClientSrc, hObjectSrc, flags, status;
+};
+/* NVOS32_PARAMETERS, of function ALLOC_SIZE, as far as it is read */
+struct nvos32_alloc_size {
+	uint32_t hRoot, hObjectParent, function, hVASpace, ivcHeapNumber, status;
+	uint64_t total, free;
+	uint32_t owner, hMemory, type, flags, attr, format, comprCovg, zcullCovg, partitionStride, width,
+	        height, pad0;
+	uint64_t size;
+};
+#define NVOS32_FUNCTION_ALLOC_SIZE  2u
+#define NVOS32_ALLOC_FLAGS_VIRTUAL  0x00080000u /* addresses, no memory */
+#define NVOS32_ATTR_IS_SYSTEM(attr) (((attr) >> 25 & 3u) == 1u || ((attr) >> 25 & 3u) == 2u)
+/* 120 bytes in 535, numaNode was added in 545 */
+struct nv_memory_alloc {
+	uint32_t owner, type, flags, width, height;
+	int32_t pitch;
+	uint32_t attr, attr2, format, comprCovg, zcullCovg, pad0;
+	uint64_t rangeLo, rangeHi, size, alignment, offset, limit, address;
+	uint32_t ctagOffset, hVASpace, internalflags, tag;
+	int32_t numaNode;
+	uint32_t pad1;
 };
 #define NVOS64_FLAGS_FINN_SERIALIZED 0x1u
 #define NVOS54_FLAGS_FINN_SERIALIZED 0x4u
@@ -203,6 +226,15 @@ struct nv0000_gpu_id_info {
 struct nv2080_gpu_gid_info {
 	uint32_t index, flags, length;
 	uint8_t data[256];
+};
+/* S/ctrl/ctrl2080/ctrl2080fb.h: the list has as many entries as NV_FB_INFO_TABLE says, whatever `count` is */
+#define NV2080_FB_INFO_INDEX_HEAP_FREE 0x16u /* KiB that are free on the card */
+#define NV2080_FB_INFO_MAX             128u
+struct nv2080_fb_get_info {
+	uint32_t count;
+	struct {
+		uint32_t index, data;
+	} entry[NV2080_FB_INFO_MAX];
 };
 /* S/ctrl/ctrl2080/ctrl2080fifo.h: same layout 515 to 595 */
 #define NV2080_DISABLE_CHANNELS_MAX 64u
@@ -292,6 +324,12 @@ struct nv_branch {
 	{590, 368, 128, 132, 3, 1, 0},  \
 	{610, 0, 136, 140, 3, 1, 0}
 /* clang-format on */
+/* From which branch on, and NV2080_CTRL_FB_INFO_MAX_LIST_SIZE there */
+#define NV_FB_INFO_TABLE                       \
+	{535, 0x36}, {550, 0x37}, {570, 0x39}, \
+	{                                      \
+		580, 0x80                      \
+	}
 #define NV_BRANCH_FIRST 535u /* older: old lock rules, untested */
 #define NV_BRANCH_LAST  595u /* newer: unknown */
 
@@ -301,6 +339,9 @@ NV_SIZE(nvos00_free, 16);
 NV_SIZE(nvos21_alloc, 32);
 NV_SIZE(nvos64_alloc, 48);
 NV_SIZE(nvos54_control, 32);
+NV_SIZE(nvos32_alloc_size, 96);
+NV_SIZE(nv_memory_alloc, 128);
+NV_SIZE(nv2080_fb_get_info, 1028);
 NV_SIZE(nvos55_dup, 28);
 NV_SIZE(nv_ioctl_xfer, 16);
 NV_SIZE(nv_ioctl_rm_api_version, 72);
@@ -324,6 +365,10 @@ NV_AT(nvos21_alloc, pAllocParms, 16);
 NV_AT(nvos21_alloc, status, 28);
 NV_AT(nvos64_alloc, flags, 36);
 NV_AT(nvos64_alloc, status, 40);
+NV_AT(nvos32_alloc_size, status, 20);
+NV_AT(nvos32_alloc_size, attr, 56);
+NV_AT(nvos32_alloc_size, size, 88);
+NV_AT(nv_memory_alloc, size, 64);
 NV_AT(nvos54_control, params, 16);
 NV_AT(nvos54_control, status, 28);
 NV_AT(nvos55_dup, status, 24);

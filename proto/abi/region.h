@@ -54,6 +54,7 @@ enum valve_feature {
 	VALVE_FEATURE_KV_STEP = 1u << 8,  /* KV_STEP is said before the first engine step over a hole */
 	VALVE_FEATURE_KV_RUNS = 1u << 13, /* KV_RUNS: one order for all ranges of a process on a GPU */
 	VALVE_FEATURE_GRANT = 1u << 10,   /* granted time: an offline client stops itself at run_until_ns */
+	VALVE_FEATURE_KEEP = 1u << 14,    /* an offline client allocates nothing that keep_bytes needs */
 };
 
 /* Orders to an offline client, in control.order: what its session thread must do now. */
@@ -115,13 +116,14 @@ struct valve_control {
 /*
  * Behind the control words, at VALVE_KV_FREE_OFFSET: for each GPU of the node the bytes of free handles that the pool holds.
  * The driver counts them as used, and a process that may get them counts them as free. Entries without a uuid end it.
+ * To an offline client also what it must leave free there.
  */
 #define VALVE_KV_FREE_OFFSET 256u
 #define VALVE_KV_FREE_GPUS   32u
 struct valve_kv_free {
 	uint8_t gpu_uuid[16]; /* written once, before bytes */
 	uint64_t bytes;
-	uint64_t pad0;
+	uint64_t keep_bytes; /* an allocation of the client's own that would leave less is refused */
 };
 
 /*

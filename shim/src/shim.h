@@ -46,6 +46,7 @@ struct valve_tls {
 	uint32_t kv_depth;         /* > 0: between valve_kv_begin and valve_kv_end */
 	uint32_t kv_flags;         /* of the ranges made there */
 	uint32_t kv_asked;         /* allocations there, of any size */
+	uint32_t pool_depth;       /* > 0: what this thread allocates valved has decided on */
 };
 _Static_assert(offsetof(struct valve_tls, fenced) == 8, "trampoline.S");
 extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
@@ -183,10 +184,12 @@ void valve_orphan_check(uint64_t lost_ns);
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);
 void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control page gives way to our own */
 void valve_map_fresh(void);                            /* all pages, zero: a forked child */
-bool valve_launches_wait(void);                        /* by the page that they read */
-bool valve_launches_kept(void);                        /* a hold that a valved before this one had ordered */
-void valve_launches_hold(void);                        /* until a valved has spoken */
-void valve_launches_follow(void);                      /* this valved has spoken */
+uint64_t valve_kept_bytes(const uint8_t *gpu_uuid);    /* what must stay free there for online work */
+const volatile struct valve_kv_free *valve_kv_free_of(const uint8_t *gpu_uuid); /* NULL: not told */
+bool valve_launches_wait(void);   /* by the page that they read */
+bool valve_launches_kept(void);   /* a hold that a valved before this one had ordered */
+void valve_launches_hold(void);   /* until a valved has spoken */
+void valve_launches_follow(void); /* this valved has spoken */
 
 /* link.c: the socket. All but valve_link_request never block */
 enum valve_link_refusal {

@@ -108,6 +108,7 @@ class FakeGate:
         self.failing = set()  # GPUs whose last disable failed
         self.launches_held = set()
         self.let_gpus = frozenset()  # held, and on all the same
+        self.kept = {}  # client -> what it must leave free of each GPU
         self.free = {}  # client -> free bytes of each GPU, as it was told
         self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
@@ -352,8 +353,9 @@ class FakeGate:
     def set_memory(self, client, handle_bytes, budget_bytes, size_rule_bytes):
         self.memory[client] = (handle_bytes, budget_bytes, size_rule_bytes)
 
-    def set_free(self, client, free_bytes):
-        self.free[client] = dict(free_bytes)
+    def set_free(self, client, figures):
+        self.free[client] = {gpu: free for gpu, (free, _) in figures.items()}
+        self.kept[client] = {gpu: keep for gpu, (_, keep) in figures.items()}
 
     def hold_launches(self, client, on):
         (self.launches_held.add if on else self.launches_held.discard)(client)

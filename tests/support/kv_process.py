@@ -10,7 +10,7 @@ from ctypes import byref, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 
 from cuda_driver import Cuda, CudaError
 from cuda_memory import PAGE as VMM_PAGE
-from cuda_memory import backed
+from cuda_memory import Prop, backed
 
 PAGE = 4096
 
@@ -37,6 +37,28 @@ class Commands:
         if flags is not None:
             self.own.valve_kv_end()
         return out.value if code == 0 else -code
+
+    def take(self, how, size):
+        """Memory of the card that is no KV memory: the driver's answer."""
+        out, pitch = c_uint64(), c_size_t()
+        calls = {
+            "plain": ("cuMemAlloc_v2", byref(out), size),
+            "pitched": ("cuMemAllocPitch_v2", byref(out), byref(pitch), size >> 10, 1 << 10, 4),
+            "managed": ("cuMemAllocManaged", byref(out), size, 1),
+            "async": ("cuMemAllocAsync", byref(out), size, None),
+            "mapped": ("cuMemCreate", byref(out), size, byref(Prop(1, 1, 1, self.cuda.device)), 0),
+        }
+        return self.cuda.call(*calls[how])
+
+    def child_takes(self, size):
+        """What a forked child, which uses the card before its parent does, is answered; it has ended then."""
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            self.start()
+            os.write(writer, str(self.take("plain", size)).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return int(os.read(reader, 100))
 
     def free(self, address):
         return self.cuda.call("cuMemFree_v2", address)

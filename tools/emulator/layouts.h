@@ -1,5 +1,5 @@
 /*
- * layouts.h - driver structures that only the emulator needs: parameters of memory objects, of the
+ * layouts.h - driver structures that only the emulator needs: parameters of the
  * export controls and of UVM's mapping calls, and the size of every parameter block.
  * proto/abi/nvrm.h holds what the product reads. S/ and U/ as there; UVM from
  * kernel-open/nvidia-uvm/uvm_ioctl.h.
@@ -16,20 +16,8 @@ enum nv_status_more {
 	NV_ERR_INVALID_ADDRESS = 0x1E,
 	NV_ERR_INVALID_CLASS = 0x22,
 	NV_ERR_INVALID_DEVICE = 0x26,
-	NV_ERR_NO_MEMORY = 0x51,
 	NV_ERR_OUT_OF_RANGE = 0x5B,
 	NV_ERR_UVM_ADDRESS_IN_USE = 0x68,
-};
-
-/* S/nvos.h: 120 bytes in 535, numaNode was added in 545 */
-struct nv_memory_alloc {
-	uint32_t owner, type, flags, width, height;
-	int32_t pitch;
-	uint32_t attr, attr2, format, comprCovg, zcullCovg, pad0;
-	uint64_t rangeLo, rangeHi, size, alignment, offset, limit, address;
-	uint32_t ctagOffset, hVASpace, internalflags, tag;
-	int32_t numaNode;
-	uint32_t pad1;
 };
 
 /* S/nvos.h, S/nvlimits.h: which client may do what with an object */
@@ -143,7 +131,6 @@ struct uvm_map_external_tail {
 	uint32_t hClient, hMemory, rmStatus;
 };
 
-_Static_assert(sizeof(struct nv_memory_alloc) == 128, "memory");
 _Static_assert(sizeof(struct nvos57_share) == 24, "share");
 _Static_assert(sizeof(struct nv0000_export_object_info) == 76, "export info");
 _Static_assert(sizeof(struct nv0000_export_objects_to_fd) == 2128, "export array");

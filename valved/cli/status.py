@@ -176,6 +176,11 @@ def notes(answer: Any) -> list[Text]:
         if service.granted.words or service.granted.HasField("worth_points")
     ]
     lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason and gpu.channels]
+    lines += [
+        f"gpu {gpu.index}: offline work leaves {words.gib(gpu.kept_bytes)} of its memory free for online services"
+        for gpu in answer.gpus
+        if gpu.kept_bytes
+    ]
     lines += [f"gpu {gpu.index} is not harvested: {gpu.guarded_because}" for gpu in answer.gpus if gpu.guarded_because]
     if not lines:
         return []

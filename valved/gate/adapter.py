@@ -192,9 +192,9 @@ class NativeGate:
     def set_memory(self, client: ClientId, handle_bytes: int, budget_bytes: int, size_rule_bytes: int) -> None:
         lib.valve_client_memory(self._clients[client].native, handle_bytes, budget_bytes, size_rule_bytes)
 
-    def set_free(self, client: ClientId, free_bytes: Mapping[GpuIndex, int]) -> None:
-        for gpu, size in free_bytes.items():
-            lib.valve_client_kv_free(self._clients[client].native, gpu, self._infos[gpu].uuid, size)
+    def set_free(self, client: ClientId, figures: Mapping[GpuIndex, tuple[int, int]]) -> None:
+        for gpu, (free, keep) in figures.items():
+            lib.valve_client_kv_free(self._clients[client].native, gpu, self._infos[gpu].uuid, free, keep)
 
     def hold_launches(self, client: ClientId, on: bool) -> None:
         lib.valve_client_hold(self._clients[client].native, on)

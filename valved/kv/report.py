@@ -12,6 +12,7 @@ from valved.kv.engines import Engine
 from valved.kv.outside import Outside
 from valved.kv.pool import Place
 from valved.kv.reserve import Reserve
+from valved.kv.supply import Supply
 from valved.kv.ways import Ways
 from valved.model.events import Event
 from valved.model.figures import plausible, total
@@ -27,6 +28,7 @@ PICKS = 8  # columns named in an explanation
 @dataclass(eq=False, repr=False)
 class MemoryReport:
     _books: KvBooks
+    _supply: Supply
     _ways: Ways
     _outside: Outside
     _reserve: Reserve
@@ -159,6 +161,7 @@ class MemoryReport:
             phases=phases,
             reservations={**self._reserve.saved, **reservations},
             reclaims=self._reserve.budget.saved(),
+            peaks=self._supply.peaks.saved(),
         )
 
     def restore(self, saved: SavedMemory) -> None:
@@ -170,6 +173,7 @@ class MemoryReport:
                 histogram.counts, histogram.sum_ns = list(one.counts), one.sum_ns
         self._reserve.saved = dict(saved.reservations)
         self._reserve.budget.restore(saved.reclaims)
+        self._supply.restore(saved.peaks)
 
 
 def _led_to(event: Event, services: Sequence[int], number: int, reclaims: Sequence[int]) -> bool:

@@ -53,9 +53,10 @@ from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, OutsidePort
 from valved.model.figures import total
-from valved.model.ids import TRIED_FIRST, Role
+from valved.model.ids import TRIED_FIRST, GpuIndex, Role
 from valved.state.registry import ClientEntry
 
+REST_BEATS = 5  # while no offline work is here: nobody is hurt, and NVML takes locks of the driver
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
@@ -85,12 +86,13 @@ class KvService:
 
     def __post_init__(self, changes: Changes) -> None:
         self._uuids = {info.index: info.uuid for info in self._books.gpus}
+        self._is_leaving = False  # online processes have left in this turn
         changes.listener = self.apply
 
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS
+        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS | Feature.KEEP
         return always | Feature.SPARSE if self._books.settings.remap in TRIED_FIRST else always
 
     # Messages
@@ -201,7 +203,7 @@ class KvService:
     def client_joined(self, entry: ClientEntry) -> None:
         """Before it is welcomed: what its control page says counts from then on."""
         self._supply.make_way(entry)
-        self._tell_budget(entry)
+        self._tell_budget(entry, self._kept())
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         """Its channels are on or gone, its link is closed."""
@@ -220,7 +222,21 @@ class KvService:
                 self._books.pool.process_gone(entry.process)
             elif self._books.pool.has_orphans(entry.process):
                 self._wait_for_end(entry)
+        if entry.role is Role.ONLINE and not self._is_leaving:
+            self._is_leaving = True
+            self._soon(self._have_left)
         self._looks.look_soon()
+
+    def _have_left(self) -> None:
+        """Online processes, in this turn of the loop: what they had is kept before offline work can take it."""
+        self._is_leaving = False
+        self._supply.services_changed()
+        kept = self._kept()
+        for entry in self._books.registry.with_role(Role.OFFLINE):
+            self._tell_free(entry, kept)
+
+    def _kept(self) -> dict[GpuIndex, int]:
+        return {gpu: self._supply.kept_bytes(gpu) for gpu in self._uuids}
 
     def _wait_for_end(self, entry: ClientEntry) -> None:
         """Its link broke first. As a rule the process is ending; else it may come back."""
@@ -239,18 +255,31 @@ class KvService:
     def is_in_use(self) -> bool:
         return not self._books.are_empty
 
+    def needs_cards(self, beat: int) -> bool:
+        """For what offline work must leave to online services: rarely while there is no offline work, and at the first
+        beat, for jobs that a predecessor left."""
+        registry, is_rare = self._books.registry, beat % REST_BEATS == 0
+        is_wanted = any(registry.with_role(Role.OFFLINE)) or (is_rare and any(registry.with_role(Role.ONLINE)))
+        return self._supply.keeps and (is_wanted or not beat)
+
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """What the cards say now. Every client is told, before it has a range, too: it sizes its cache by that."""
         self._supply.see_cards(cards)
+        kept = self._kept()
         for entry in self._books.registry.clients.values():
-            self._tell_budget(entry)
+            self._tell_budget(entry, kept)
 
-    def _tell_budget(self, entry: ClientEntry) -> None:
+    def _tell_budget(self, entry: ClientEntry, kept: Mapping[GpuIndex, int]) -> None:
         if entry.role is Role.HOOK:
             return
         pool, rule = self._books.pool, self._books.settings.size_rule_mib * MIB
         self._gate.set_memory(entry.id, pool.handle_bytes, self._supply.budget_bytes(entry), rule)
-        self._gate.set_free(entry.id, {gpu: pool.free_handles(gpu) * pool.handle_bytes for gpu in self._uuids})
+        self._tell_free(entry, kept)
+
+    def _tell_free(self, entry: ClientEntry, kept: Mapping[GpuIndex, int]) -> None:
+        pool, is_offline = self._books.pool, entry.role is Role.OFFLINE
+        free = {gpu: pool.free_handles(gpu) * pool.handle_bytes for gpu in self._uuids}
+        self._gate.set_free(entry.id, {gpu: (free[gpu], kept[gpu] if is_offline else 0) for gpu in free})
 
     def close(self) -> None:
         self._exits.close()

@@ -6,6 +6,7 @@ counts for the oldest need first: no other need takes what a reclaim freed for i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,8 +18,11 @@ from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
-from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
+from valved.policy.keeping import MemoryUse, OnlineNeed, keep
+from valved.state.peaks import Peaks
 from valved.state.registry import ClientEntry
+from valved.state.saved import SavedPeak
 
 FULL_NS = 1_000_000_000  # a card that had less than it said gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
@@ -51,13 +55,20 @@ class Need:
 
 
 class Supply:
-    def __init__(self, books: KvBooks, clock: Clock) -> None:
+    def __init__(
+        self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], Iterable[ProcessId]]
+    ) -> None:
+        """`away`: processes of an online service that have not come back to this valved yet."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
         self._needs: list[Need] = []  # the oldest first
         self._full_until_ns: dict[GpuIndex, int] = {}
         self._uuids = {info.index: info.uuid for info in books.gpus}
+        self.peaks = Peaks(remember_ns)
+        self._kept: dict[GpuIndex, MemoryUse] = {}
+        self._by_pid: dict[GpuIndex, Mapping[int, int]] = {}  # as the card said last
+        self._away = away
         self._books = books
         self._clock = clock
         self.see_cards({})
@@ -103,13 +114,18 @@ class Supply:
 
     # What can be had
 
-    def affordable(self, gpu: GpuIndex, service: ServiceId | None = None) -> int:
-        """Handles of this GPU that are available without taking any from an engine."""
-        return max(0, self._at_hand(gpu) - self._promised(gpu, service))
+    def affordable(self, gpu: GpuIndex, service: ServiceId | None = None, *, for_good: bool = False) -> int:
+        """Handles of this GPU that are available without taking any from an engine. `for_good`: an offline one that
+        could not lose them again."""
+        entry = self._books.registry.services.get(service) if service is not None else None
+        kept = 0
+        if entry is not None and entry.role is Role.OFFLINE:
+            kept = self._kept_handles(gpu, for_good=for_good)
+        return max(0, self._at_hand(gpu, kept) - self._promised(gpu, service))
 
-    def _at_hand(self, gpu: GpuIndex) -> int:
+    def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
         pool = self._books.pool
-        return pool.free_handles(gpu) + max(0, min(self._room[gpu], pool.most - pool.total))
+        return pool.free_handles(gpu) + max(0, min(self._room[gpu] - kept, pool.most - pool.total))
 
     def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
         """What must be taken from offline work, on each GPU, for these needs to be met."""
@@ -185,7 +201,10 @@ class Supply:
             room = UNLIMITED
             card = self.cards.get(uuid)
             if card is not None:
-                self._return_to_driver(gpu, card, settings.spare_mib * MIB)
+                self._by_pid[gpu] = card.by_pid
+            self._see_services(gpu)
+            if card is not None:
+                self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
                 room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
@@ -219,7 +238,58 @@ class Supply:
         return min(self._hope(entry, gpu) for gpu in gpus) * self._books.pool.handle_bytes
 
     def _hope(self, entry: ClientEntry, gpu: GpuIndex) -> int:
-        hope = self._books.pool.mapped(gpu, (entry.id,)) + self._at_hand(gpu)
+        hope = self._books.pool.mapped(gpu, (entry.id,))
         if entry.role is Role.ONLINE:
-            hope += self.takeable(gpu)
+            hope += self._at_hand(gpu) + self.takeable(gpu)
+        else:
+            hope += self._at_hand(gpu, self._kept_handles(gpu))
         return max(1, hope)
+
+    # What online services will need
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.settings.online_mib) or self.peaks.remembers
+
+    def services_changed(self) -> None:
+        for gpu in self._uuids:
+            self._see_services(gpu)
+
+    def _see_services(self, gpu: GpuIndex) -> None:
+        by_pid, pool, registry = self._by_pid.get(gpu), self._books.pool, self._books.registry
+        has: dict[str, MemoryUse] = {}
+        bare: Counter[str] = Counter()
+        for service in registry.services.values():
+            if service.role is not Role.ONLINE:
+                continue
+            shims = [one for one in registry.clients_of(service.id) if one.role is Role.ONLINE]
+            pids = {process.pid for process in (*(one.process for one in shims), *self._away(service.id))}
+            used = sum((by_pid or {}).get(pid, 0) for pid in pids)
+            kv = min(used, pool.mapped(gpu, [one.id for one in shims]) * pool.handle_bytes)
+            before = has.get(service.name, MemoryUse())
+            has[service.name] = MemoryUse(plain_bytes=before.plain_bytes + used - kv, kv_bytes=before.kv_bytes + kv)
+            books = (book for one in shims for book in pool.of_client(one.id) if book.gpu == gpu)
+            bare[service.name] += sum(len(book.empty_slots()) * book.handle_bytes for book in books)
+        if by_pid is not None:
+            self.peaks.see(gpu, has, self._clock.now_ns())
+        had, none = self.peaks.of(gpu), MemoryUse()
+        services = (
+            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name]) for name in {*had, *has}
+        )
+        self._kept[gpu] = keep(services, self.settings.online_mib * MIB)
+
+    def _kept_handles(self, gpu: GpuIndex, *, for_good: bool = False) -> int:
+        """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
+        kept, size = self._kept[gpu], self._books.pool.handle_bytes
+        lost_for_good = max(0, kept.kv_bytes - self.takeable(gpu) * size) if for_good else 0
+        return -(-(kept.plain_bytes + lost_for_good) // size)
+
+    def kept_bytes(self, gpu: GpuIndex) -> int:
+        """What an allocation of offline work past the pool must leave free."""
+        kept, pool = self._kept[gpu], self._books.pool
+        at_hand = (pool.free_handles(gpu) + self.takeable(gpu)) * pool.handle_bytes
+        return kept.plain_bytes + max(0, kept.kv_bytes - at_hand)
+
+    def restore(self, saved: Iterable[SavedPeak]) -> None:
+        self.peaks.restore(saved, self._clock.now_ns())
+        self.services_changed()

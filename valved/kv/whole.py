@@ -60,10 +60,12 @@ class WholeRanges:
         need = None
         orders: list[Order] = []
         try:
-            if may_take and len(empty) > self._supply.affordable(book.gpu, service):
+            if may_take and len(empty) > self._supply.affordable(book.gpu, service, for_good=True):
                 need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True)
                 await need.ready
-            if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(book.gpu, service):
+            if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(
+                book.gpu, service, for_good=True
+            ):
                 orders = self._moves.give([RangeSlots.of_range(book, empty)])
             if need is not None:
                 need.promised.clear()

@@ -350,8 +350,8 @@ class GatePort(Protocol):
         """What the client's control page says about KV memory (region.h). No handle size: it is not managed."""
         ...
 
-    def set_free(self, client: ClientId, free_bytes: Mapping[GpuIndex, int]) -> None:
-        """Tell a client how much of each GPU's memory is in free handles of the pool."""
+    def set_free(self, client: ClientId, figures: Mapping[GpuIndex, tuple[int, int]]) -> None:
+        """Tell a client of each GPU how many bytes are in free handles of the pool, and how many it must leave free."""
         ...
 
     def hold_launches(self, client: ClientId, on: bool) -> None:

@@ -41,6 +41,7 @@ class GpuState:
     preempt_latency: HistogramState
     total_bytes: int
     used_bytes: int
+    kept_bytes: int = 0  # offline work leaves so much free for online services that will need it
     guarded_because: str = ""  # the processes that use it without Valve
 
 

@@ -321,9 +321,9 @@ void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uin
 	              handle_bytes); /* last: it says that the others count */
 }
 
-/* Free handles of one GPU. The uuid of an index never changes. */
+/* Free handles of one GPU, and what an offline client must leave free there. The uuid of an index never changes. */
 void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,
-                          uint64_t bytes)
+                          uint64_t bytes, uint64_t keep_bytes)
 {
 	struct valve_kv_free *entry =
 	        (struct valve_kv_free *)((char *)client->control + VALVE_KV_FREE_OFFSET) + index;
@@ -331,6 +331,7 @@ void valve_client_kv_free(struct valve_client *client, uint32_t index, const uin
 	if (index >= VALVE_KV_FREE_GPUS)
 		return;
 	memcpy(entry->gpu_uuid, gpu_uuid, sizeof(entry->gpu_uuid));
+	store_release(&entry->keep_bytes, keep_bytes);
 	store_release(&entry->bytes, bytes);
 }
 

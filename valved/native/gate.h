@@ -226,7 +226,7 @@ void valve_client_online(struct valve_client *client, uint32_t on);
 void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
                          uint64_t size_rule);
 void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,
-                          uint64_t bytes);
+                          uint64_t bytes, uint64_t keep_bytes);
 void valve_client_hold(struct valve_client *client, uint32_t on);
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);

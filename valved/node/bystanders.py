@@ -39,6 +39,7 @@ class Bystanders:
     _gpus: Sequence[GpuInfo]
     _freeze: Freeze
     _expected: Callable[[], set[ProcessId]]  # owners of channels that a predecessor left: they come back, or are let go
+    _seen: Callable[[Mapping[bytes, CardUse]], None] = lambda cards: None  # who needs the same figures
 
     def __post_init__(self) -> None:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
@@ -54,7 +55,9 @@ class Bystanders:
         reader, loop = CardReader(), asyncio.get_running_loop()
         try:
             while True:
-                self.look(await loop.run_in_executor(None, reader.look))
+                cards = await loop.run_in_executor(None, reader.look)
+                self.look(cards)
+                self._seen(cards)
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
                 has_offline |= any(self._books.with_role(Role.OFFLINE))
                 await beat_of(LOOK_S if has_offline else REST_S)

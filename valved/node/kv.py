@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from valved.clients.exits import Exits, Reactor
@@ -33,6 +34,7 @@ from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, WorkPort
+from valved.model.ids import ProcessId, ServiceId
 from valved.model.states import MemoryState
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -71,6 +73,11 @@ class Kv:
         self.service.close()
 
 
+def _away(gating: GateService, service: ServiceId) -> Iterable[ProcessId]:
+    online = gating.online.get(service)
+    return online.away if online is not None else ()
+
+
 def put_together(
     gate: GatePort,
     registry: Books,
@@ -93,13 +100,15 @@ def put_together(
     uuids = {info.index: info.uuid for info in gate.gpus()}
     counters, changes = MemoryCounters(), Changes()
     log = ReclaimLog(counters)
+    # Names of pods are new each time. What a pod needs again is the scheduler's to know.
+    remember_ns = 0 if config.kube.node else round(settings.remember_s * 1e9)
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
     unheeded = UnheededRanges(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
     layouts = Layouts(books, tables, clock, work)
 
-    supply = Supply(books, clock)
+    supply = Supply(books, clock, remember_ns, lambda service: _away(gating, service))
     turn = GateTurn(gate, gating, clock, supply)
     outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters, closer)
     ways = Ways(books, outside, gate, journal)
@@ -131,6 +140,6 @@ def put_together(
         looks=looks,
         service=service,
         log=log,
-        report=MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids)),
+        report=MemoryReport(books, supply, ways, outside, reserve, log, journal, sorted(uuids)),
         settings=settings,
     )

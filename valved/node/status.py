@@ -6,6 +6,7 @@ import os
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 
+from valved.abi.link import Feature
 from valved.clients.register import Register
 from valved.gate.granting import Granting
 from valved.gate.online import OnlineService
@@ -137,6 +138,7 @@ class Reporter:
             preempt_latency=account.latency.state(),
             total_bytes=info.total_bytes,
             used_bytes=kv.supply.used_bytes(info.uuid) if kv is not None else 0,
+            kept_bytes=kv.supply.kept_bytes(info.index) if kv is not None else 0,
             guarded_because=bystanders.reason(info.index) if bystanders is not None else "",
         )
 
@@ -202,6 +204,11 @@ class Reporter:
         entry = self._books.services.get(service)
         return entry.name if entry is not None else f"service {service}"
 
+    def _shim_notes(self, entry: ClientEntry) -> list[str]:
+        if self.kv is None or entry.role is not Role.OFFLINE or entry.features & Feature.KEEP:
+            return []
+        return ["its shim is older: it may take memory that is kept for online services; start the job anew"]
+
     def _client(self, entry: ClientEntry, now_ns: int) -> ClientState:
         online = self._gating.online.get(entry.service)
         alive = True
@@ -218,7 +225,7 @@ class Reporter:
             abi=entry.abi,
             build=entry.build,
             channels=len(entry.channels),
-            notes=tuple(entry.notes),
+            notes=(*entry.notes, *self._shim_notes(entry)),
             watcher_alive=alive,
             submitted=view.submitted,
             busy=not view.is_idle,

@@ -147,13 +147,16 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def read_cards(memory: KvService) -> None:
-    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds."""
+async def read_cards(memory: KvService, *, is_alone: bool) -> None:
+    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds. `is_alone`: nobody
+    else (node/bystanders.py) passes on what the cards say."""
     reader = CardReader()
+    beats = 0
     try:
         while True:
-            if memory.is_in_use:
+            if memory.is_in_use or (is_alone and memory.needs_cards(beats)):
                 memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
+            beats += 1
             await beat_of(CARDS_S)
     finally:
         reader.close()

@@ -101,11 +101,21 @@ class SavedHistogram(msgspec.Struct, frozen=True, kw_only=True):
     sum_ns: int
 
 
+class SavedPeak(msgspec.Struct, frozen=True, array_like=True):
+    """The most memory that online services of a name had on a GPU, and when it was last so much."""
+
+    gpu: int
+    name: str
+    plain: tuple[int, int]
+    kv: tuple[int, int]
+
+
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
     phases: dict[str, SavedHistogram] = {}
     reservations: dict[ServiceId, ReservationState] = {}  # of online services
     reclaims: dict[str, tuple[int, ...]] = {}  # of each GPU, by uuid: when
+    peaks: list[SavedPeak] = []
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):

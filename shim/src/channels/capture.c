@@ -7,6 +7,7 @@
  * because the handle may be in use again the moment it returns; a SCHEDULE of an offline process waits before, because
  * valved must know the channels before they can run, and must not have a closed gate opened under it.
  */
+#include "keep.h"
 #include "report.h"
 #include "watched.h"
 
@@ -221,6 +222,7 @@ int valve_capture_uvm_fd(void)
 static int watched_ioctl(int fd, enum valve_watched kind, unsigned long request, void *argument)
 {
 	struct rm_call call;
+	struct rm_wish wish;
 	int result;
 
 	valve_tls.inside++;
@@ -232,8 +234,14 @@ static int watched_ioctl(int fd, enum valve_watched kind, unsigned long request,
 		return result;
 	}
 	valve_report_before((uint32_t)request, argument, &call);
+	if (valve_keep_refuses(fd, &call, &wish)) {
+		valve_tls.inside--;
+		return 0;
+	}
 	result = real.ioctl(fd, request, argument);
 	valve_report_after(fd, &call, result == 0);
+	if (result == 0 && wish.bytes)
+		valve_keep_check(fd, &wish);
 	valve_tls.inside--;
 	return result;
 }

@@ -74,6 +74,16 @@ void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument);
 uint32_t rm_closing(struct rm_map *map, int fd);
 void rm_bury(struct rm_map *map, uint32_t free_number); /* forgets the objects that it destroyed */
 
+/* An allocation of memory on a card, before it runs. */
+struct rm_wish {
+	uint64_t bytes;
+	uint64_t status_at, handle_at; /* where the caller reads the driver's answer */
+	uint32_t h_client, h_parent, h_subdevice;
+	uint8_t uuid[16];
+	bool has_uuid;
+};
+bool rm_wants_memory(struct rm_map *map, const struct rm_call *call, struct rm_wish *out);
+
 struct rm_object *rm_find(struct rm_map *map, uint32_t h_client, uint32_t handle);
 struct rm_object *rm_device_of(struct rm_map *map, const struct rm_object *object);
 struct rm_object *rm_subdevice_of(struct rm_map *map, const struct rm_object *device);

@@ -248,6 +248,59 @@ static void after_alloc(struct rm_map *map, int fd, const struct rm_call *call)
 		add_engine_object(map, &alloc);
 }
 
+/* ---- before: memory ---- */
+
+static bool decode_memory(struct rm_map *map, const struct rm_call *call, struct rm_wish *out)
+{
+	uint64_t at = (uintptr_t)call->argument;
+	struct nvos32_alloc_size heap;
+	struct alloc alloc;
+
+	if (call->nr == NV_ESC_RM_VID_HEAP_CONTROL) {
+		if (call->size < sizeof(heap) || !rm_fetch(map, &heap, at, sizeof(heap)) ||
+		    heap.function != NVOS32_FUNCTION_ALLOC_SIZE || NVOS32_ATTR_IS_SYSTEM(heap.attr) ||
+		    (heap.flags & NVOS32_ALLOC_FLAGS_VIRTUAL))
+			return false;
+		out->h_parent = heap.hObjectParent;
+		out->h_client = heap.hRoot;
+		out->bytes = heap.size;
+		out->handle_at = at + offsetof(struct nvos32_alloc_size, hMemory);
+		out->status_at = at + offsetof(struct nvos32_alloc_size, status);
+		return true;
+	}
+	if (call->nr != NV_ESC_RM_ALLOC || !decode_alloc(map, call, &alloc) ||
+	    alloc.class != NV01_MEMORY_LOCAL_USER || alloc.is_finn ||
+	    !rm_fetch(map, &out->bytes, alloc.params + offsetof(struct nv_memory_alloc, size),
+	              sizeof(out->bytes)))
+		return false;
+	out->h_parent = alloc.parent;
+	out->h_client = alloc.h_client;
+	out->handle_at = at + offsetof(struct nvos64_alloc, hObjectNew); /* where NVOS21 has it, too */
+	out->status_at =
+	        at + (call->size == sizeof(struct nvos64_alloc) ? offsetof(struct nvos64_alloc, status)
+	                                                        : offsetof(struct nvos21_alloc, status));
+	return true;
+}
+
+/* False for everything else, and where it cannot be told of which card. */
+bool rm_wants_memory(struct rm_map *map, const struct rm_call *call, struct rm_wish *out)
+{
+	const struct rm_object *object, *subdevice;
+
+	if (!decode_memory(map, call, out))
+		return false;
+	object = rm_find(map, out->h_client, out->h_parent);
+	if (object && object->kind != RM_DEVICE)
+		object = rm_device_of(map, object);
+	subdevice = object ? rm_subdevice_of(map, object) : NULL;
+	if (!subdevice)
+		return false;
+	out->h_subdevice = subdevice->handle;
+	out->has_uuid = object->has_uuid;
+	memcpy(out->uuid, object->uuid, sizeof(out->uuid));
+	return true;
+}
+
 /* ---- after: the rest ---- */
 
 static void after_free(struct rm_map *map, const struct rm_call *call, bool ok)

@@ -167,7 +167,7 @@ void valve_reset_child(void)
 		valve_own_close(which); /* else the parent's end of file would wait for the child's */
 	memset(&valve_shim, 0, sizeof(valve_shim));
 	valve_tls.slot = valve_tls.fenced = NULL;
-	valve_tls.inside = valve_tls.kv_depth = 0;
+	valve_tls.inside = valve_tls.kv_depth = valve_tls.pool_depth = 0;
 	valve_capture_reset();
 	valve_contexts_reset();
 	valve_hint_reset_child();

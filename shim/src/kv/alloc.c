@@ -184,7 +184,9 @@ CUresult valve_on_cuMemAlloc(uintptr_t out, uintptr_t bytes, uintptr_t a2, uintp
 	if (handle_bytes) {
 		int mode = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED);
 
+		valve_tls.pool_depth++;
 		result = make_range(bytes, handle_bytes, flags, (CUdeviceptr *)out);
+		valve_tls.pool_depth--;
 		if (mode >= 0)
 			valve_place_capture_mode(mode);
 	}

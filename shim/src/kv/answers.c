@@ -211,49 +211,56 @@ CUresult valve_on_cuMemGetAddressRange(uintptr_t base, uintptr_t bytes, uintptr_
 
 /* ---- how much is free ---- */
 
-/* What the driver counts as used on this device, and valved would give: free handles of its pool. */
-static uint64_t pool_free(CUdevice device)
+static const volatile struct valve_kv_free *told_of(CUdevice device)
 {
-	const struct valve_kv_free *entry =
-	        (const void *)((const char *)VALVE_CONTROL + VALVE_KV_FREE_OFFSET);
-	static const uint8_t none[16];
 	CUresult (*get_uuid)(CUuuid *, CUdevice);
 	CUuuid uuid;
 
 	get_uuid = (CUresult(*)(CUuuid *, CUdevice))valve_real_symbol("cuDeviceGetUuid");
-	if (!get_uuid || get_uuid(&uuid, device))
-		return 0;
-	for (uint32_t i = 0; i < VALVE_KV_FREE_GPUS && memcmp(entry[i].gpu_uuid, none, sizeof(none)); i++)
-		if (!memcmp(entry[i].gpu_uuid, &uuid, sizeof(uuid)))
-			return load_acquire(&entry[i].bytes);
-	return 0;
+	return get_uuid && !get_uuid(&uuid, device) ? valve_kv_free_of((const uint8_t *)&uuid) : NULL;
+}
+
+static uint64_t less(uint64_t bytes, uint64_t off)
+{
+	return bytes > off ? bytes - off : 0;
 }
 
 /*
- * An offline engine sizes its KV by this: what the driver has, which knows of the process's ordinary memory, and what the
- * pool has; less what it has reserved and is not backed yet. valved before 0.2 tells one figure for all devices.
+ * An offline engine sizes itself by this: what the driver has, which knows of the process's ordinary memory, and the free
+ * handles of valved's pool; less what it has reserved and is not backed yet, and less what is kept for online services,
+ * also while there is no valved. The card looks smaller by that. valved before 0.2 tells one figure for all devices.
  */
+static void correct(size_t *available, size_t *total, CUdevice device)
+{
+	bool is_linked = load_acquire(&valve_shim.state) == VALVE_STATE_LINKED;
+	const volatile struct valve_kv_free *told = told_of(device);
+	uint64_t keep = told ? load_relaxed(&told->keep_bytes) : 0;
+	uint64_t budget = load_relaxed(&VALVE_CONTROL->kv_budget_bytes);
+	uint64_t held = valve_ranges_bytes(device);
+
+	if (available && is_linked && (valve_shim.daemon_features & VALVE_FEATURE_KV_FREE))
+		*available = less(*available + (told ? load_acquire(&told->bytes) : 0),
+		                  held - valve_ranges_backed_bytes(device) + keep);
+	else if (available && is_linked && budget)
+		*available = less(budget, held);
+	else if (available)
+		*available = less(*available, keep);
+	if (total)
+		*total = less(*total, keep);
+}
+
 CUresult valve_on_cuMemGetInfo(uintptr_t available, uintptr_t total, uintptr_t a2, uintptr_t a3, uintptr_t a4,
                                uintptr_t a5, struct valve_entry *entry)
 {
 	CUresult result = CALL(entry, available, total, a2, a3, a4, a5);
-	uint64_t budget = load_relaxed(&VALVE_CONTROL->kv_budget_bytes), held;
 	CUresult (*get_device)(CUdevice *);
-	bool knows_free = valve_shim.daemon_features & VALVE_FEATURE_KV_FREE;
 	CUdevice device = 0;
 
-	if (result != CUDA_SUCCESS || !available || !(budget || knows_free) ||
-	    load_acquire(&valve_shim.state) != VALVE_STATE_LINKED ||
-	    load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
+	if (result != CUDA_SUCCESS || load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE ||
+	    load_acquire(&valve_shim.state) == VALVE_STATE_OFF)
 		return result;
 	get_device = (CUresult(*)(CUdevice *))valve_real_symbol("cuCtxGetDevice");
-	if (!get_device || get_device(&device))
-		return result;
-	held = valve_ranges_bytes(device);
-	if (knows_free) {
-		held -= valve_ranges_backed_bytes(device);
-		budget = *(size_t *)available + pool_free(device);
-	}
-	*(size_t *)available = budget > held ? budget - held : 0;
+	if (get_device && !get_device(&device))
+		correct((size_t *)available, (size_t *)total, device);
 	return result;
 }

@@ -304,6 +304,7 @@ static void *serve(void *unused)
 	bool is_relaxed = false;
 
 	(void)unused;
+	valve_tls.pool_depth = 1;
 	while (!load_acquire(&orders.stopping)) {
 		uint32_t bell = load_acquire(&orders.bell);
 		bool moved, rests;

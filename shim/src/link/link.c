@@ -73,7 +73,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
 	                    VALVE_FEATURE_SCHEDULE_DONE | VALVE_FEATURE_MEMORY | VALVE_FEATURE_SPARSE |
 	                    VALVE_FEATURE_KV_STEP | VALVE_FEATURE_GRANT | VALVE_FEATURE_KV_RUNS |
-	                    (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
+	                    VALVE_FEATURE_KEEP | (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
 	        .wanted_role = wanted_role,
 	        .driver = valve_shim.driver,
 	        .build = VALVE_BUILD,

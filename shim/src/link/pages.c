@@ -42,6 +42,24 @@ bool valve_launches_kept(void)
 	return launches == LAUNCHES_KEPT;
 }
 
+const volatile struct valve_kv_free *valve_kv_free_of(const uint8_t *gpu_uuid)
+{
+	const struct valve_kv_free *entry = (const void *)(VALVE_CONTROL_PAGE + VALVE_KV_FREE_OFFSET);
+	static const uint8_t none[16];
+
+	for (uint32_t i = 0; i < VALVE_KV_FREE_GPUS && memcmp(entry[i].gpu_uuid, none, sizeof(none)); i++)
+		if (!memcmp(entry[i].gpu_uuid, gpu_uuid, sizeof(none)))
+			return &entry[i];
+	return NULL;
+}
+
+uint64_t valve_kept_bytes(const uint8_t *gpu_uuid)
+{
+	const volatile struct valve_kv_free *entry = valve_kv_free_of(gpu_uuid);
+
+	return entry ? load_relaxed(&entry->keep_bytes) : 0;
+}
+
 /* A file that can shrink under us would kill the process by SIGBUS: no seal, no mapping. */
 static bool is_safe_to_map(int fd, long bytes)
 {
@@ -156,7 +174,8 @@ static bool map_ours(uint32_t gate, uint32_t order, void *place)
 
 	if (page == MAP_FAILED)
 		return false; /* the dead daemon's page stays: its gate word costs some nanoseconds, nothing else */
-	memcpy(page, CONTROL_AT, sizeof(*page));
+	memcpy(page, CONTROL_AT,
+	       VALVE_GRANT_OFFSET); /* also what must stay free, until the next valved says */
 	page->gate_epoch = gate;
 	page->order = order;
 	page->watch = 0;

@@ -59,6 +59,19 @@ static uint32_t gid_info(struct control *k)
 	return NV_OK;
 }
 
+static uint32_t fb_info(struct control *k)
+{
+	struct nv2080_fb_get_info *p = k->params;
+	const struct emu_gpu *board = k->object->gpu->board;
+
+	REFUSE_IF(4 + p->count * sizeof(p->entry[0]) > k->size, NV_ERR_INVALID_ARGUMENT);
+	for (uint32_t i = 0; i < p->count; i++) {
+		REFUSE_IF(p->entry[i].index != NV2080_FB_INFO_INDEX_HEAP_FREE, NV_ERR_NOT_SUPPORTED);
+		p->entry[i].data = (uint32_t)((board->total_bytes - load(&board->used_bytes)) >> 10);
+	}
+	return NV_OK;
+}
+
 static uint32_t get_ctxsw_modes(struct control *k)
 {
 	struct nv2080_ctxsw_modes *p = k->params;
@@ -95,6 +108,10 @@ static const struct row rows[] = {
         {NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECTS_FROM_FD, ROOT, 652, 0, API_WRITE, ALL, false, import_objects},
         {NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, ROOT, 76, 0, API_WRITE, NONE, false, export_info},
         {NV2080_CTRL_CMD_GPU_GET_GID_INFO, SUBDEVICE, 268, 0, API_WRITE, NONE, false, gid_info},
+        {NV2080_CTRL_CMD_FB_GET_INFO_V2, SUBDEVICE, 4 + 8 * 0x36, 0, API_READ, ONE, false, fb_info},
+        {NV2080_CTRL_CMD_FB_GET_INFO_V2, SUBDEVICE, 4 + 8 * 0x37, 550, API_READ, ONE, false, fb_info},
+        {NV2080_CTRL_CMD_FB_GET_INFO_V2, SUBDEVICE, 4 + 8 * 0x39, 570, API_READ, ONE, false, fb_info},
+        {NV2080_CTRL_CMD_FB_GET_INFO_V2, SUBDEVICE, 4 + 8 * 0x80, 580, API_READ, ONE, false, fb_info},
         {NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, SUBDEVICE, 536, 0, API_READ, BY_KNOB, true,
          fifo_disable_channels},
         {NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, SUBDEVICE, 1540, 570, API_WRITE, ALL, false,

@@ -1,0 +1,175 @@
+"""What offline processes must leave free: told in time, never counted twice, and never given away by the pool."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from memory_world import KvWorld
+
+from valved.abi.link import Feature
+from valved.config import MIB, Config, MemoryTable
+from valved.machine.cards import CardUse
+from valved.model.ids import Remap, Role
+from valved.policy.keeping import MemoryUse
+
+SIZE = 2 * MIB
+SHIM = Feature.GAPS | Feature.MEMORY | Feature.KEEP
+
+
+def world_of(tmp_path, handles=40, **more):
+    memory = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, spare_mib=8, **more)
+    return KvWorld(tmp_path, config=Config(memory=memory), handles=handles)
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = world_of(tmp_path)
+    yield world
+    world.check()
+
+
+def cards(free_mib, by_pid=(), total_mib=100):
+    return {
+        bytes([gpu + 1]) * 16: CardUse(
+            total_bytes=total_mib * MIB,
+            used_bytes=(total_mib - free_mib) * MIB,
+            by_pid={pid: mib * MIB for pid, mib in by_pid} if gpu == 0 else {},
+            is_mig=False,
+        )
+        for gpu in range(2)
+    }
+
+
+def remember(world, name="chat", plain_mib=0, kv_mib=0):
+    """A service of that name ended a while ago."""
+    use = MemoryUse(plain_bytes=plain_mib * MIB, kv_bytes=kv_mib * MIB)
+    world.kv.supply.peaks.see(0, {name: use}, world.clock.now_ns())
+    world.kv.supply.services_changed()
+
+
+def test_an_offline_process_is_told_what_to_leave_before_it_is_welcomed(world):
+    remember(world, plain_mib=30)
+
+    shim = world.shim("offline")
+
+    assert world.gate.kept[shim.client] == {0: 30 * MIB, 1: 0}
+
+
+def test_the_end_of_a_service_never_leaves_its_memory_to_offline_work_for_a_moment(world):
+    """No card has been read anew."""
+    job, service = world.shim("offline"), world.shim("online")
+    world.kv.service.see_cards(cards(20, [(service.entry.process.pid, 60)]))
+    assert world.gate.kept[job.client] == {0: 0, 1: 0}
+
+    service.die()
+    world.run(1)
+
+    assert world.gate.kept[job.client] == {0: 60 * MIB, 1: 0}
+
+
+def test_an_online_process_is_never_told_to_leave_anything(world):
+    remember(world, plain_mib=30)
+
+    shim = world.shim("online")
+    world.kv.service.see_cards(cards(50))
+
+    assert world.gate.kept[shim.client] == {0: 0, 1: 0}
+
+
+def test_kv_memory_that_can_be_had_back_is_never_kept_a_second_time(world):
+    remember(world, plain_mib=10, kv_mib=24)
+    job = world.shim("offline")
+    assert world.gate.kept[job.client][0] == 34 * MIB
+
+    engine = world.engine("offline", columns=16, name="lent")
+    world.run(500)
+    world.kv.service.see_cards(cards(50))
+
+    assert len(engine.backed()) == 64  # 32 MiB, of which the null block's column is not to be had
+    assert world.gate.kept[job.client][0] == 10 * MIB
+
+
+def test_lending_never_takes_the_place_of_weights_that_come_back(world):
+    remember(world, plain_mib=30)
+    world.kv.service.see_cards(cards(50))
+
+    engine = world.engine("offline", columns=16)
+    world.run(500)
+
+    assert len(engine.backed()) == 4 * (50 - 8 - 30) * MIB // SIZE
+
+
+def test_free_handles_never_stay_where_weights_come_back(world):
+    engine = world.engine("offline", columns=16)
+    world.run(500)
+    engine.shim.die()
+    world.run(100)
+    remember(world, plain_mib=30)
+
+    world.kv.service.see_cards(cards(30))
+
+    assert world.kv.books.pool.free_handles(0) == 16 - 8 * MIB // SIZE
+
+
+def test_a_service_always_gets_what_is_kept_for_it_as_kv_memory(tmp_path):
+    world = world_of(tmp_path, online_mib=40)
+    world.kv.service.see_cards(cards(50))
+
+    engine = world.engine("online", columns=16)
+    engine.want(used=64)
+    world.run(500)
+
+    assert len(engine.backed()) == 64
+    world.check()
+
+
+def test_a_cache_that_cannot_be_taken_back_never_gets_what_is_kept(world):
+    remember(world, kv_mib=30)
+    world.kv.service.see_cards(cards(50))
+    job = world.shim("offline")
+    job.has_stepped = False
+
+    too_much = job.reserve(1, 8, elastic=False)
+    enough = job.reserve(2, 5, elastic=False)
+    world.run(500)
+
+    assert (job.acked(too_much), job.acked(enough)) == (errno.ENOMEM, 0)
+
+
+def test_a_restart_never_forgets_what_a_service_had(world, tmp_path):
+    service = world.shim("online")
+    world.kv.service.see_cards(cards(20, [(service.entry.process.pid, 60)]))
+    service.die()
+    world.run(1)
+    saved = world.kv.report.saved()
+    (tmp_path / "next").mkdir()
+    successor = world_of(tmp_path / "next")
+    successor.run(1000)
+
+    successor.kv.report.restore(saved)
+
+    assert successor.kv.supply.kept_bytes(0) == 60 * MIB
+
+
+def test_what_a_service_needs_is_never_kept_for_ever(world):
+    service = world.shim("online")
+    world.kv.service.see_cards(cards(20, [(service.entry.process.pid, 60)]))
+    service.die()
+
+    world.run(3_601_000)
+    world.kv.service.see_cards(cards(80))
+
+    assert world.kv.supply.kept_bytes(0) == 0
+
+
+def test_a_job_with_an_older_shim_is_never_passed_over_in_silence(world):
+    world.processes.add(300)
+    world.processes.add(301)
+    old = world.hello(300, Role.OFFLINE, features=Feature.GAPS | Feature.MEMORY).client
+    new = world.hello(301, Role.OFFLINE, features=SHIM).client
+
+    notes = {client.id: client.notes for client in world.node.status().clients}
+
+    assert ["older" in note for note in notes[old]] == [True]
+    assert not notes[new]
