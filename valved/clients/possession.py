@@ -173,9 +173,15 @@ class Possession:
         if fd >= 0 and offer.take is not None:
             offer.take(fd)
         if is_own:
-            self._let_in(client, known, (offer.h_client, offer.gpu.index))
+            self._begin(client, known, (offer.h_client, offer.gpu.index))
         if known.offers:
             self._look(client, known)
+
+    def _begin(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
+        for waiter in known.waiters.values():
+            if waiter.timer is not None and (waiter.channel.h_client, waiter.channel.gpu) == pair:
+                waiter.timer.cancel()  # its proof is here
+        self._let_in(client, known, pair)
 
     def _let_in(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
         """One channel that waited for this proof, and the next in the loop's next turn: each costs calls of the
