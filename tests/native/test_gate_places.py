@@ -25,7 +25,7 @@ def test_three_thousand_engines_never_leave_the_gate_without_a_place(rig: Rig) -
 
 
 def test_a_new_valved_never_counts_through_the_epochs_of_the_one_before(driver: FakeDriver) -> None:
-    """A thread that read an epoch of that one, and says only now that it rang it, would swallow a ring of the new one."""
+    """A thread that read an epoch of the old one, and says only now that it rang it, would swallow a ring."""
     epochs = set()
     for _ in range(4):
         with gate_rig(driver) as rig:
