@@ -160,6 +160,8 @@ static uint32_t switch_channels(const struct nvos54_control *control,
 			return NV_ERR_OBJECT_NOT_FOUND;
 		if (fake_rules.deny_foreign && lists->hClientList[i] != control->hClient)
 			return fake_rules.deny_foreign;
+		if (fake_rules.deny_client && lists->hClientList[i] == fake_rules.deny_client)
+			return NV_ERR_INVALID_STATE;
 		if (channel->gpu != subdevice->gpu)
 			return NV_ERR_INVALID_CHANNEL;
 		channel->off = lists->bDisable;

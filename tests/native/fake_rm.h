@@ -14,6 +14,7 @@ struct fake_rules {
 	uint32_t gpus;
 	uint32_t fail_clients; /* status of every device of a new RM client */
 	uint32_t deny_foreign; /* status for lists that name other clients' channels; 0: allowed */
+	uint32_t deny_client;  /* lists that name its channels are refused as a whole */
 	uint32_t fail_disable; /* status of every disable */
 	uint32_t fail_enable;  /* status of every enable */
 	uint32_t fail_query;   /* status of every question for a channel's number */

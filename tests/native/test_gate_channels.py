@@ -112,6 +112,43 @@ def test_a_list_of_nothing_but_stale_channels_gates_without_an_error(rig: Rig) -
     assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
 
 
+def test_channels_that_a_client_freed_unsaid_never_delay_the_stop_of_another_ones(rig: Rig) -> None:
+    """Its lists are searched for them, call by call. The search comes after everybody else's channels are off."""
+    liar, workload, online = rig.offline(), rig.offline(), rig.online(7, {0})
+    running(rig)
+    liar.add(70)
+    workload.add(8)
+    for ref in liar.channels:
+        liar.free(ref)
+    rig.driver.rules.work_us = 5_000
+    before = rig.driver.counts.disables
+
+    online.launch()
+    wait_until(lambda: workload.on() == 0, "its channels are off")
+
+    assert rig.driver.counts.disables - before < 64
+    rig.driver.rules.work_us = 0
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+    assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
+
+
+def test_what_the_driver_refuses_of_a_client_never_keeps_channels_of_another_one_on(rig: Rig) -> None:
+    """They share a list, and the refusal is no word about staleness."""
+    before, refused, after = (rig.offline() for _ in range(3))
+    online = rig.online(7, {0})
+    running(rig)
+    for workload in (before, refused, after):
+        workload.add(8)
+    rig.driver.rules.deny_client = refused.h_client
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert stamp.kind is StampKind.GATE_FAILED
+    assert (before.on(), refused.on(), after.on()) == (0, 8, 0)
+    rig.driver.rules.deny_client = 0
+
+
 def test_a_channel_freed_while_gated_is_forgotten_and_the_rest_wakes(rig: Rig) -> None:
     workload = rig.offline()
     workload.add(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from gates import FakeDriver, Rig
+from gates import FakeDriver, Rig, gate_rig
 
 from valved.abi import region
 from valved.model.ids import ChannelRef, GpuIndex, Reach, Role, ServiceId
@@ -22,6 +22,17 @@ def test_three_thousand_engines_never_leave_the_gate_without_a_place(rig: Rig) -
         rig.gate.remove_service(service)
 
     rig.online(7, {0}).launch()
+
+
+def test_a_new_valved_never_counts_through_the_epochs_of_the_one_before(driver: FakeDriver) -> None:
+    """A thread that read an epoch of the old one, and says only now that it rang it, would swallow a ring."""
+    epochs = set()
+    for _ in range(4):
+        with gate_rig(driver) as rig:
+            epochs.add(rig.online(7, {0}).control["gate_epoch"])
+
+    assert len(epochs) == 4
+    assert not any(epoch % 2 for epoch in epochs)
 
 
 def test_a_client_whose_pages_cannot_be_sealed_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

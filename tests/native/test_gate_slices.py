@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
-from gates import Rig, wait_until
+from gates import SETTINGS, FakeDriver, Rig, gate_rig, wait_until
 from grant_scene import FAR, MS, NEVER_IDLE, QUICK, SERVICE, GrantWords, Hook, Scene, prove
 from valve_abi import GrantAnswer
 
@@ -15,11 +16,15 @@ from valved.model.ids import GpuIndex, ServiceId
 GPU = frozenset({GpuIndex(0)})
 
 
-@pytest.fixture
-def scene(rig: Rig) -> Scene:
+def sliced(rig: Rig) -> Scene:
     found = Scene(rig)
     found.grants.set_sliceable(True, GPU)
     return found
+
+
+@pytest.fixture
+def scene(rig: Rig) -> Scene:
+    return sliced(rig)
 
 
 def given(scene: Scene) -> None:
@@ -303,6 +308,28 @@ def test_offline_work_that_stopped_itself_as_its_end_moved_on_runs_again(scene: 
 
     wait_until(goes_on, "the end has moved on")
     wait_until(lambda: goes_on() and scene.runs(), "its channels are on again")
+
+
+def test_a_claim_that_is_never_done_never_keeps_a_gpu_from_being_stopped(driver: FakeDriver) -> None:
+    """The end moves on under it, and the issuer waits for its stop while channels run."""
+    most_ns, settings = 200 * MS, replace(SETTINGS, order_ns=20_000 * MS)
+    with gate_rig(driver, settings) as rig:
+        scene = sliced(rig)
+        scene.grants.consent(SERVICE, most_ns, 0)
+        wait_until(lambda: scene.ask(most_ns) is GrantAnswer.GIVEN and scene.runs(), "it goes on")
+        (claim,) = scene.until()
+        scene.work[0].region["until_claim"] = claim
+
+        def moves_on() -> bool:
+            step(scene)
+            return scene.until()[0] > claim
+
+        wait_until(moves_on, "the end has moved on")
+        begun_ns = time.monotonic_ns()
+        rig.gate.put_service(ServiceId(1), GPU)
+
+        scene.wait_off()
+        assert time.monotonic_ns() - begun_ns < settings.order_ns // 2
 
 
 def test_two_gpus_are_shared_together_or_not_at_all(rig: Rig) -> None:

@@ -22,6 +22,10 @@ def added(world):
     return [call for call in world.gate.calls if call[0] == "add_channel"]
 
 
+def tell(world, client, number, **fields):
+    return world.add_channel(client, h_client=THEIRS, h_channel=0xCAF00000 + number, proven=False, **fields)
+
+
 def test_a_process_without_the_file_never_stops_anybodys_channels(world):
     online = world.online()
     hostile = world.offline(gpus=())
@@ -170,6 +174,34 @@ def test_a_proof_that_comes_late_still_counts(world):
     world.prover.answer()
 
     assert (THEIRS, 0xCAF00001) in world.books.clients[offline].channels
+
+
+def test_a_proof_never_lets_in_more_than_one_waiting_channel_in_a_turn(world):
+    """Each of them costs calls of the driver, and its sender decides how many wait."""
+    hostile = world.offline(gpus=())
+    before = len(added(world))
+    seqs = [tell(world, hostile, number) for number in range(64)]
+
+    world.show_rm_client(hostile, GpuIndex(0), THEIRS)
+
+    assert len(added(world)) == before + 1
+    world.run(1)
+    assert len(added(world)) == before + 64
+    assert [answers(world, hostile, seq) for seq in seqs] == [[0]] * 64
+
+
+def test_a_channel_that_is_told_again_while_it_waits_is_never_taken_for_what_it_was(world):
+    """Its proof has come, and others are let in before it."""
+    client = world.offline(gpus=())
+    tell(world, client, 0)
+    first = tell(world, client, 1, cid=5)
+    world.show_rm_client(client, GpuIndex(0), THEIRS)
+
+    second = tell(world, client, 1, cid=6)
+    world.run(1)
+
+    assert (answers(world, client, first), answers(world, client, second)) == ([REFUSED], [0])
+    assert world.books.clients[client].channels[THEIRS, 0xCAF00001].cid == 6
 
 
 def test_a_client_that_leaves_while_it_is_looked_at_leaves_nothing(world):

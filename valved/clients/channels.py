@@ -132,7 +132,8 @@ class Channels:
             self._ack(entry.id, seq, errno.ENOSPC)
             return
         channel = _told(gpu, body)
-        if self.possession.is_proven(entry.id, body.h_client, gpu):
+        is_waiting = self.possession.is_waiting(entry.id, *key)  # the last that was said of it counts
+        if self.possession.is_proven(entry.id, body.h_client, gpu) and not is_waiting:
             self._admit(entry, seq, channel)
         elif entry.role is Role.OFFLINE:
             late = partial(self._refuse, entry, seq, "unproven")

@@ -50,7 +50,7 @@ class _Client:
     proven: set[tuple[int, GpuIndex]] = field(default_factory=set)
     offers: deque[_Offer] = field(default_factory=deque)
     waiters: dict[tuple[int, int], _Waiter] = field(default_factory=dict)  # by channel
-    moved_ns: int = 0  # when it last offered a file, or one of them was judged
+    moved_ns: int = 0  # when it last offered a file, or one of them was judged, or a channel was let in
 
 
 class Possession:
@@ -83,6 +83,10 @@ class Possession:
     def waiting(self, client: ClientId) -> int:
         known = self._clients.get(client)
         return len(known.waiters) if known is not None else 0
+
+    def is_waiting(self, client: ClientId, h_client: int, h_channel: int) -> bool:
+        known = self._clients.get(client)
+        return known is not None and (h_client, h_channel) in known.waiters
 
     def is_judging(self, client: ClientId) -> bool:
         """A channel of this client waits for its proof, and its answer with it."""
@@ -169,13 +173,26 @@ class Possession:
         if fd >= 0 and offer.take is not None:
             offer.take(fd)
         if is_own:
-            self._let_in(client, known, offer)
+            self._begin(client, known, (offer.h_client, offer.gpu.index))
         if known.offers:
             self._look(client, known)
 
-    def _let_in(self, client: ClientId, known: _Client, offer: _Offer) -> None:
-        for waiter in list(known.waiters.values()):
-            channel = waiter.channel
-            if (channel.h_client, channel.gpu) == (offer.h_client, offer.gpu.index):
-                self.forget_channel(client, channel.h_client, channel.h_channel)
-                waiter.proven()
+    def _begin(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
+        for waiter in known.waiters.values():
+            if waiter.timer is not None and (waiter.channel.h_client, waiter.channel.gpu) == pair:
+                waiter.timer.cancel()  # its proof is here
+        self._let_in(client, known, pair)
+
+    def _let_in(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
+        """One channel that waited for this proof, and the next in the loop's next turn: each costs calls of the
+        driver, and its sender decides how many there are."""
+        if self._clients.get(client) is not known or pair not in known.proven:
+            return
+        of_pair = (one for one in known.waiters.values() if (one.channel.h_client, one.channel.gpu) == pair)
+        waiter = next(of_pair, None)
+        if waiter is None:
+            return
+        known.moved_ns = self._clock.now_ns()
+        self.forget_channel(client, waiter.channel.h_client, waiter.channel.h_channel)
+        self._clock.call_at_ns(known.moved_ns, lambda: self._let_in(client, known, pair))
+        waiter.proven()

@@ -11,6 +11,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
+#include <sys/random.h>
 #include <sys/timerfd.h>
 
 #define CLOSE_NS 2000000000u /* how long close waits for a thread that hangs in the driver */
@@ -116,6 +117,17 @@ static int start_threads(struct valve_gate *gate)
 	return rc ? rc : watchdog_start(gate);
 }
 
+/* A thread of a client may sleep between reading an epoch and saying that it rang it, while another valved comes: to that
+ * one it must not seem to have rung an epoch that is still to come (region.h, rung_epoch). */
+static uint32_t first_epoch(void)
+{
+	uint32_t epoch;
+
+	if (getrandom(&epoch, sizeof epoch, GRND_NONBLOCK) != sizeof epoch)
+		epoch = (uint32_t)now_ns();
+	return epoch & ~1u;
+}
+
 struct valve_gate *valve_gate_open(const struct valve_config *config, const struct valve_os *os)
 {
 	struct valve_gate *gate = aligned_alloc(64, sizeof *gate); /* a multiple of 64: it has such members */
@@ -130,6 +142,9 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 	pthread_mutex_init(&gate->roster_lock, NULL);
 	gate->ringer.nothing = gate->epoll = gate->wake = gate->timer = gate->stamps.fd = -1;
 	gate->look_ns = gate->armed_ns = UINT64_MAX;
+	gate->service[0].epoch = first_epoch();
+	for (uint32_t i = 1; i < MAX_SERVICES; i++)
+		gate->service[i].epoch = gate->service[0].epoch;
 	if (open_files(gate) || open_driver(gate) || start_threads(gate)) {
 		valve_gate_close(gate); /* of any part of a gate */
 		return NULL;

@@ -44,11 +44,12 @@ struct rm_client {
 struct gpu;
 struct plan_step;
 
-/* A way to stop and run the channels of one step. begin starts it, finish waits for what a stop left open, so that
- * several processes can carry out their orders side by side. Both return 0, an RM status or -errno. */
+/* A way to stop and run the channels of one step. begin starts it. What a stop left open is done in two more rounds over all
+ * steps, so no client delays another one: go_on (or NULL), in a call for each client, and finish. 0, an RM status or -errno. */
 struct reach_ops {
 	const char *name;
 	int (*begin)(struct gpu *gpu, struct plan_step *step, bool stop);
+	void (*go_on)(struct gpu *gpu, struct plan_step *step);
 	int (*finish)(struct gpu *gpu, struct plan_step *step);
 };
 
@@ -58,6 +59,7 @@ struct plan_step {
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
 	uint32_t order_seq; /* orders: what order_done must reach */
+	uint64_t refused;   /* issuer's: pairs of `off` that the stop under way was refused */
 	bool keep_off;      /* `on` stays empty: the application switched these off itself */
 	uint32_t owners; /* entries of clients built in; the lists get shorter when stale ones are dropped */
 	struct valve_client *owner[CHUNK];
@@ -185,8 +187,7 @@ struct service {
 	uint64_t said_quiet_ns, said_leaked;
 
 	/* granted time (grant.c). The caller writes most and rest; the others are of the thread that opens and closes */
-	uint64_t grant_most_ns,
-	        grant_rest_ns; /* the longest grant, 0: no consent; and from one's beginning to the next */
+	uint64_t grant_most_ns, grant_rest_ns; /* longest, 0: no consent; from one's beginning to the next */
 	uint64_t granted_since_ns, granted_until_ns; /* of the grant that is open; until 0: none is */
 	uint64_t grant_next_ns;
 	uint32_t slicing;       /* the grant that is open goes by slices, ... */
@@ -218,12 +219,12 @@ struct valve_client {
 	uint32_t idle_rings; /* listener's alone: rings that changed nothing since window_ns */
 	uint64_t window_ns;
 
-	uint32_t hints;        /* caller writes: an engine hook that tells of open requests */
-	uint64_t gaps_judged;  /* listener's alone */
-	uint32_t grant_seen;   /* listener's alone: the last request that was heard */
-	uint32_t leaves;       /* caller writes: it has left, and its process goes on */
-	uint64_t late_claim;   /* issuers': a claim of until_told whose end was waited for in vain */
-	uint64_t until_told;   /* issuers': the end of a grant that it was told last */
+	uint32_t hints;       /* caller writes: an engine hook that tells of open requests */
+	uint64_t gaps_judged; /* listener's alone */
+	uint32_t grant_seen;  /* listener's alone: the last request that was heard */
+	uint32_t leaves;      /* caller writes: it has left, and its process goes on */
+	uint64_t met_claim, met_ns, late_claim; /* issuers': a claim waited for, since when; one in vain */
+	uint64_t until_told;                    /* issuers': the end of a grant that it was told last */
 	uint64_t until_before; /* issuers': and the one before; 0: none, or waited for in vain */
 
 	uint32_t refs;          /* caller's alone: plan entries and mails that name this client */
@@ -265,9 +266,8 @@ struct valve_gate {
 	uint32_t guarding;  /* watchdog's: it holds every GPU because the caller is silent */
 	uint32_t let;       /* GPUs: the caller writes, issuers read */
 	uint32_t grantable; /* GPUs whose offline work stops itself: the caller writes, the listener reads */
-	uint32_t sliceable,
-	        by_slices; /* the same: where it has short slices; and whether grants go by them */
-	uint32_t quit;     /* futex */
+	uint32_t sliceable, by_slices; /* the same: with short slices; and whether grants go by them */
+	uint32_t quit;                 /* futex */
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
 
@@ -400,7 +400,7 @@ void slice_break(struct gpu *gpu);
 bool until_is_claimed(const struct plan *plan, uint64_t until_ns);
 void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns);
 void until_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
-void until_wait(struct gpu *gpu, const struct plan *plan);
+bool until_wait(const struct gpu *gpu, const struct plan *plan);
 
 /* client.c */
 struct valve_grant *client_grant(const struct valve_client *client);

@@ -104,7 +104,8 @@ static int run(struct gpu *gpu, uint64_t until_ns)
 
 	for (;;) {
 		until_tell(gpu, gpu->plan, until_ns);
-		until_wait(gpu, gpu->plan);
+		if (!until_wait(gpu, gpu->plan))
+			return -ECANCELED;
 		take_off(gpu, now_ns());
 		status = walk_run(gpu, gpu->plan);
 		land(gpu);

@@ -5,6 +5,7 @@
 #include "internal.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static const struct reach_ops *const ops_of[] = {
         [VALVE_REACH_OWN] = &reach_own,
@@ -123,15 +124,23 @@ bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel)
 	return false;
 }
 
+static void close_up(uint32_t *list, uint32_t at, uint32_t last)
+{
+	memmove(list + at, list + at + 1, (last - at) * sizeof *list);
+}
+
+/* The others stay in their order, client by client. */
 void plan_drop(struct plan_step *step, uint32_t at)
 {
 	uint32_t last = --step->off.numChannels;
 	struct valve_client *owner = step->owner[at];
 
 	step->on.numChannels = step->keep_off ? 0 : last;
-	step->off.hClientList[at] = step->on.hClientList[at] = step->off.hClientList[last];
-	step->off.hChannelList[at] = step->on.hChannelList[at] = step->off.hChannelList[last];
-	step->owner[at] = step->owner[last];
+	close_up(step->off.hClientList, at, last);
+	close_up(step->off.hChannelList, at, last);
+	close_up(step->on.hClientList, at, last);
+	close_up(step->on.hChannelList, at, last);
+	memmove(step->owner + at, step->owner + at + 1, (last - at) * sizeof *step->owner);
 	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
 }
 

@@ -99,8 +99,8 @@ static int finish_order(struct gpu *gpu, struct plan_step *step)
 	return order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns);
 }
 
-const struct reach_ops reach_self = {"channel-self", begin_self, finish_order};
-const struct reach_ops reach_hold = {"launch-gate", begin_hold, finish_order};
+const struct reach_ops reach_self = {"channel-self", begin_self, NULL, finish_order};
+const struct reach_ops reach_hold = {"launch-gate", begin_hold, NULL, finish_order};
 
 /* The next rung for everyone in a step whose stop failed. */
 void order_hold_all(struct gpu *gpu, struct plan_step *step)

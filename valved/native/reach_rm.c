@@ -9,6 +9,9 @@
  * between arm and gate) are dropped from the plan. A refusal that is not staleness ends the search at once, because
  * it concerns every pair alike. One stale channel among 64 costs 13 calls, once. If all pairs of a list look stale, the
  * caller itself may be what is gone, and nothing is dropped before that is ruled out (own.c).
+ *
+ * A client decides how many pairs of its own are refused. So a stop searches no list before all lists were issued, and
+ * what was refused was issued again client by client: no client keeps channels of another one on.
  */
 #include "internal.h"
 
@@ -31,23 +34,30 @@ static bool is_cut(const struct gpu *gpu, const lists *params)
 	return !params->bDisable && gpu_is_awaited(gpu);
 }
 
+static int issue_part(struct gpu *gpu, const struct plan_step *step, const lists *all, uint32_t from,
+                      uint32_t count)
+{
+	lists part = {.bDisable = all->bDisable, .numChannels = count};
+
+	memcpy(part.hClientList, all->hClientList + from, count * sizeof *part.hClientList);
+	memcpy(part.hChannelList, all->hChannelList + from, count * sizeof *part.hChannelList);
+	return step_issue(gpu, step, &part);
+}
+
 /* Precondition: [from, from + count) was refused as a whole. Marks stale pairs in *stale, switches the others. */
 static int search(struct gpu *gpu, const struct plan_step *step, const lists *all, uint32_t from,
                   uint32_t count, uint64_t *stale)
 {
 	uint32_t half[2] = {count / 2, count - count / 2};
 
-	for (int side = 0; side < 2; side++) {
-		lists part = {.bDisable = all->bDisable, .numChannels = half[side]};
+	for (int side = 0; side < 2; from += half[side++]) {
 		int rc;
 
 		if (half[side] == 0)
 			continue;
 		if (is_cut(gpu, all))
 			return -ECANCELED;
-		memcpy(part.hClientList, all->hClientList + from, half[side] * sizeof *part.hClientList);
-		memcpy(part.hChannelList, all->hChannelList + from, half[side] * sizeof *part.hChannelList);
-		rc = step_issue(gpu, step, &part);
+		rc = issue_part(gpu, step, all, from, half[side]);
 		if (rc && half[side] > 1)
 			rc = search(gpu, step, all, from, half[side], stale);
 		else if (rm_is_stale(rc)) {
@@ -56,12 +66,35 @@ static int search(struct gpu *gpu, const struct plan_step *step, const lists *al
 		}
 		if (rc)
 			return rc;
-		from += half[side];
 	}
 	return 0;
 }
 
-/* Switches what can be switched. Marks stale pairs in *stale. */
+static uint64_t pairs(uint32_t from, uint32_t count)
+{
+	return count ? UINT64_MAX >> (64 - count) << from : 0;
+}
+
+/* What came of a list. Precondition: it was issued, and searched where it was refused. */
+static int conclude(struct gpu *gpu, struct plan_step *step, const lists *params, int rc, uint64_t stale)
+{
+	uint32_t count = params->numChannels;
+
+	if (rc == -ECANCELED)
+		return rc; /* what is stale is not known: the caller itself may be what is gone */
+	if (rc == 0 && count && stale == pairs(0, count) &&
+	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
+		return NV_ERR_INVALID_STATE; /* of the caller's: no channel is said to be gone */
+	for (uint32_t at = count; at-- > 0;) {
+		if (stale & 1ull << at)
+			plan_drop(step, at);
+	}
+	return rc;
+}
+
+/* ---- enable ---- */
+
+/* Enables what can be enabled. Marks stale pairs in *stale. */
 static int attempt(struct gpu *gpu, const struct plan_step *step, lists *params, uint64_t *stale)
 {
 	int rc = step_issue(gpu, step, params);
@@ -75,37 +108,98 @@ static int attempt(struct gpu *gpu, const struct plan_step *step, lists *params,
 	return 0;
 }
 
-static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
+static int enable(struct gpu *gpu, struct plan_step *step)
 {
-	lists *params = stop ? &step->off : &step->on;
-	uint32_t count = params->numChannels;
-	uint64_t stale, all = count ? UINT64_MAX >> (64 - count) : 0;
+	lists *params = &step->on;
+	uint64_t stale, all = pairs(0, params->numChannels);
 	int rc;
 
-	if (count == 0)
+	if (!all)
 		return 0;
 	rc = attempt(gpu, step, params, &stale);
 	if (rc == 0 && stale == all && is_cut(gpu, params))
 		rc = -ECANCELED;
 	if (rc == 0 && stale == all && step->ops == &reach_own && own_revived(gpu))
 		rc = attempt(gpu, step, params, &stale);
-	if (rc == -ECANCELED)
-		return rc; /* what is stale is not known: the caller itself may be what is gone */
-	if (rc == 0 && stale == all &&
-	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
-		return NV_ERR_INVALID_STATE; /* of the caller's: no channel is said to be gone */
-	for (uint32_t at = count; at-- > 0;) {
-		if (stale & 1ull << at)
-			plan_drop(step, at);
-	}
-	return rc;
+	return conclude(gpu, step, params, rc, stale);
 }
 
-static int nothing_left(struct gpu *gpu, struct plan_step *step)
+/* ---- stop ---- */
+
+/* Returns what needs no search: the refusal of a single pair that is not stale. */
+static int issue_whole(struct gpu *gpu, struct plan_step *step)
 {
-	(void)gpu, (void)step;
-	return 0;
+	uint32_t count = step->off.numChannels;
+	int rc = count ? step_issue(gpu, step, &step->off) : 0;
+	bool is_known = !rc || (count == 1 && !rm_is_stale(rc));
+
+	step->refused = is_known ? 0 : pairs(0, count);
+	return is_known ? rc : 0;
 }
 
-const struct reach_ops reach_own = {"channel-own", switch_channels, nothing_left};
-const struct reach_ops reach_fd = {"channel-fd", switch_channels, nothing_left};
+/* How many pairs from there on are of one client. */
+static uint32_t same_client(const struct plan_step *step, uint32_t from)
+{
+	uint32_t to = from + 1;
+
+	while (to < step->off.numChannels && step->owner[to] == step->owner[from])
+		to++;
+	return to - from;
+}
+
+/* Clients whose pairs alone are not refused have nothing to do with it. */
+static void issue_apart(struct gpu *gpu, struct plan_step *step)
+{
+	for (uint32_t from = 0, count; step->refused && from < step->off.numChannels; from += count) {
+		count = same_client(step, from);
+		if (count < step->off.numChannels && !issue_part(gpu, step, &step->off, from, count))
+			step->refused &= ~pairs(from, count);
+	}
+}
+
+/* What is refused of the others. */
+static int search_apart(struct gpu *gpu, struct plan_step *step, uint64_t *stale)
+{
+	int status = 0;
+
+	*stale = 0;
+	for (uint32_t from = 0, count; step->refused && from < step->off.numChannels; from += count) {
+		int rc;
+
+		count = same_client(step, from);
+		if (!(step->refused & 1ull << from))
+			continue;
+		rc = search(gpu, step, &step->off, from, count, stale);
+		status = status ? status : rc;
+	}
+	return status;
+}
+
+static int begin(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	if (!stop)
+		return enable(gpu, step);
+	return issue_whole(gpu, step);
+}
+
+static int finish(struct gpu *gpu, struct plan_step *step)
+{
+	uint64_t stale;
+	int rc;
+
+	if (!step->refused)
+		return 0;
+	rc = search_apart(gpu, step, &stale);
+	if (rc == 0 && stale == pairs(0, step->off.numChannels) && step->ops == &reach_own &&
+	    own_revived(gpu)) {
+		int single = issue_whole(gpu, step);
+
+		issue_apart(gpu, step);
+		rc = search_apart(gpu, step, &stale);
+		rc = single ? single : rc;
+	}
+	return conclude(gpu, step, &step->off, rc, stale);
+}
+
+const struct reach_ops reach_own = {"channel-own", begin, issue_apart, finish};
+const struct reach_ops reach_fd = {"channel-fd", begin, issue_apart, finish};

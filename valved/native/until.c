@@ -92,24 +92,45 @@ bool until_is_claimed(const struct plan *plan, uint64_t until_ns)
 	return false;
 }
 
+/* When the patience with this claim ends. It began when the claim was met first, so no number of stops and wakes in between
+ * makes it longer. */
+static uint64_t patience_ns(const struct gpu *gpu, struct valve_client *client, uint64_t claim)
+{
+	if (load_relaxed(&client->met_claim) != claim) {
+		store_relaxed(&client->met_claim, claim);
+		store_relaxed(&client->met_ns, now_ns());
+	}
+	return load_relaxed(&client->met_ns) + gpu->gate->config.order_ns;
+}
+
+/* False: a stop is due. */
+static bool wait_for(const struct gpu *gpu, struct valve_client *client, uint64_t claim, uint64_t end_ns)
+{
+	while (is_awaited(client, claim) && load_acquire(&client->region->until_done) != claim) {
+		if (gpu_is_awaited(gpu))
+			return false;
+		if (now_ns() > end_ns || now_ns() > patience_ns(gpu, client, claim))
+			give_up(client, claim);
+		else
+			sleep_ns(POLL_NS);
+	}
+	return true;
+}
+
 /* Before channels are enabled: no stop of a client's own is still under way. A claim of an end that it was not told is none.
- * What they are enabled for may be a grant, whose end is told by now: a stop under way is for the one before. */
-void until_wait(struct gpu *gpu, const struct plan *plan)
+ * What they are enabled for may be a grant, whose end is told by now: a stop under way is for the one before. False: a stop
+ * of ours is due, which waits for no client. */
+bool until_wait(const struct gpu *gpu, const struct plan *plan)
 {
 	uint64_t end_ns = now_ns() + gpu->gate->config.order_ns;
 
 	for (uint32_t i = 0; plan && i < plan->steps; i++) {
 		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
 			struct valve_client *client = plan->step[i].owner[k];
-			uint64_t claim = load_full(&client->region->until_claim);
 
-			while (is_awaited(client, claim) &&
-			       load_acquire(&client->region->until_done) != claim) {
-				if (now_ns() > end_ns)
-					give_up(client, claim);
-				else
-					sleep_ns(POLL_NS);
-			}
+			if (!wait_for(gpu, client, load_full(&client->region->until_claim), end_ns))
+				return false;
 		}
 	}
+	return true;
 }

@@ -4,14 +4,26 @@
  */
 #include "internal.h"
 
-/* Stop all steps of a plan; the first bad status, 0 if none. The clients of a step that failed hold their launches. */
+enum round { BEGIN, GO_ON, FINISH, ROUNDS };
+
+static int stop_step(struct gpu *gpu, struct plan_step *step, enum round round)
+{
+	if (round == GO_ON && step->ops->go_on)
+		step->ops->go_on(gpu, step);
+	if (round == FINISH)
+		return step->ops->finish(gpu, step);
+	return round == BEGIN ? step->ops->begin(gpu, step, true) : 0;
+}
+
+/* Stop all steps of a plan; the first bad status, 0 if none. The clients of a step that failed hold their launches. Each round
+ * goes over all steps: none waits for what another one meets. */
 int walk_stop(struct gpu *gpu, struct plan *plan)
 {
 	int status = 0;
 
-	for (uint32_t i = 0; plan && i < 2 * plan->steps; i++) { /* all are begun before one is waited for */
+	for (uint32_t i = 0; plan && i < ROUNDS * plan->steps; i++) {
 		struct plan_step *step = &plan->step[i % plan->steps];
-		int rc = i < plan->steps ? step->ops->begin(gpu, step, true) : step->ops->finish(gpu, step);
+		int rc = stop_step(gpu, step, (enum round)(i / plan->steps));
 
 		status = status ? status : rc;
 		if (rc)
