@@ -15,6 +15,7 @@ import resource
 import socket
 import struct
 import time
+from collections import Counter
 from pathlib import Path
 
 from valved.abi.link import (
@@ -32,7 +33,7 @@ from valved.abi.link import (
 )
 from valved.clients.outbox import Arrived, Outbox, widen
 from valved.clients.register import Register
-from valved.clients.turns import Turns
+from valved.clients.turns import Knocks, Turns
 from valved.fds import Fds
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
@@ -84,11 +85,10 @@ FROM_CLIENT = frozenset(
 class LinkConnection:
     """One accepted peer."""
 
-    def __init__(self, server: LinkServer, sock: socket.socket) -> None:
+    def __init__(self, server: LinkServer, sock: socket.socket, pid: int, uid: int) -> None:
         self._server = server
         self._sock = sock
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        self.pid, self.uid, _ = CREDENTIALS.unpack(raw)
+        self.pid, self.uid = pid, uid
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
@@ -148,7 +148,8 @@ class LinkServer:
     ) -> None:
         self.loop = self._loop = loop
         self.closer = closer
-        self._turns = Turns()
+        self._turns, self._knocks = Turns(), Knocks()
+        self._silent: Counter[int] = Counter()  # connections that have not said HELLO, by process
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
@@ -209,9 +210,15 @@ class LinkServer:
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
         self._peers.discard(peer)
-        timer = self._pending.pop(peer, None)
-        if timer is not None:
-            timer.cancel()
+        self._has_spoken(peer)
+
+    def _has_spoken(self, peer: LinkConnection) -> None:
+        if (timer := self._pending.pop(peer, None)) is None:
+            return
+        timer.cancel()
+        self._silent[peer.pid] -= 1
+        if not self._silent[peer.pid]:
+            del self._silent[peer.pid]
 
     @property
     def peers(self) -> int:
@@ -219,6 +226,7 @@ class LinkServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
+        until_ns = time.monotonic_ns() + TURN_NS
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 sock, _ = self._listener.accept()
@@ -230,6 +238,8 @@ class LinkServer:
                 self._loop.call_later(0.1, self._resume_accept)
                 return
             self._admit(sock)
+            if time.monotonic_ns() > until_ns:
+                return  # the others after what else waits
 
     def _turn_away(self) -> None:
         """Every connection gets an answer: the spare descriptor is lent for it."""
@@ -257,29 +267,45 @@ class LinkServer:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, sock: socket.socket) -> None:
+        pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if self._silent[pid] >= PENDING_PER_PROCESS and self._must_wait_ns(pid, uid):  # the cheapest answer there is
+            self._register.malformed(pid, uid, "too many connections at once")
+            self.closer.close([sock.detach()])
+            return
         sock.setblocking(False)
-        peer = LinkConnection(self, sock)
+        peer = LinkConnection(self, sock, pid, uid)
         self._peers.add(peer)
         self._pending[peer] = self._loop.call_later(self._hello_s, self._drop, peer, "no HELLO")
+        self._silent[peer.pid] += 1
         self._loop.add_reader(sock, self._read, peer)
         self._read(peer)  # an honest HELLO is here already: it never competes with those that say nothing
         self._thin_out(peer.pid)
 
     def _thin_out(self, pid: int) -> None:
-        silent = [peer for peer in self._pending if peer.pid == pid]
-        if len(silent) <= PENDING_PER_PROCESS:
-            silent = list(self._pending) if len(self._pending) > PENDING else []
-        if silent:
-            self._register.malformed(silent[0].pid, silent[0].uid, "too many silent connections")
-            self._drop(silent[0], "too many silent connections")
+        if self._silent[pid] > PENDING_PER_PROCESS:
+            self._drop_silent(next(peer for peer in self._pending if peer.pid == pid))
+        elif len(self._pending) > PENDING:
+            self._drop_silent(next(iter(self._pending)))
+
+    def _drop_silent(self, peer: LinkConnection) -> None:
+        self._register.malformed(peer.pid, peer.uid, "too many silent connections")
+        self._drop(peer, "too many silent connections")
 
     def _read(self, peer: LinkConnection) -> None:
-        if peer.client is not None and not peer.is_online:
+        if peer.client is None:
+            if wait_ns := self._must_wait_ns(peer.pid, peer.uid):
+                self._rest(peer, wait_ns / 1e9)
+                return
+        elif not peer.is_online:
             wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
             if wait_ns or self.closer.is_behind:
                 self._rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
                 return
         self._read_some(peer)
+
+    def _must_wait_ns(self, pid: int, uid: int) -> int:
+        """Before its HELLO is read."""
+        return self._knocks.wait_ns(pid, uid, time.monotonic_ns(), self._register.is_awaited)
 
     def _rest(self, peer: LinkConnection, seconds: float) -> None:
         """Not read for a while; the end of its process is noticed all the same."""
@@ -324,12 +350,7 @@ class LinkServer:
                 raise Malformed(f"{packet.type.name} before HELLO")
             if peer.sender != peer.pid:
                 raise Malformed(f"HELLO of process {peer.sender} on a connection of process {peer.pid}")
-            self._pending.pop(peer).cancel()
-            peer.may_pass_descriptors()  # before the answer that invites them
-            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
-            peer.is_online = peer.client is not None and self._register.is_online(peer.client)
-            if peer.client is None:
-                peer.close()
+            self._hello(peer, packet)
             return
         if packet.type not in FROM_CLIENT:
             raise Malformed(f"{packet.type.name} from a client")
@@ -339,10 +360,28 @@ class LinkServer:
             now_ns = time.monotonic_ns()
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
+    def _hello(self, peer: LinkConnection, packet: Packet) -> None:
+        self._has_spoken(peer)
+        peer.may_pass_descriptors()  # before the answer that invites them
+        began_ns = time.monotonic_ns()
+        try:
+            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
+            peer.is_online = peer.client is not None and self._register.is_online(peer.client)
+        finally:  # also if that failed: no timer ends a connection without a client
+            self._took(peer, began_ns)
+            if peer.client is None:
+                peer.close()
+
     def _drop(self, peer: LinkConnection, reason: str) -> None:
+        began_ns = time.monotonic_ns()
         peer.close()
         if peer.client is not None:
             self._register.leave(peer.client, reason)
+        self._took(peer, began_ns)
+
+    def _took(self, peer: LinkConnection, began_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        self._knocks.took(peer.pid, peer.uid, now_ns - began_ns, now_ns)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:
