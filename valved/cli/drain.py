@@ -39,7 +39,13 @@ def drain(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + options.timeout
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
-        status, told = connection.call(connection.stub.Drain, request), None
+        try:
+            status, told = connection.call(connection.stub.Drain, request), None
+        except CliError as error:
+            if error.code != NOT_RUNNING:
+                raise
+            step = "does offline work run here all the same? Then: valve up, and valve drain again"
+            raise CliError(f"{error}: nothing was ended", NOT_RUNNING, step) from None
         while left := staying(status):
             if told != (told := [(one.pid, one.waits_for) for one in status.leavers]):
                 print("\n".join(waiting(status, left)), file=sys.stderr, flush=True)
