@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import doctor, drain, explain, main, policy, run, status, top, up
+from valved.cli import doctor, drain, explain, main, policy, status, top, up
 from valved.cli.client import DEADLINE_S
 from valved.cli.exits import NOT_RUNNING, USAGE, CliError
 from valved.machine.processes import LinuxProcesses

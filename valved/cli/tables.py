@@ -12,7 +12,8 @@ from rich.text import Text
 
 
 class FittingTable:
-    """Rows of cells: a stranger chose some of them, so they are no markup. `spare` names columns in the order in which they go when room is short."""
+    """Rows of cells. No cell is markup: strangers choose names. `spare` names columns in the order in which they go
+    when room is short."""
 
     def __init__(self, title: str, columns: Sequence[str], *, spare: Sequence[str] = ()) -> None:
         unknown = set(spare) - set(columns)

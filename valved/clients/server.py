@@ -15,7 +15,6 @@ import resource
 import socket
 import struct
 import time
-from collections import Counter
 from pathlib import Path
 
 from valved.abi.link import (
@@ -149,7 +148,6 @@ class LinkServer:
         self.loop = self._loop = loop
         self.closer = closer
         self._turns, self._knocks = Turns(), Knocks()
-        self._silent: Counter[int] = Counter()  # connections that have not said HELLO, by process
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
@@ -210,15 +208,9 @@ class LinkServer:
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
         self._peers.discard(peer)
-        self._has_spoken(peer)
-
-    def _has_spoken(self, peer: LinkConnection) -> None:
-        if (timer := self._pending.pop(peer, None)) is None:
-            return
-        timer.cancel()
-        self._silent[peer.pid] -= 1
-        if not self._silent[peer.pid]:
-            del self._silent[peer.pid]
+        timer = self._pending.pop(peer, None)
+        if timer is not None:
+            timer.cancel()
 
     @property
     def peers(self) -> int:
@@ -268,7 +260,7 @@ class LinkServer:
 
     def _admit(self, sock: socket.socket) -> None:
         pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-        if self._silent[pid] >= PENDING_PER_PROCESS and self._must_wait_ns(pid, uid):  # the cheapest answer there is
+        if len(self._silent(pid)) >= PENDING_PER_PROCESS and self._must_wait_ns(pid, uid):  # the cheapest answer
             self._register.malformed(pid, uid, "too many connections at once")
             self.closer.close([sock.detach()])
             return
@@ -276,20 +268,20 @@ class LinkServer:
         peer = LinkConnection(self, sock, pid, uid)
         self._peers.add(peer)
         self._pending[peer] = self._loop.call_later(self._hello_s, self._drop, peer, "no HELLO")
-        self._silent[peer.pid] += 1
         self._loop.add_reader(sock, self._read, peer)
         self._read(peer)  # an honest HELLO is here already: it never competes with those that say nothing
         self._thin_out(peer.pid)
 
     def _thin_out(self, pid: int) -> None:
-        if self._silent[pid] > PENDING_PER_PROCESS:
-            self._drop_silent(next(peer for peer in self._pending if peer.pid == pid))
-        elif len(self._pending) > PENDING:
-            self._drop_silent(next(iter(self._pending)))
+        silent = self._silent(pid)
+        if len(silent) <= PENDING_PER_PROCESS:
+            silent = list(self._pending) if len(self._pending) > PENDING else []
+        if silent:
+            self._register.malformed(silent[0].pid, silent[0].uid, "too many silent connections")
+            self._drop(silent[0], "too many silent connections")
 
-    def _drop_silent(self, peer: LinkConnection) -> None:
-        self._register.malformed(peer.pid, peer.uid, "too many silent connections")
-        self._drop(peer, "too many silent connections")
+    def _silent(self, pid: int) -> list[LinkConnection]:
+        return [peer for peer in self._pending if peer.pid == pid]
 
     def _read(self, peer: LinkConnection) -> None:
         if peer.client is None:
@@ -361,7 +353,7 @@ class LinkServer:
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
-        self._has_spoken(peer)
+        self._pending.pop(peer).cancel()
         peer.may_pass_descriptors()  # before the answer that invites them
         began_ns = time.monotonic_ns()
         try:

@@ -74,6 +74,8 @@ class Node:
         if role is Role.OFFLINE and self._brake.refusal:
             step = "valve resume" if self._brake.is_draining else "set the mode to harvest: valve mode harvest"
             raise NotNow(self._brake.refusal, field="role", next_step=step)
+        if role is Role.OFFLINE and self._register.claimed.is_above_valved(pid):
+            raise InvalidRequest(f"valved runs below process {pid}: a drain would end it as well", field="pid")
         claim = self._register.claimed.claim(pid, start_time, role, plain(name))
         if claim is None:
             raise NotFound(
