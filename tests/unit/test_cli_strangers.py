@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import socket
@@ -17,7 +18,7 @@ from valve.v1 import node_pb2
 
 from valved.cli import doctor, drain, explain, main, policy, status, top, up
 from valved.cli.client import DEADLINE_S
-from valved.cli.exits import NOT_RUNNING, USAGE, CliError
+from valved.cli.exits import FAILED, NOT_RUNNING, USAGE, CliError
 from valved.machine.processes import LinuxProcesses
 from valved.model.plain import MOST, plain
 
@@ -134,3 +135,13 @@ def test_a_drain_where_no_valved_runs_never_ends_with_the_advice_to_start_one_fo
 
     assert refused.value.code == NOT_RUNNING
     assert refused.value.next_step != "start it: valve up"
+
+
+def test_a_full_disk_never_ends_a_command_with_a_traceback(monkeypatch, capsys):
+    def full(_options):
+        raise OSError(errno.ENOSPC, "No space left on device", "trace.jsonl")
+
+    monkeypatch.setattr(main.doctor, "doctor", full)
+
+    assert main.main(["doctor"]) == FAILED
+    assert capsys.readouterr().err == "valve: trace.jsonl: No space left on device\n"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 
 from valved.cli import doctor, drain, events, explain, pause, policy, record, run, status, systemd, top, up
-from valved.cli.exits import USAGE, CliError
+from valved.cli.exits import FAILED, USAGE, CliError
 
 COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
@@ -77,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return USAGE
+    except OSError as error:  # a full disk, say, or a file that is not ours
+        print(f"valve: {error.filename or arguments[0]}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
 
 
 if __name__ == "__main__":
