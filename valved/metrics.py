@@ -288,7 +288,7 @@ async def serve_metrics(
     """GET /metrics, /healthz and /readyz; anything else is 404. `missing`: what keeps the daemon from being ready. One
     request per connection."""
 
-    made = Page(look, more)
+    made = Scraped(look, more)
 
     def page(path: bytes) -> tuple[str, bytes]:
         if path == b"/metrics":
@@ -333,7 +333,7 @@ def _leave(writer: asyncio.StreamWriter, waiting: dict[asyncio.StreamWriter, Non
     writer.transport.abort()
 
 
-class Page:
+class Scraped:
     """The rendered metrics, made anew as often as a share of the loop allows: anybody who reaches the port may ask."""
 
     def __init__(self, look: Callable[[], NodeState], more: More = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 from node_world import World
 
 from valved import metrics
-from valved.metrics import MOST_OPEN, Page, serve_metrics
+from valved.metrics import MOST_OPEN, Scraped, serve_metrics
 
 PATIENCE_S = 100.0  # ends only a hung test
 
@@ -88,7 +88,7 @@ def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatc
 
     monkeypatch.setattr(metrics, "render", slow)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now_s[0])
-    page = Page(lambda: None)
+    page = Scraped(lambda: None)
 
     for _ in range(1000):
         assert page.body() == b"page"
