@@ -6,10 +6,12 @@ import os
 import threading
 
 import pytest
-from link_peers import COST_S, HELLO, Server, hear, is_closed, say
+from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, say
 
 from valved.abi.link import LinkType, Welcome
+from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
+from valved.model.ids import Role
 
 BURST_S = 0.01  # of the loop, for the HELLOs of one process
 
@@ -90,3 +92,15 @@ def test_one_user_never_pushes_the_decisions_out_of_the_journal(server):
     kept = server.call(lambda: world.journal.recent(lambda _: True, 2 * ring))
     assert kept[0].kind is EventKind.PAUSED
     assert world.gating.counters.malformed == 2 * ring
+
+
+def test_an_online_process_never_waits_for_what_its_last_link_cost(server):
+    pid, world = os.getpid(), server.world
+    start_time = LinuxProcesses().start_time(pid)
+    server.call(lambda: world.node.launch(pid, start_time, Role.ONLINE, "chat"))
+
+    for _ in range(3):
+        greet(server)
+    server.until(lambda: not server.link.peers)
+
+    assert pid not in server.link._knocks._processes.of

@@ -373,7 +373,8 @@ class LinkServer:
 
     def _took(self, peer: LinkConnection, began_ns: int) -> None:
         now_ns = time.monotonic_ns()
-        self._knocks.took(peer.pid, peer.uid, now_ns - began_ns, now_ns)
+        if not peer.is_online:
+            self._knocks.took(peer.pid, peer.uid, now_ns - began_ns, now_ns)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:
