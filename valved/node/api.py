@@ -121,7 +121,7 @@ class Node:
             after = replace(before, **changes)  # type: ignore[arg-type]
         except ValueError as error:
             raise InvalidRequest(
-                str(error), field="cooldown", next_step="valve policy shows these settings, in ms"
+                str(error).replace("_ns", ""), field="cooldown", next_step="valve policy shows these settings, in ms"
             ) from None
         if after != before:
             self._set_cooldown(after, changes)

@@ -44,12 +44,11 @@ class CooldownSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_ns <= self.start_ns <= self.ceiling_ns <= LONGEST_NS:
-            told = ", ".join(f"{ns / MS:g} ms" for ns in (self.floor_ns, self.start_ns, self.ceiling_ns))
-            raise ValueError(f"cooldown needs 0 < floor <= start <= ceiling <= one hour, not {told}")
+            raise ValueError("cooldown needs 0 < floor_ns <= start_ns <= ceiling_ns <= one hour")
         if not 1.0 < self.factor <= LARGEST_FACTOR:  # false for nan, too
             raise ValueError(f"cooldown factor must be greater than 1 and at most {LARGEST_FACTOR:g}")
         if not 0 < self.window_ns <= LONGEST_WINDOW_NS:
-            raise ValueError("cooldown window must be positive and at most thirty days")
+            raise ValueError("cooldown window_ns must be positive and at most thirty days")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
