@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,10 @@ from valved.model.ids import Mode, Role
 from valved.model.states import EngineState, GpuState, HistogramState, MemoryState, NodeState, ServiceState
 
 REQUEST_BYTES = 8192
+MOST_OPEN = 64  # connections; each takes a descriptor, which an online process may need
+BACKLOG = 16  # accepted in one turn of the loop
+ANSWER_S = 5.0  # for a whole conversation
+SHARE = 0.1  # of the loop, at most, for making the page
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -283,9 +288,11 @@ async def serve_metrics(
     """GET /metrics, /healthz and /readyz; anything else is 404. `missing`: what keeps the daemon from being ready. One
     request per connection."""
 
+    made = Scraped(look, more)
+
     def page(path: bytes) -> tuple[str, bytes]:
         if path == b"/metrics":
-            return "200 OK", render(look, more)
+            return "200 OK", made.body()
         if path == b"/healthz":
             return "200 OK", b"ok\n"
         if path == b"/readyz":
@@ -293,17 +300,51 @@ async def serve_metrics(
             return ("503 Service Unavailable", f"not ready: {text}\n".encode()) if text else ("200 OK", b"ok\n")
         return "404 Not Found", b"not here; try /metrics, /healthz or /readyz\n"
 
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        verb, target, _ = head.split(b" ", 2)
+        status, body = page(target.partition(b"?")[0] if verb == b"GET" else b"")
+        writer.write(
+            f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n".encode()
+            + body
+        )
+        await writer.drain()
+
+    waiting: dict[asyncio.StreamWriter, None] = {}  # oldest first
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), timeout=5)
-            verb, target, _ = head.split(b" ", 2)
-            status, body = page(target.partition(b"?")[0] if verb == b"GET" else b"")
-            writer.write(
-                f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
-                "Connection: close\r\n\r\n".encode()
-                + body
-            )
-            await writer.drain()
+        waiting[writer] = None
+        if len(waiting) > MOST_OPEN:  # whoever asks at once is answered at once: the oldest does not mean to ask
+            _leave(next(iter(waiting)), waiting)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            try:
+                await asyncio.wait_for(talk(reader, writer), ANSWER_S)
+            except asyncio.TimeoutError:  # it may not even read
+                _leave(writer, waiting)
+        waiting.pop(writer, None)
         writer.close()
 
-    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES)
+    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES, backlog=BACKLOG)
+
+
+def _leave(writer: asyncio.StreamWriter, waiting: dict[asyncio.StreamWriter, None]) -> None:
+    waiting.pop(writer, None)
+    writer.transport.abort()
+
+
+class Scraped:
+    """The rendered metrics, made anew as often as a share of the loop allows: anybody who reaches the port may ask."""
+
+    def __init__(self, look: Callable[[], NodeState], more: More = None) -> None:
+        self._look, self._more = look, more
+        self._body = b""
+        self._next_s = 0.0
+
+    def body(self) -> bytes:
+        began_s = time.monotonic()
+        if began_s >= self._next_s:
+            self._body = render(self._look, self._more)
+            now_s = time.monotonic()
+            self._next_s = now_s + (now_s - began_s) / SHARE
+        return self._body

@@ -513,3 +513,32 @@ def test_those_that_hold_a_gpu_are_never_a_list_without_an_end(world):
     service = world.node.explain("service", world.service_of(offline))
 
     assert "the pause and chat hold GPU 0" in service.summary
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_a_brake_that_holds_on_a_full_disk_is_never_reported_as_failed(world, name, monkeypatch):
+    write = Path.write_text
+
+    def full(path, text, **more):
+        write(path, "", **more)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    if name == "pause":
+        world.brake.pause("alice")
+    else:
+        world.brake.drain("alice")
+
+    assert world.brake.switches.is_closed
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_a_brake_that_cannot_be_set_is_never_an_error_without_a_next_step(world, name, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+    with pytest.raises(NotNow, match="Read-only") as refused:
+        getattr(world.brake, name)("alice")
+    assert refused.value.next_step

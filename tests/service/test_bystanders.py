@@ -125,3 +125,12 @@ def test_a_process_of_which_only_the_hook_is_connected_is_never_taken_for_one_th
     rig.world.register.leave(online, "its shim is gone")
     rig.look(pid)
     assert rig.guarded() == [0]
+
+
+def test_cards_that_do_not_answer_never_count_as_looked_at(rig):
+    """After a start offline work waits until it is known who uses the cards."""
+    rig.guard.look({})
+    assert not rig.guard.has_looked
+
+    rig.look()
+    assert rig.guard.has_looked

@@ -82,3 +82,11 @@ def test_a_field_that_does_not_fit_never_fails_the_whole_answer():
     assert status.open_requests == 2**32 - 1
     assert status.useful_tokens == 2**64 - 1
     assert status.preemptions == 0
+
+
+def test_a_count_in_a_map_that_does_not_fit_never_fails_the_whole_answer(tmp_path):
+    """A predecessor's file may hold any number."""
+    world = KvWorld(tmp_path, config=CONFIG, handles=20)
+    world.gating.counters.refusals = {"quota": 1 << 200, "role": -1}
+
+    assert ask(world).counters.refusals == {"quota": 2**64 - 1, "role": 0}

@@ -9,6 +9,7 @@ from node_world import World, successor
 
 from valved.clients.leftovers import Leftovers
 from valved.machine.ports import ArmResult, LeftOff
+from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Reach
 
 
@@ -77,3 +78,18 @@ def test_a_copy_channel_that_is_owed_an_enable_never_bars_grants_for_as_long_as_
 
     assert len(leftovers) == 1
     assert leftovers.bar_grants() == ({0} if compute else set())
+
+
+def test_a_client_that_came_back_is_never_said_to_have_stayed_away(first):
+    """What it reports while the GPU is held is enabled once the GPU opens."""
+    h_client = next(iter(first.books.clients[first.offline(pid=300)].channels))[0]
+    second = successor(first)
+    second.gate.enable_unless_held = lambda channel: LeftOff.HELD
+    second.add_channel(second.hello(300).client, h_client=h_client, compute=False)
+    second.gate.enable_unless_held = lambda channel: LeftOff.ENABLED
+
+    second.handover.settle(patience_over=True)
+
+    told = second.journal.recent(lambda event: event.kind is EventKind.ENABLED_LEFTOVER, 1)
+    assert told
+    assert "come back" not in told[0].reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 from lent_fds import lend
-from node_world import World
+from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, say
 from scarce import left, opened
 
 from valved.abi.link import (
@@ -25,98 +24,14 @@ from valved.abi.link import (
     RefusedMessage,
     RmClient,
     Schedule,
-    Welcome,
     build,
-    parse,
 )
 from valved.clients import outbox
 from valved.clients.server import PENDING_PER_PROCESS, LinkServer
 from valved.clients.turns import SHARE
-from valved.config import Config, QuotaTable
 from valved.machine.helpers import Closer
-from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
 from valved.model.ids import Role
-
-PATIENCE_S = 200.0  # ends only a hung test
-HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), driver=0, build="t", comm="t")
-
-
-class Server:
-    """A link server on an asyncio loop of its own thread; `call` runs something on that loop."""
-
-    def __init__(self, folder, hello_s=600):
-        self.path = folder / "link.sock"
-        self.loop = asyncio.new_event_loop()
-        # Every peer is this very process, and one that has just gone may still be in the books.
-        quota = QuotaTable(clients_per_process=1000)
-        self.world = World(folder, config=Config(quota=quota), processes=SelfProcesses())
-        self.world.register._exits.reactor = self.loop
-        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s, Closer())
-        self.thread = threading.Thread(target=self.loop.run_forever)
-
-    def __enter__(self):
-        self.thread.start()
-        self.call(self.link.start)
-        return self
-
-    def __exit__(self, *_):
-        self.call(self.link.stop)
-        for client in list(self.world.books.clients):
-            self.call(lambda client=client: self.world.register.leave(client, "end"))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-    def call(self, what):
-        async def run():
-            return what()
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
-
-    def connect(self):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(PATIENCE_S)
-        sock.connect(str(self.path))
-        return sock
-
-    def welcome(self):
-        sock = self.connect()
-        say(sock, LinkType.HELLO, HELLO)
-        packet, fds = hear(sock)
-        assert isinstance(packet.body, Welcome)
-        return sock, packet.body, fds
-
-    def until(self, condition):
-        deadline = threading.Event()
-        for _ in range(int(PATIENCE_S / 0.002)):
-            if self.call(condition):
-                return
-            deadline.wait(0.002)
-        raise AssertionError("never happened")
-
-
-class SelfProcesses(LinuxProcesses):
-    """Real processes; the world's setter for its reactor is not needed."""
-
-    _reactor = None
-
-
-def say(sock, kind, body, fds=()):
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([build(kind, body, seq=7, sent_ns=0)], rights)
-
-
-def hear(sock):
-    """One packet and its descriptors; (None, []) at the end of the file."""
-    data, fds, _, _ = socket.recv_fds(sock, 1024, 8)
-    return (parse(data), fds) if data else (None, [])
-
-
-def is_closed(sock):
-    with contextlib.suppress(ConnectionResetError):
-        return sock.recv(1024) == b""
-    return True
 
 
 @pytest.fixture
@@ -489,9 +404,6 @@ def test_a_burst_of_orders_never_costs_a_peer_its_link(server):
     sock.close()
 
 
-COST_S = 0.002  # of a driver call
-
-
 def test_a_flood_never_keeps_others_from_being_welcomed(server):
     """Messages without an answer, as fast as they can be sent: its share of the loop is bounded, whatever they are."""
     flooder, _, fds = server.welcome()
@@ -518,7 +430,8 @@ def test_a_flood_never_keeps_others_from_being_welcomed(server):
 
     thread = threading.Thread(target=flood)
     thread.start()
-    server.until(lambda: server.link._turns._each and min(b.left_ns for b in server.link._turns._each.values()) <= 0)
+    buckets = server.link._turns._each
+    server.until(lambda: buckets.of and min(bucket.left_ns for bucket in buckets.of.values()) <= 0)
     began, seen = time.monotonic(), len(handled)
     for _ in range(40):
         greet(server)
@@ -531,10 +444,3 @@ def test_a_flood_never_keeps_others_from_being_welcomed(server):
     flooder.close()
     for fd in fds:
         os.close(fd)
-
-
-def greet(server):
-    sock, _, fds = server.welcome()
-    for fd in fds:
-        os.close(fd)
-    sock.close()

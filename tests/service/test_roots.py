@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from node_world import World, successor
 
+from valved.errors import InvalidRequest
 from valved.model.ids import Role, ServiceId
 
 
@@ -75,3 +78,15 @@ def test_no_service_outlives_the_last_process_that_it_waits_for(first):
     assert not second.gating.online
     assert not second.books.claims
     second.check()
+
+
+def test_a_drain_never_ends_valved_or_what_valved_runs_in(first):
+    """Whoever may claim names any process, and offline processes are killed in the end."""
+    first.processes.add(1, parent=0)
+    first.processes.add(os.getpid(), parent=1)
+
+    for pid in (1, os.getpid()):
+        with pytest.raises(InvalidRequest, match="valved runs below"):
+            first.node.launch(pid, first.processes.start_time(pid), Role.OFFLINE, "x")
+    assert not first.books.claims
+    assert first.node.launch(1, first.processes.start_time(1), Role.ONLINE, "a container")

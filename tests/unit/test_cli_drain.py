@@ -105,3 +105,12 @@ def test_who_is_left_of_very_many_is_never_a_wall_of_text(run, capsys):
     run(status(*map(leaver, range(1, 101))), status())
 
     assert "and 92 more" in capsys.readouterr().err
+
+
+def test_a_valved_that_is_busy_for_once_never_ends_a_drain():
+    before = status(leaver(7))
+
+    def slow():
+        raise CliError("does not answer", FAILED, is_silence=True)
+
+    assert drain.look(SimpleNamespace(status=slow), before, ends=False) is before

@@ -485,7 +485,7 @@ def test_the_prices_that_status_shows_are_those_of_the_page():
 
 def test_a_mode_that_does_not_come_into_force_is_never_a_success(monkeypatch, tmp_path):
     monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(up, "status_of", lambda folder: node_pb2.Status(mode=node_pb2.MODE_HARVEST))
+    monkeypatch.setattr(up, "ask", lambda folder: node_pb2.Status(mode=node_pb2.MODE_HARVEST))
     options = argparse.Namespace(config=None, mode="observe", foreground=False, metrics_port=None)
 
     with pytest.raises(CliError, match="in mode harvest") as refused:

@@ -185,3 +185,15 @@ def test_the_ring_forgets_the_oldest(tmp_path):
         journal.emit(EventKind.NOTED)
 
     assert [event.seq for event in journal.recent(lambda e: True, 100)] == [16, 17, 18, 19, 20]
+
+
+def test_a_line_that_a_full_disk_cut_short_never_takes_the_next_one_with_it(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    path.write_text('{"seq":1}\n{"seq":2,"ki')
+
+    file = LineFile(path, 1 << 20)
+    for seq in (3, 4):
+        file.write(Event(seq, 0, EventKind.NOTED))
+    file.close()
+
+    assert [record["seq"] for record in read_lines(path)] == [1, 3, 4]

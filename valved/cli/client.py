@@ -96,15 +96,21 @@ def node() -> Iterator[NodeClient]:
         connection.close()
 
 
-def status_of(folder: Path) -> Any | None:
-    """What the valved of this folder says of itself; None if none answers."""
+def ask(folder: Path) -> Any:
+    """What the valved of this folder says of itself. CliError: why there is no answer."""
     connection = NodeClient(folder)
     try:
         return connection.status()
-    except CliError:
-        return None
     finally:
         connection.close()
+
+
+def status_of(folder: Path) -> Any | None:
+    """The same; None if none answers."""
+    try:
+        return ask(folder)
+    except CliError:
+        return None
 
 
 def is_running(folder: Path) -> bool:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from rich.markup import escape
 from valve.v1 import node_pb2
 
 from valved.cli import remap, words
-from valved.cli.client import is_running, status_of
-from valved.cli.exits import FINDINGS, OK
+from valved.cli.client import ask
+from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError
 from valved.fds import is_absent
 from valved.paths import preload_library, run_dir
 
@@ -43,6 +44,7 @@ class Grade(enum.Enum):
 
 ONLINE = node_pb2.ROLE_ONLINE
 PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
+LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
 DCGM = ("nv-hostengine", "dcgm-exporter")
 
 
@@ -225,10 +227,10 @@ def check_glibc() -> Finding:
 
 def check_privileges() -> Finding:
     if os.geteuid() == 0:
-        return fine("privileges", "root: real-time priority for the gate, processes of every user")
+        return fine("privileges", "root: the gate's threads come first (niceness -20), processes of every user")
     return note(
         "privileges",
-        "not root: no real-time priority for the gate, only this user's processes",
+        "not root: the gate's threads wait like any other, only this user's processes",
         "for a serving machine: sudo valve service install",
     )
 
@@ -246,51 +248,53 @@ def check_seccomp() -> Finding:
     return fine("kernel", f"Linux {platform.release()}")
 
 
-def check_daemon() -> Finding:
-    folder = run_dir()
-    if is_running(folder):
-        return fine("valved", f"answers in {folder}")
-    return note("valved", f"no valved answers in {folder}", "valve up")
+def check_valved() -> list[Finding]:
+    """What valved says of itself, and what only valved knows. It is asked once: one that hangs takes seconds."""
+    try:
+        answer = ask(run_dir())
+    except CliError as error:
+        is_absent_here = error.code == NOT_RUNNING
+        told = (
+            note("valved", str(error), "valve up") if is_absent_here else broken("valved", str(error), error.next_step)
+        )
+        return [told, *(unknown(what, "only valved knows, and it does not answer here") for what in (LOCK, MEMORY))]
+    widths = [len(service.gpus) for service in answer.services if service.role == ONLINE]
+    return [judge_valved(answer), judge_lock(answer.driver, widths), judge_remap(answer.memory)]
 
 
-def check_lock() -> Finding:
-    """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another."""
-    answer = status_of(run_dir())
-    if answer is None:
-        return unknown("driver lock", "only valved can measure it, and no valved answers here")
-    return judge_lock(answer.driver, [len(service.gpus) for service in answer.services if service.role == ONLINE])
+def judge_valved(answer: Any) -> Finding:
+    """Whether the one that runs is the one that is installed."""
+    installed = version("valve")
+    if answer.version != installed:
+        step = "restart it: sudo systemctl restart valved"
+        return note("valved", f"{answer.version} runs in {run_dir()}, {installed} is installed", step)
+    return fine("valved", f"answers in {run_dir()}")
 
 
 def judge_lock(driver: Any, widths: list[int]) -> Finding:
-    """`widths`: GPUs of each online service."""
+    """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another. `widths`: GPUs of
+    each online service."""
     widest = max(widths, default=0)
     if widest < 2:
-        return fine("driver lock", "no online service uses several GPUs, so the lock does not matter")
+        return fine(LOCK, "no online service uses several GPUs, so the lock does not matter")
     if not driver.HasField("device_only_lock"):
-        return unknown("driver lock", words.lock(driver))
+        return unknown(LOCK, words.lock(driver))
     if driver.device_only_lock or widest < PATCH_PAYS:
-        return fine("driver lock", words.lock(driver))
+        return fine(LOCK, words.lock(driver))
     return note(
-        "driver lock",
+        LOCK,
         f"stock: the {widest} GPUs of a service are stopped one after another",
         "with the one-word driver patch they stop at the same time (patches/driver)",
     )
 
 
-def check_remap() -> Finding:
-    """Can memory be taken from the offline processes here while online work waits for it?"""
-    answer = status_of(run_dir())
-    if answer is None:
-        return unknown("KV memory", "only valved can try it, and no valved answers here")
-    return judge_remap(answer.memory)
-
-
 def judge_remap(memory: Any) -> Finding:
+    """Can memory be taken from the offline processes here while online work waits for it?"""
     failed = remap.failed(memory)
     if not failed:
-        return fine("KV memory", remap.passed(memory))
+        return fine(MEMORY, remap.passed(memory))
     return note(
-        "KV memory",
+        MEMORY,
         f"memory is taken between two steps of the engine, so a request may wait for a step: {'; '.join(failed)}",
         "a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
     )
@@ -305,9 +309,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_glibc,
     check_seccomp,
     check_privileges,
-    check_daemon,
-    check_lock,
-    check_remap,
 )
 MARKS = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.BROKEN: "red", Grade.UNKNOWN: "magenta"}
 
@@ -321,7 +322,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    findings = [check() for check in CHECKS] + list(check_cards())
+    findings = [*(check() for check in CHECKS), *check_valved(), *check_cards()]
     if options.json:
         print(json.dumps([{**asdict(item), "verdict": item.verdict.value} for item in findings], indent=2))
     else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
+from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli.client import NodeClient, node
@@ -100,8 +101,8 @@ def reclaims(connection: NodeClient) -> int:
 
 def show(answer: Any, now_ns: int) -> None:
     console = Console(soft_wrap=True)
-    console.print(answer.summary, style="bold")
+    console.print(Text(answer.summary, style="bold"))
     for fact in answer.facts:
-        console.print(f"  {fact}")
+        console.print(Text(f"  {fact}"))
     for event in answer.decisions:
         console.print(line(event, now_ns))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
+from collections.abc import Collection
 
 from valved.cli import doctor, drain, events, explain, pause, policy, record, run, status, systemd, top, up
-from valved.cli.exits import USAGE, CliError
+from valved.cli.exits import FAILED, USAGE, CliError
 
 COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
@@ -24,6 +25,11 @@ def plugins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def parser() -> argparse.ArgumentParser:
+    return build()[0]
+
+
+def build() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """With the names of its commands."""
     root = argparse.ArgumentParser(
         prog="valve",
         description="Offline work on the GPUs of online services, out of the way in under a millisecond.",
@@ -38,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
-    return root
+    return root, commands.choices
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
                 USAGE,
                 "pip install valve-tools",
             )
-        options = parser().parse_args(arguments)
+        root, known = build()
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+            names = ", ".join(sorted({*known, *extra, *TOOLS}))
+            raise CliError(f"{arguments[0]}: no such command", USAGE, f"there are: {names}")
+        options = root.parse_args(arguments)
         return int(options.run(options))
     except CliError as error:
         print(f"valve: {error}", file=sys.stderr)
@@ -67,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return USAGE
+    except OSError as error:  # a full disk, say, or a file that is not ours
+        print(f"valve: {error.filename or arguments[0]}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
 
 
 if __name__ == "__main__":

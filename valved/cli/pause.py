@@ -43,7 +43,8 @@ def pause(_options: argparse.Namespace) -> int:
     except PermissionError:
         return _ask("Pause", node_pb2.PauseRequest(by=_who()))
     except OSError as error:
-        raise _not_ours(path, error) from None
+        if not path.is_file():  # a full disk still takes names, and an empty file says enough
+            raise _not_ours(path, error) from None
     print(f"paused: the file {path} is there", flush=True)  # whatever becomes of the rest: valved watches this file
     return _tell("Pause", node_pb2.PauseRequest(by=_who()), "valved stops offline work when it sees the file")
 
@@ -82,7 +83,9 @@ def _tell(method: str, request: Any, otherwise: str) -> int:
 
 
 def _not_ours(path: Path, error: OSError) -> CliError:
-    return CliError(f"{path}: {error.strerror}", next_step="use the user that runs valved, for example with sudo")
+    is_ours = not isinstance(error, PermissionError)
+    step = "see that this folder can be written" if is_ours else "use the user that runs valved, for example with sudo"
+    return CliError(f"{path}: {error.strerror}", next_step=step)
 
 
 def _brake() -> Path:

@@ -23,6 +23,7 @@ SETTINGS = {
     "cooldown.window_ms": ("cooldown_window_ns", MS),
     "cooldown.factor": ("cooldown_factor", 1),
 }
+MOST_NS = 30 * 24 * 3600 * 1000 * MS  # the longest window that valved takes
 POSITIVE = "give a positive number, as in cooldown.floor_ms=10"
 
 
@@ -81,6 +82,8 @@ def changes(settings: list[str]) -> dict[str, Any]:
         if not 0 < value < float("inf"):
             raise CliError(f"{name}: {text} is not a positive, finite number", USAGE, POSITIVE)
         found[field] = value if scale == 1 else round(value * scale)
+        if scale != 1 and not 1 <= found[field] <= MOST_NS:  # valved takes 0 for "as it was"
+            raise CliError(f"{name}: {text} is out of range", USAGE, f"give {1 / scale:f} to {MOST_NS / scale:.0f}")
     return found
 
 

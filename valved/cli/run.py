@@ -20,6 +20,7 @@ from valved.cli.client import DEADLINE_S, node
 from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError
 from valved.cli.loadable import obstacle
 from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
+from valved.model.plain import plain
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 from valved.state import pending
 
@@ -150,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
     if not argv:
         raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
     role = "online" if options.online else "offline"
-    name = options.name or Path(argv[0]).name
+    name = plain(options.name or Path(argv[0]).name)  # as valved keeps it
     said = words(options)
     if role == "offline" and not options.ungated and (why := obstacle(argv[0])):
         raise CliError(

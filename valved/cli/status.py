@@ -72,13 +72,14 @@ def observed(answer: Any) -> str:
     return f"observing: {each}; harvesting would give about {worth:.1f} of a GPU\n"
 
 
-def gpu_state(gpu: Any) -> str:
+def gpu_state(gpu: Any) -> Text:
     """What offline work may do on this GPU now."""
     if gpu.guarded_because:
-        return "[yellow]guarded[/]"
+        return Text("guarded", style="yellow")
     if not gpu.channels:
-        return "none here"
-    return f"[yellow]stopped[/] ({gpu.channels} ch)" if gpu.gated else f"[green]may run[/] ({gpu.channels} ch)"
+        return Text("none here")
+    state = ("stopped", "yellow") if gpu.gated else ("may run", "green")
+    return Text.assemble(state, f" ({gpu.channels} ch)")
 
 
 def no_gpus() -> Text:

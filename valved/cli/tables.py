@@ -8,10 +8,12 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 
 class FittingTable:
-    """Rows of cells with rich markup. `spare` names columns in the order in which they go when room is short."""
+    """Rows of cells. No cell is markup: strangers choose names. `spare` names columns in the order in which they go
+    when room is short."""
 
     def __init__(self, title: str, columns: Sequence[str], *, spare: Sequence[str] = ()) -> None:
         unknown = set(spare) - set(columns)
@@ -20,12 +22,12 @@ class FittingTable:
         self._title = title
         self._columns = list(columns)
         self._spare = list(spare)
-        self._rows: list[tuple[str, ...]] = []
+        self._rows: list[tuple[Text, ...]] = []
 
-    def add_row(self, *cells: str) -> None:
+    def add_row(self, *cells: str | Text) -> None:
         if len(cells) != len(self._columns):
             raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
-        self._rows.append(cells)
+        self._rows.append(tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
 
     def columns_for(self, console: Console, width: int) -> list[str]:
         """The columns that a terminal of this width shows."""

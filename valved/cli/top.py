@@ -114,8 +114,8 @@ def interval(text: str) -> float:
     return seconds
 
 
-def line(shares: deque[float]) -> str:
-    return f"[cyan]{words.sparkline(list(shares)).rjust(WIDTH)}[/]"
+def line(shares: deque[float]) -> Text:
+    return Text(words.sparkline(list(shares)).rjust(WIDTH), style="cyan")
 
 
 def gpus(answer: Any, history: History) -> RenderableType:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from valved.cli import words
-from valved.cli.client import is_running, status_of
-from valved.cli.exits import FAILED, OK, REFUSED, USAGE, CliError
+from valved.cli.client import ask, is_running, status_of
+from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
 from valved.config import load_config
 from valved.errors import ConfigError
@@ -68,8 +68,12 @@ def arguments(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def up(options: argparse.Namespace) -> int:
     folder = folder_of(options.config)
-    running = status_of(folder)
-    if running is not None:
+    try:
+        running = ask(folder)
+    except CliError as error:
+        if error.code != NOT_RUNNING:  # it hangs, or is another user's
+            raise
+    else:
         return say_running(running, options, folder)
     if options.foreground:
         argv = arguments(options, folder)

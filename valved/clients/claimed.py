@@ -45,6 +45,10 @@ class ClaimedRoots:
         self._book_claim(root, role, name or self._processes.comm(pid), cgroup)
         return self._books.claims.get(root)
 
+    def is_above_valved(self, pid: int) -> bool:
+        """It is valved itself, or an ancestor: init, say, or a shell from which valved was started."""
+        return pid in self._processes.ancestors(os.getpid())
+
     def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
         known = self._books.claims.get(root)
         claim = self._books.claim(root, role, name, cgroup)

@@ -26,6 +26,7 @@ from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
+from valved.clients.turns import Buckets
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.ending import KILL
@@ -47,6 +48,9 @@ DAEMON_FEATURES = (
     | Feature.PLAIN_COUNT
     | Feature.KEEP_STOP
 )
+
+
+TELL_NS = 500_000_000  # of one user's malformed messages, one is told in this time, and twenty at once
 
 
 class ClientsListener:
@@ -111,6 +115,7 @@ class Register:
         ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self._connections: dict[ClientId, Connection] = {}
+        self._told_malformed = Buckets(share=1.0, burst_ns=20 * TELL_NS)  # by user
 
     def _changed(self) -> None:
         self.listener.books_changed()
@@ -178,9 +183,13 @@ class Register:
         self._books.add_client(entry)
         self._connections[client] = connection
         self._gating.counters.clients += 1
-        self._gating.client_joined(entry)
-        self.channels.lease.client_joined(entry)
-        self.listener.client_joined(entry)
+        try:
+            self._gating.client_joined(entry)
+            self.channels.lease.client_joined(entry)
+            self.listener.client_joined(entry)
+        except Exception:  # it hears of no welcome, so nobody may count on it
+            self.leave(client, "it could not be welcomed")
+            raise
         welcome = Welcome(
             role=role,
             features=DAEMON_FEATURES | self.listener.features(),
@@ -295,12 +304,23 @@ class Register:
         connection = self._connections.get(client)
         return connection is not None and connection.send(kind, body, seq, fds, arrived)
 
+    def is_awaited(self, pid: int) -> bool:
+        """A process of this number is known from before: claimed as online, welcomed once, or it left channels off."""
+        claims = (claim.root for claim in self._books.claims.values() if claim.role is Role.ONLINE)
+        known = (claims, self.lived.known, self.channels.leftovers.owners())
+        return any(process.pid == pid for processes in known for process in processes)
+
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
         return self._books.clients[client].service in self._gating.online
 
     def malformed(self, pid: int, uid: int, why: str) -> None:
+        """Each is counted; what one user causes never fills the journal."""
         self._gating.counters.malformed += 1
+        now_ns = self._clock.now_ns()
+        if self._told_malformed.wait_ns(uid, now_ns):
+            return
+        self._told_malformed.took(uid, TELL_NS, now_ns)
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
 
     def close(self) -> None:

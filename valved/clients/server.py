@@ -32,7 +32,7 @@ from valved.abi.link import (
 )
 from valved.clients.outbox import Arrived, Outbox, widen
 from valved.clients.register import Register
-from valved.clients.turns import Turns
+from valved.clients.turns import Knocks, Turns
 from valved.fds import Fds
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
@@ -84,11 +84,10 @@ FROM_CLIENT = frozenset(
 class LinkConnection:
     """One accepted peer."""
 
-    def __init__(self, server: LinkServer, sock: socket.socket) -> None:
+    def __init__(self, server: LinkServer, sock: socket.socket, pid: int, uid: int) -> None:
         self._server = server
         self._sock = sock
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        self.pid, self.uid, _ = CREDENTIALS.unpack(raw)
+        self.pid, self.uid = pid, uid
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
@@ -148,7 +147,7 @@ class LinkServer:
     ) -> None:
         self.loop = self._loop = loop
         self.closer = closer
-        self._turns = Turns()
+        self._turns, self._knocks = Turns(), Knocks()
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
@@ -219,6 +218,7 @@ class LinkServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
+        until_ns = time.monotonic_ns() + TURN_NS
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 sock, _ = self._listener.accept()
@@ -230,6 +230,8 @@ class LinkServer:
                 self._loop.call_later(0.1, self._resume_accept)
                 return
             self._admit(sock)
+            if time.monotonic_ns() > until_ns:
+                return  # the others after what else waits
 
     def _turn_away(self) -> None:
         """Every connection gets an answer: the spare descriptor is lent for it."""
@@ -257,8 +259,13 @@ class LinkServer:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, sock: socket.socket) -> None:
+        pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if len(self._silent(pid)) >= PENDING_PER_PROCESS and self._must_wait_ns(pid, uid):  # the cheapest answer
+            self._register.malformed(pid, uid, "too many connections at once")
+            self.closer.close([sock.detach()])
+            return
         sock.setblocking(False)
-        peer = LinkConnection(self, sock)
+        peer = LinkConnection(self, sock, pid, uid)
         self._peers.add(peer)
         self._pending[peer] = self._loop.call_later(self._hello_s, self._drop, peer, "no HELLO")
         self._loop.add_reader(sock, self._read, peer)
@@ -266,20 +273,31 @@ class LinkServer:
         self._thin_out(peer.pid)
 
     def _thin_out(self, pid: int) -> None:
-        silent = [peer for peer in self._pending if peer.pid == pid]
+        silent = self._silent(pid)
         if len(silent) <= PENDING_PER_PROCESS:
             silent = list(self._pending) if len(self._pending) > PENDING else []
         if silent:
             self._register.malformed(silent[0].pid, silent[0].uid, "too many silent connections")
             self._drop(silent[0], "too many silent connections")
 
+    def _silent(self, pid: int) -> list[LinkConnection]:
+        return [peer for peer in self._pending if peer.pid == pid]
+
     def _read(self, peer: LinkConnection) -> None:
-        if peer.client is not None and not peer.is_online:
+        if peer.client is None:
+            if wait_ns := self._must_wait_ns(peer.pid, peer.uid):
+                self._rest(peer, wait_ns / 1e9)
+                return
+        elif not peer.is_online:
             wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
             if wait_ns or self.closer.is_behind:
                 self._rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
                 return
         self._read_some(peer)
+
+    def _must_wait_ns(self, pid: int, uid: int) -> int:
+        """Before its HELLO is read."""
+        return self._knocks.wait_ns(pid, uid, time.monotonic_ns(), self._register.is_awaited)
 
     def _rest(self, peer: LinkConnection, seconds: float) -> None:
         """Not read for a while; the end of its process is noticed all the same."""
@@ -324,12 +342,7 @@ class LinkServer:
                 raise Malformed(f"{packet.type.name} before HELLO")
             if peer.sender != peer.pid:
                 raise Malformed(f"HELLO of process {peer.sender} on a connection of process {peer.pid}")
-            self._pending.pop(peer).cancel()
-            peer.may_pass_descriptors()  # before the answer that invites them
-            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
-            peer.is_online = peer.client is not None and self._register.is_online(peer.client)
-            if peer.client is None:
-                peer.close()
+            self._hello(peer, packet)
             return
         if packet.type not in FROM_CLIENT:
             raise Malformed(f"{packet.type.name} from a client")
@@ -339,10 +352,29 @@ class LinkServer:
             now_ns = time.monotonic_ns()
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
+    def _hello(self, peer: LinkConnection, packet: Packet) -> None:
+        self._pending.pop(peer).cancel()
+        peer.may_pass_descriptors()  # before the answer that invites them
+        began_ns = time.monotonic_ns()
+        try:
+            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
+            peer.is_online = peer.client is not None and self._register.is_online(peer.client)
+        finally:  # also if that failed: no timer ends a connection without a client
+            self._took(peer, began_ns)
+            if peer.client is None:
+                peer.close()
+
     def _drop(self, peer: LinkConnection, reason: str) -> None:
+        began_ns = time.monotonic_ns()
         peer.close()
         if peer.client is not None:
             self._register.leave(peer.client, reason)
+        self._took(peer, began_ns)
+
+    def _took(self, peer: LinkConnection, began_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        if not peer.is_online:
+            self._knocks.took(peer.pid, peer.uid, now_ns - began_ns, now_ns)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:

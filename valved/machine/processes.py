@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from valved.model.ids import ProcessId
+from valved.model.plain import plain
 
 _FIELD_STATE = 3
 _FIELD_PARENT = 4
@@ -114,7 +115,7 @@ class LinuxProcesses:
         return next(iter(unified or paths), None)
 
     def comm(self, pid: int) -> str:
-        return (self._read(pid, "comm") or "").rstrip("\n")
+        return plain((self._read(pid, "comm") or "").removesuffix("\n"))
 
     def open_pidfd(self, pid: int) -> int:
         try:

@@ -12,6 +12,7 @@ from valved.gate.wake import GateService
 from valved.model.consent import SILENT, Said, check
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role
+from valved.model.plain import plain
 from valved.model.states import Explanation, NodeState, PolicyState
 from valved.node.brake import Brake
 from valved.node.handover import Handover
@@ -19,6 +20,12 @@ from valved.node.status import Reporter
 from valved.policy.cooldown import CooldownSettings
 from valved.state.journal import Journal, Watcher
 
+KNOWN = {  # where to look for the numbers that there are
+    "gpu": "see: valve status",
+    "pid": "see: valve status",
+    "service": "see: valve status",
+    "reclaim": "see: valve explain reclaims",
+}
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
 
@@ -67,7 +74,9 @@ class Node:
         if role is Role.OFFLINE and self._brake.refusal:
             step = "valve resume" if self._brake.is_draining else "set the mode to harvest: valve mode harvest"
             raise NotNow(self._brake.refusal, field="role", next_step=step)
-        claim = self._register.claimed.claim(pid, start_time, role, name)
+        if role is Role.OFFLINE and self._register.claimed.is_above_valved(pid):
+            raise InvalidRequest(f"valved runs below process {pid}: a drain would end it as well", field="pid")
+        claim = self._register.claimed.claim(pid, start_time, role, plain(name))
         if claim is None:
             raise NotFound(
                 f"process {pid} that started at {start_time} does not exist",
@@ -112,7 +121,7 @@ class Node:
             after = replace(before, **changes)  # type: ignore[arg-type]
         except ValueError as error:
             raise InvalidRequest(
-                str(error), field="cooldown", next_step="valve policy shows these settings, in ms"
+                str(error).replace("_ns", ""), field="cooldown", next_step="valve policy shows these settings, in ms"
             ) from None
         if after != before:
             self._set_cooldown(after, changes)
@@ -131,7 +140,7 @@ class Node:
         self._journal.emit(EventKind.POLICY, reason=f"cooldown {words}")
 
     def pause(self, by: str) -> NodeState:
-        self._brake.pause(by or "an unnamed caller")
+        self._brake.pause(plain(by) or "an unnamed caller")
         return self.status()
 
     def resume(self) -> NodeState:
@@ -140,7 +149,7 @@ class Node:
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
         """Returns at once: offline processes may take their time to end."""
-        self._brake.drain(by or "an unnamed caller", self.stop if stop else None)
+        self._brake.drain(plain(by) or "an unnamed caller", self.stop if stop else None)
         return self.status()
 
     def explain(self, subject: str, number: int) -> Explanation:
@@ -154,5 +163,5 @@ class Node:
             raise InvalidRequest("name a GPU, a process, a service or a reclaim", field="subject")
         answer = explainers[subject](number)
         if answer is None:
-            raise NotFound(f"valved knows no {subject} {number}", field=subject, next_step="see: valve status")
+            raise NotFound(f"valved knows no {subject} {number}", field=subject, next_step=KNOWN[subject])
         return answer

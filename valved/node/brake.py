@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valved.clients.register import Register
+from valved.errors import NotNow
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.model.events import EventKind
@@ -77,7 +78,7 @@ class Brake:
     def pause(self, by: str) -> None:
         """Write the file; what follows is the same as if a user had written it."""
         if not self._pause_file.exists():
-            self._pause_file.write_text(f"{by}\n", encoding="utf-8")
+            _put(self._pause_file, by)
         self.look_at_file()
 
     def resume(self) -> None:
@@ -109,7 +110,7 @@ class Brake:
         none is left and no memory moves, this daemon is about to end: its successor begins without a drain."""
         self._journal.emit(EventKind.POLICY, reason="drain", by=by)
         if then is None:
-            self._drain_file.write_text(f"{by}\n", encoding="utf-8")
+            _put(self._drain_file, by)
             self.look_at_file()
         else:
             self._then.append(then)
@@ -163,6 +164,16 @@ class Brake:
         else:
             self.leaving.take_back()
         self._gating.permits.look_at_all()
+
+
+def _put(path: Path, by: str) -> None:
+    """An empty file says enough: a full disk still takes names."""
+    try:
+        path.write_text(f"{by}\n", encoding="utf-8")
+    except OSError as error:
+        if not path.exists():
+            step = "make room in this folder, or set another mode: valve mode observe"
+            raise NotNow(f"{path} cannot be written: {error.strerror}", next_step=step) from None
 
 
 def _first_line(path: Path) -> str | None:

@@ -97,7 +97,7 @@ class Bystanders:
             self._set(gpu.index, tuple(users))
         self._stop(ungated)
         self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
-        self.has_looked = True
+        self.has_looked |= all(gpu.uuid in cards for gpu in self._gpus)
 
     def _set(self, gpu: GpuIndex, users: tuple[str, ...]) -> None:
         if users == self._users.get(gpu, ()):

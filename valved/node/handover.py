@@ -254,7 +254,7 @@ class Handover:
             self._journal.emit(
                 EventKind.ENABLED_LEFTOVER,
                 gpus=tuple(sorted({channel.gpu for channel in due})),
-                reason="their clients did not come back",
+                reason="a predecessor may have left them off",  # of clients that are back, too: the GPU was held then
                 channels=len(due),
                 known_to_driver=known,
             )

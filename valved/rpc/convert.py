@@ -40,14 +40,21 @@ def fill(message: Any, value: Any) -> Any:
 def _fields(kind: Any, descriptor: Any) -> tuple[tuple[str, Bounds], ...]:
     """With what a number may be. A status has thousands of fields of a few kinds."""
     names = [item.name for item in dataclasses.fields(kind)]
-    return tuple((name, BOUNDS.get(descriptor.fields_by_name[name].cpp_type)) for name in names)
+    return tuple((name, _bounds(descriptor.fields_by_name[name])) for name in names)
+
+
+def _bounds(field: Any) -> Bounds:
+    """Of each value, where the field is a map."""
+    inner = field.message_type
+    is_map = inner is not None and inner.GetOptions().map_entry
+    return BOUNDS.get(inner.fields_by_name["value"].cpp_type if is_map else field.cpp_type)
 
 
 def _set(message: Any, name: str, value: Any, bounds: Bounds) -> None:
     if isinstance(value, (int, str, float)):
         setattr(message, name, _scalar(value, bounds))
     elif isinstance(value, Mapping):
-        getattr(message, name).update(value)
+        getattr(message, name).update({key: _scalar(inner, bounds) for key, inner in value.items()})
     elif isinstance(value, tuple):
         target = getattr(message, name)
         for item in value:

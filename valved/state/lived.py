@@ -19,30 +19,30 @@ FOLDER = "online"
 class Lived:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._known: set[ProcessId] = set()
+        self.known: set[ProcessId] = set()
 
     def read(self) -> set[ProcessId]:
         """The processes that predecessors welcomed and nobody has removed. OSError: that cannot be told."""
         for name in os.listdir(self._folder) if self._folder.exists() else ():
             pid, _, start_time = name.partition("-")
             if pid.isdecimal() and start_time.isdecimal():
-                self._known.add(ProcessId(pid=int(pid), start_time=int(start_time)))
-        return set(self._known)
+                self.known.add(ProcessId(pid=int(pid), start_time=int(start_time)))
+        return set(self.known)
 
     def put(self, process: ProcessId) -> None:
         """Before it is welcomed. A folder that takes no file must not keep it from being served."""
-        if process in self._known:
+        if process in self.known:
             return
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mknod(self._path(process), 0o600)  # which takes no descriptor
-            self._known.add(process)
+            self.known.add(process)
 
     def keep(self, is_alive: Callable[[ProcessId], bool]) -> None:
         """Remove those that have ended."""
-        for process in [process for process in self._known if not is_alive(process)]:
-            self._known.discard(process)
+        for process in [process for process in self.known if not is_alive(process)]:
+            self.known.discard(process)
             with contextlib.suppress(OSError):
                 self._path(process).unlink(missing_ok=True)
 

@@ -195,20 +195,21 @@ class RunFolder:
         """Become the valved of this folder; `replace` ends the present one first (it hands over its state)."""
         if self._try_lock():
             return
-        pid = self._owner()
         if not replace:
+            pid = self._owner()
             raise AlreadyRunning(
                 f"valved {pid or ''} already runs in {self.path}",
                 field="--run-dir",
-                next_step="use it, or start with --replace to take over from it",
+                next_step=f"use it, or take over from it: valved --run-dir {self.path} --replace",
             )
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, HAND_OVER)
-        deadline = time.monotonic() + REPLACE_S
+        deadline, told = time.monotonic() + REPLACE_S, 0
         while not self._try_lock():
+            if (pid := self._owner()) not in (0, told):
+                told = pid
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, HAND_OVER)
             if time.monotonic() > deadline:
-                raise AlreadyRunning(f"valved {pid} did not leave {self.path} within {REPLACE_S:.0f} s")
+                raise AlreadyRunning(f"valved {told or ''} did not leave {self.path} within {REPLACE_S:.0f} s")
             time.sleep(0.01)
 
     def queue(self) -> bool:
@@ -259,9 +260,12 @@ class RunFolder:
         return _lock(self._lock)
 
     def _owner(self) -> int:
+        """0: not known now. The file may name a valved that was killed, and its number may be a stranger's by now."""
         try:
-            return int((self.path / PID_FILE).read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
+            pid = int((self.path / PID_FILE).read_text(encoding="ascii"))
+            files = (os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
+            return pid if any(os.path.samestat(file, os.fstat(self._lock)) for file in files) else 0
+        except (OSError, ValueError):
             return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -60,6 +62,7 @@ class LineFile:
         try:
             file = self.path.open("a", encoding="utf-8", buffering=BUFFER_BYTES)
             self._bytes = self.path.stat().st_size
+            file.write("\n" * _is_torn(self.path))
             self.failure = ""
             return file
         except OSError as error:
@@ -79,13 +82,17 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Records of a recorded trace, oldest first. A line cut short by a crash ends the trace."""
-    with path.open(encoding="utf-8") as file:
+    """Records of a recorded trace, oldest first. A line that a crash or a full disk cut short costs itself alone."""
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
-            except ValueError:
-                return
+
+
+def _is_torn(path: Path) -> bool:
+    """Its last line has no end: the next one would be a part of it."""
+    with path.open("rb") as file:
+        return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
 
 
 def to_trace_events(records: Iterable[Mapping[str, Any]], names: Mapping[int, str] | None = None) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""The port of the metrics: whoever reaches it takes neither the descriptors nor the time of valved."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from node_world import World
+
+from valved import metrics
+from valved.metrics import MOST_OPEN, Scraped, serve_metrics
+
+PATIENCE_S = 100.0  # ends only a hung test
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Runs a story beside the port of a node."""
+
+    def run(story):
+        async def body():
+            server = await serve_metrics("127.0.0.1", 0, World(tmp_path).node.status)
+            try:
+                return await asyncio.wait_for(story(server.sockets[0].getsockname()[1]), PATIENCE_S)
+            finally:
+                server.close()
+
+        return asyncio.run(body())
+
+    return run
+
+
+async def fetched(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def test_connections_that_ask_nothing_never_take_the_descriptors_of_valved(served):
+    async def story(port):
+        before = len(os.listdir("/proc/self/fd"))
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MOST_OPEN)]
+        answer = await fetched(port)
+        for reader, _ in silent[:MOST_OPEN]:
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+        taken = len(os.listdir("/proc/self/fd")) - before - len(silent)
+        for _, writer in silent:
+            writer.close()
+        return answer, taken
+
+    answer, taken = served(story)
+
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert taken <= MOST_OPEN + 2
+
+
+def test_a_caller_that_does_not_read_is_never_waited_for_without_end(served, monkeypatch):
+    monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
+    monkeypatch.setattr(metrics, "render", lambda *_: bytes(50_000_000))
+
+    async def story(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.pause_reading()
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        while not any(task.get_coro().__name__ == "answer" for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
+        while any(task.get_coro().__name__ == "answer" for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+        writer.transport.resume_reading()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(50_000_000)
+        return True
+
+    assert served(story)
+
+
+def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatch):
+    now_s, made = [100.0], []
+
+    def slow(*_):
+        made.append(now_s[0])
+        now_s[0] += 0.03  # with 164 clients
+        return b"page"
+
+    monkeypatch.setattr(metrics, "render", slow)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now_s[0])
+    page = Scraped(lambda: None)
+
+    for _ in range(1000):
+        assert page.body() == b"page"
+        now_s[0] += 0.001
+
+    assert len(made) * 0.03 <= 0.11 * (now_s[0] - 100.0)

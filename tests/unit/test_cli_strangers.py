@@ -1,0 +1,147 @@
+"""What strangers choose, and what an operator mistypes: names of processes, numbers, commands that are none."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from valve.v1 import node_pb2
+
+from valved.cli import doctor, drain, explain, main, policy, status, top, up
+from valved.cli.client import DEADLINE_S
+from valved.cli.exits import FAILED, NOT_RUNNING, USAGE, CliError
+from valved.machine.processes import LinuxProcesses
+from valved.model.plain import MOST, plain
+
+NAMES = ["[/x]", "[red]", "[", "a[/]b", ":warning:"]
+
+
+def printed(what):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(what)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_process_never_breaks_a_view_or_vanishes_from_it(name, monkeypatch):
+    service = node_pb2.Service(id=7, name=name, role=node_pb2.ROLE_OFFLINE, gpus=[0], state=f"stopped: {name} holds")
+    gpu = node_pb2.Gpu(index=0, name=name, channels=8, reach="own")
+    client = node_pb2.Client(pid=9, comm=name, notes=[name])
+    engine = node_pb2.Engine(service=7, name=name, state=name)
+    memory = node_pb2.Memory(engines=[engine])
+    answer = node_pb2.Status(gpus=[gpu], services=[service], clients=[client], memory=memory)
+    shown = io.StringIO()
+    monkeypatch.setattr(explain, "Console", lambda **_: Console(file=shown, width=200))
+
+    explain.show(node_pb2.Explanation(summary=f"service 7 {name}", facts=[f"fact {name}"]), 0)
+
+    assert printed(status.render(answer)).count(name) >= 5
+    assert name in printed(top.render(answer, top.History(), top.View()))
+    assert shown.getvalue().count(name) == 2
+
+
+def test_a_name_never_carries_escape_sequences_line_ends_or_what_is_no_text():
+    assert plain("a\033]0;owned\007b\nc\udcff") == "a?]0;owned?b?c?"
+    assert plain("Übung 7[b]") == "Übung 7[b]"
+    assert len(plain("x" * 100_000)) == MOST
+
+
+def test_the_name_that_a_process_gives_itself_is_never_passed_on_as_it_is(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "comm").write_bytes(b"\033[2J\nx\n")
+
+    assert LinuxProcesses(tmp_path).comm(7) == "?[2J?x"
+
+
+@pytest.mark.parametrize("named", [[], ["--name", b"\xff\xfe"]])
+def test_a_name_that_is_no_text_never_keeps_an_online_process_from_running(tmp_path, named):
+    program = os.fsencode(tmp_path) + b"/serve\xff"
+    os.symlink("/bin/true", program)
+    command = [sys.executable, "-P", "-m", "valved.cli.main", "run", "--online", *named, "--", program]
+
+    done = subprocess.run(command, check=False, capture_output=True, env={**os.environ, "VALVE_RUN_DIR": str(tmp_path)})
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", ["1e30", "1e-9", "1e16"])
+def test_a_setting_that_no_valved_can_take_is_never_a_traceback_or_a_success(text):
+    with pytest.raises(CliError, match=r"cooldown\.floor_ms") as refused:
+        policy.changes([f"cooldown.floor_ms={text}"])
+
+    assert refused.value.code == USAGE
+
+
+def test_a_command_that_is_none_is_never_answered_without_those_of_the_other_wheels(monkeypatch, capsys):
+    monkeypatch.setattr(main, "plugins", lambda: {"cluster": None})
+
+    assert main.main(["runn"]) == USAGE
+
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("runn", "cluster", "doctor", "service"))
+
+
+@pytest.fixture
+def hung(tmp_path, monkeypatch):
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "valved.sock"))
+        listener.listen()
+        yield tmp_path
+
+
+def test_the_doctor_never_calls_a_daemon_that_hangs_absent_and_asks_it_once(hung):
+    began_s = time.monotonic()
+    first, *others = doctor.check_valved()
+
+    assert (first.verdict, first.fix.count("valve up")) == (doctor.Grade.BROKEN, 0)
+    assert "does not answer" in first.what
+    assert {one.verdict for one in others} == {doctor.Grade.UNKNOWN}
+    assert time.monotonic() - began_s < 2 * DEADLINE_S
+
+
+def test_another_daemon_is_never_started_beside_one_that_hangs(hung, monkeypatch):
+    monkeypatch.setattr(up, "start", lambda *_: pytest.fail("started"))
+
+    with pytest.raises(CliError, match="does not answer"):
+        up.up(argparse.Namespace(config=None, mode=None, foreground=False, metrics_port=None))
+
+
+def test_the_doctor_never_praises_a_priority_that_the_gate_does_not_have():
+    assert "real-time" not in doctor.check_privileges().what
+
+
+def test_a_valved_of_another_version_than_the_installed_one_is_never_called_fine():
+    told = doctor.judge_valved(node_pb2.Status(version="0.0.1"))
+
+    assert told.verdict is doctor.Grade.NOTE
+    assert "0.0.1" in told.what
+
+
+def test_a_drain_where_no_valved_runs_never_ends_with_the_advice_to_start_one_for_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+
+    with pytest.raises(CliError) as refused:
+        drain.drain(SimpleNamespace(stop=True, timeout=1.0))
+
+    assert refused.value.code == NOT_RUNNING
+    assert refused.value.next_step != "start it: valve up"
+
+
+def test_a_full_disk_never_ends_a_command_with_a_traceback(monkeypatch, capsys):
+    def full(_options):
+        raise OSError(errno.ENOSPC, "No space left on device", "trace.jsonl")
+
+    monkeypatch.setattr(main.doctor, "doctor", full)
+
+    assert main.main(["doctor"]) == FAILED
+    assert capsys.readouterr().err == "valve: trace.jsonl: No space left on device\n"
