@@ -53,7 +53,9 @@ def test_nothing_ever_leaks_over_joins_and_leaves(node):
     node.wait_for(lambda: held(node) == before, "valved holds what it held before")
     more = threads(node) - began
     grown_kib = rss_kib(node) - began_kib
-    print(f"{JOINS} joins: resident memory {began_kib / 1024:.1f} MiB, {grown_kib / 1024:+.1f}; threads {began}, {more:+}")
+    print(
+        f"{JOINS} joins: resident memory {began_kib / 1024:.1f} MiB, {grown_kib / 1024:+.1f}; threads {began}, {more:+}"
+    )
     assert grown_kib < 8 * 1024
     assert more <= POOL
     before_ns, launched_ns, done_ns = online.launch(us=100)
