@@ -59,8 +59,7 @@ struct plan_step {
 	uint32_t h_client, h_subdevice;
 	uint32_t order_seq; /* orders: what order_done must reach */
 	bool keep_off;      /* `on` stays empty: the application switched these off itself */
-	uint32_t owners; /* entries of clients built in; the lists get shorter when stale ones are dropped */
-	struct valve_client *owner[CHUNK];
+	struct valve_client *owner[CHUNK]; /* of each channel */
 	struct nv2080_fifo_disable_channels off, on;
 };
 
@@ -69,6 +68,8 @@ struct plan_step {
  * `next` is the issuer's: the step at which an enable goes on that was cut. */
 struct plan {
 	uint32_t generation, steps, next;
+	uint32_t clients; /* one for each run of neighbours, also when all of them were dropped; kept alive by the plan */
+	struct valve_client **client; /* behind the steps */
 	struct plan_step step[];
 };
 
@@ -331,7 +332,7 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step);
 /* plan.c */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
 void plan_free(struct plan *plan);
-bool plan_names(const struct plan *plan, const struct valve_client *client);
+bool plan_names(const struct plan *plan, const struct valve_client *client, uint32_t *from);
 bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel);
 void plan_drop(struct plan_step *step, uint32_t at);
 uint32_t plan_channels(const struct plan *plan);
