@@ -193,7 +193,10 @@ class Channels:
             self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
-        is_seen = channel.gpu in entry.channels_on and not self.keeps_files
+        known = entry.channels.get((channel.h_client, channel.h_channel), channel)
+        if entry.role is Role.OFFLINE and known != channel:  # the number came again
+            self._gating.listener.channel_gone(entry, known)
+        is_seen = channel.gpu in entry.channels_on
         self._counted(entry, channel, self._books.put_channel(entry, channel), is_news=not is_seen)
         self._journal.emit(
             EventKind.CHANNEL_ADDED,
@@ -231,6 +234,8 @@ class Channels:
             self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
         is_other = self._books.drop_channel(entry, key)
+        if entry.role is Role.OFFLINE:
+            self._gating.listener.channel_gone(entry, channel)
         self._counted(entry, channel, is_other, is_news=channel.gpu not in entry.channels_on)
         names, gpus = {"h_client": key[0], "h_channel": key[1]}, (channel.gpu,)
         self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, gpus, "", 0, names)
@@ -243,6 +248,8 @@ class Channels:
             self._count_offline(entry.service, channel.gpu)
             if is_news:
                 self._gating.listener.places_changed()
+            elif (channel.h_client, channel.h_channel) in entry.channels:
+                self._gating.listener.channel_came(entry, channel)
 
     def gpus_changed(self, service: ServiceId) -> None:
         """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""

@@ -63,6 +63,9 @@ class Granting:
         self._told = {service: told for service, told in self._told.items() if service in self._gating.online}
         self._offered = {client: told for client, told in self._offered.items() if client in self._books.clients}
 
+    def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
+        self.slices.came(client, channel, frozenset(self._gating.gpus))
+
     @property
     def is_behind(self) -> bool:
         """What is told changes although no client does: a leftover ended, stops take longer, a driver file came."""
