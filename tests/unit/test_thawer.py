@@ -71,7 +71,9 @@ def loop():
 def starts(monkeypatch):
     """The helpers that were started."""
     children, start = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: children.append(start(*args, **more)) or children[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **more: children.append(start(*args, **more)) or children[-1]
+    )
     return children
 
 

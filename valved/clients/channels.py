@@ -87,7 +87,8 @@ class Channels:
             case Channel() if packet.type is LinkType.CHANNEL_ADD:
                 self._channel_add(entry, packet.seq, body)
             case Channel():
-                self._channel_del(entry, (body.h_client, body.h_channel))
+                self.possession.forget_channel(entry.id, body.h_client, body.h_channel)
+                self._forget_channel(entry, (body.h_client, body.h_channel))
             case Schedule() if packet.type is LinkType.SCHEDULE_WAIT:
                 self.schedules.wait(entry, packet.seq, body)
             case Schedule():
@@ -193,8 +194,8 @@ class Channels:
             self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
-        known = entry.channels.get((channel.h_client, channel.h_channel), channel)
-        if entry.role is Role.OFFLINE and known != channel:  # the number came again
+        known = entry.channels.get((channel.h_client, channel.h_channel))
+        if known not in (None, channel):  # the number came again
             self._gating.listener.channel_gone(entry, known)
         is_seen = channel.gpu in entry.channels_on
         self._counted(entry, channel, self._books.put_channel(entry, channel), is_news=not is_seen)
@@ -222,10 +223,6 @@ class Channels:
             return errno.EOPNOTSUPP, False
         return 0, armed.want_fd
 
-    def _channel_del(self, entry: ClientEntry, key: tuple[int, int]) -> None:
-        self.possession.forget_channel(entry.id, *key)
-        self._forget_channel(entry, key)
-
     def _forget_channel(self, entry: ClientEntry, key: tuple[int, int]) -> None:
         channel = entry.channels.get(key)
         if channel is None:
@@ -234,11 +231,10 @@ class Channels:
             self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
         is_other = self._books.drop_channel(entry, key)
-        if entry.role is Role.OFFLINE:
-            self._gating.listener.channel_gone(entry, channel)
+        self._gating.listener.channel_gone(entry, channel)
         self._counted(entry, channel, is_other, is_news=channel.gpu not in entry.channels_on)
-        names, gpus = {"h_client": key[0], "h_channel": key[1]}, (channel.gpu,)
-        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, gpus, "", 0, names)
+        names = {"h_client": key[0], "h_channel": key[1]}
+        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, (channel.gpu,), "", 0, names)
         self._changed()
 
     def _counted(self, entry: ClientEntry, channel: ChannelRef, is_other: bool, *, is_news: bool) -> None:

@@ -17,11 +17,11 @@ from valved.gate.wake import GateService
 from valved.gate.worth import Worths
 from valved.machine.ports import GrantPort, Grants
 from valved.model.consent import Consent
-from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 from valved.model.rungs import SliceSettings
 from valved.model.states import GrantedState
 from valved.policy.granted import GrantWorth
-from valved.state.registry import Books
+from valved.state.registry import Books, ClientEntry
 
 MS = 1_000_000
 PERIOD_NS = 50 * MS  # at most 20 grants a second

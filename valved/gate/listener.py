@@ -32,7 +32,7 @@ class GateListener:
         """One of an offline process more, on a GPU where it has others. Before it is answered."""
 
     def channel_gone(self, client: ClientEntry, channel: ChannelRef) -> None:
-        """One of an offline process less, or its number means another one now."""
+        """One less of any process, or its number means another one now."""
 
     def time_passed(self) -> None:
         """Every few seconds. For what changes without a word, and for what could not be told at the time."""

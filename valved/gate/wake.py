@@ -255,12 +255,6 @@ class GateService:
         (self._waiting.add if on else self._waiting.discard)(asker)
         self._gate.set_prompt(bool(self._waiting))
 
-    def _woken_unseen(self, online: OnlineService, now_ns: int) -> None:
-        """Our book said it holds and the native side knows better: a stamp was lost."""
-        for gpu in online.gpus:
-            self.gpus[gpu].release(online.id, now_ns)
-        online.end_hold(now_ns)
-
     def resync(self, *, is_thorough: bool = True) -> None:
         """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
         or a caller that waits for the wake would wait on. `is_thorough`: also where no stamp is known to be missing."""
@@ -270,7 +264,9 @@ class GateService:
         for online in self.online.values() if self._owes_look else ():
             if online.holding:
                 if not self._gate.look(online.id).holds:
-                    self._woken_unseen(online, self._clock.now_ns())
+                    for gpu in online.gpus:
+                        self.gpus[gpu].release(online.id, self._clock.now_ns())
+                    online.end_hold(self._clock.now_ns())
                 continue
             closed = online.gpus & gated
             if closed and not any(self.gpus[gpu].holders for gpu in closed):

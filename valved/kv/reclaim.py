@@ -282,9 +282,8 @@ class Reclaimer:
 
     def _begin(self, reclaim: Reclaim) -> None:
         """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
-        before = next((one for one in self._untold if one.goes_on_with(reclaim)), None)
         if reclaim.missing:
-            (self._untold if before is None else before.again).append(reclaim)
+            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
 
     def _end(self, reclaim: Reclaim) -> None:
         reclaim.given_ns = self._clock.now_ns()

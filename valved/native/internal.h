@@ -57,8 +57,8 @@ struct plan_step {
 	const struct reach_ops *ops;
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
-	uint32_t order_seq; /* orders: what order_done must reach */
-	bool keep_off;      /* `on` stays empty: the application switched these off itself */
+	uint32_t order_seq;                /* orders: what order_done must reach */
+	bool keep_off;                     /* `on` stays empty: the application switched these off itself */
 	struct valve_client *owner[CHUNK]; /* of each channel */
 	struct nv2080_fifo_disable_channels off, on;
 };
@@ -67,9 +67,8 @@ struct plan_step {
  * only ever drops stale channels from it: enable walks the very list that was disabled.
  * `next` is the issuer's: the step at which an enable goes on that was cut. */
 struct plan {
-	uint32_t generation, steps, next;
-	uint32_t clients; /* one for each run of neighbours, also when all of them were dropped; kept alive by the plan */
-	struct valve_client **client; /* behind the steps */
+	uint32_t generation, steps, next, clients;
+	struct valve_client **client; /* kept alive; one for each run of neighbours, also of dropped ones */
 	struct plan_step step[];
 };
 
