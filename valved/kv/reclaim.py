@@ -290,10 +290,11 @@ class Reclaimer:
         set_ready(reclaim.needs)
         first = next((one for one in self._untold if reclaim in one.tries), None)
         if first is not None:
-            all_of([need.over for need in reclaim.needs if need.given.is_set]).then(lambda: self._write_down(first))
+            start(self._tell(first, reclaim.needs))
 
-    def _write_down(self, reclaim: Reclaim) -> None:
-        """Once it has ended in all its tries."""
+    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
+        """Once those ask no more, and it has ended in all its tries."""
+        await all_of([need.over for need in needs if need.given.is_set])
         if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
             return
         self._untold.remove(reclaim)
