@@ -82,7 +82,7 @@ class Reclaimer:
         over: Pause,
         rung_ns: int = 0,
     ) -> Need:
-        """Have so many handles free. The caller awaits `ready`, settles the need, and sets `over` after its last try."""
+        """Have so many handles free. Who asks awaits `ready`, settles the need, and sets `over` after its last try."""
         now_ns = self._clock.now_ns()
         need = Need(
             service=service,
