@@ -67,7 +67,7 @@ def _outer(
         uvm=UvmDoors(loop),
         work=Worker(loop),
         closer=Closer(),
-        signals=Signals(processes, clock, Thawer()),
+        signals=Signals(processes, clock, Thawer(loop)),
         fd_limit=raise_fd_limit() if config.memory.enabled else 0,
         driver=driver_state(gate.driver_version()),
         boot=state.boot_id(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_a_channel_that_comes_never_costs_more_where_many_are(rig: Rig, tmp_path
     assert native.world.gating.gpus[GpuIndex(0)].channels == 2 * 4 + 14 * 24 + 2
     assert many < 1.2 * few
     native.close()
+
+
+def arming_s(rig: Rig, gpu: int) -> float:
+    """CPU time of all threads, while the plan of a GPU is replaced; the least of many."""
+    spent = []
+    for _ in range(40):
+        began_s = time.process_time()
+        assert rig.gate.channels._arm(GpuIndex(gpu)) == 0
+        spent.append(time.process_time() - began_s)
+    return min(spent)
+
+
+def test_a_plan_of_many_processes_never_costs_its_issuer_more_than_one_of_one_process(rig: Rig) -> None:
+    """An edge waits for a plan that comes meanwhile."""
+    rig.offline(gpu=0).add(1024)
+    for _ in range(128):
+        rig.offline(gpu=1).add(8)
+
+    assert arming_s(rig, 1) < 3 * arming_s(rig, 0)
 
 
 def test_a_report_of_the_ways_never_costs_more_where_many_channels_are(rig: Rig, tmp_path: Path) -> None:

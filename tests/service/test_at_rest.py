@@ -178,19 +178,37 @@ def test_held_time_that_was_looked_at_is_busy_before_during_and_after_one_that_w
     assert bare.state(online).busy_ns(bare.clock.now_ns()) == pytest.approx(6000 * MS, rel=0.01)
 
 
-def test_no_lost_stamp_waits_for_the_thorough_look_of_each_minute(bare):
+@pytest.fixture
+def held_unseen(bare):
+    """An online service at work whose stamp was lost: the books have it as idle."""
     bare.offline()
     online = bare.online()
     bare.run(100)
     bare.gate.launch(online)
     bare.gate.stamps.clear()
+    assert not bare.state(online).holding
+    return bare.state(online)
+
+
+def test_no_lost_stamp_waits_for_the_thorough_look_of_each_minute(bare, held_unseen):
     bare.gate.lost += 1
-    bare.gate.finish(online)
 
     bare.gating.resync(is_thorough=False)
-    bare.run(200)
 
-    assert not bare.gate.off
+    assert held_unseen.holding
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+def test_a_look_that_fails_is_never_the_last_at_a_lost_stamp(bare, held_unseen, monkeypatch, thorough):
+    bare.gate.lost += not thorough
+    with monkeypatch.context() as patch:
+        patch.setattr(bare.gate, "is_gated", lambda gpu: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            bare.gating.resync(is_thorough=thorough)
+
+    bare.gating.resync(is_thorough=False)
+
+    assert held_unseen.holding
 
 
 def test_no_service_is_looked_at_while_no_stamp_is_missing(bare):

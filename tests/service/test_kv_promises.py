@@ -12,6 +12,7 @@ from node_world import Shares
 from valved.abi.kv_link import KvLayoutPart
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable
+from valved.kv.journey import Pause
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap
 from valved.model.memory import KvTensor
@@ -48,7 +49,7 @@ def test_free_handles_that_a_need_counts_on_are_never_anothers(tmp_path):
     supply = world.kv.supply
     free = supply.affordable(GPU)
     assert free >= 4
-    need = world.kv.reclaimer.ask(first.shim.entry.service, {GPU: free + 2}, lambda: False)
+    need = world.kv.reclaimer.ask(first.shim.entry.service, {GPU: free + 2}, lambda: False, Pause())
     had = len(second.backed())
 
     second.want(used=4, wanted=had + 4)
@@ -68,7 +69,7 @@ def test_what_is_promised_to_one_need_never_counts_for_the_next(tmp_path):
     supply, reclaimer = world.kv.supply, world.kv.reclaimer
     before = supply.affordable(GPU)
 
-    need = reclaimer.ask(991, {GPU: before + 100}, lambda: False)
+    need = reclaimer.ask(991, {GPU: before + 100}, lambda: False, Pause())
 
     assert supply.affordable(GPU) == 0
     assert supply.affordable(GPU, 992) == 0

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvHow, KvLayoutPart, KvSpan, KvTableMessage
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
+from valved.kv.journey import Pause
 from valved.kv.pool import Place
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, Role
@@ -181,7 +182,7 @@ def late_behind_one_that_waits(world):
     world.run(20)
     assert offline.shim.at_step
     world.kv.ways.unsafe.clear()
-    need = world.kv.reclaimer.ask(online.shim.entry.service, {GpuIndex(0): 3}, lambda: False)
+    need = world.kv.reclaimer.ask(online.shim.entry.service, {GpuIndex(0): 3}, lambda: False, Pause())
     world.run(200)
     assert client in world.kv.ways.unsafe
     world.kv.supply.settle(need)

@@ -176,19 +176,25 @@ def test_a_link_that_breaks_between_two_stages_keeps_the_next_from_everybody(wor
     world.run(3000)
 
 
-def test_a_stage_that_never_comes_leaves_who_waits_with_whole_columns(tmp_path):
-    memory = replace(MEMORY, remap=Remap.HELPER, pool_mib=40)
-    world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
+def hung_at_the_last_stage(folder):
+    """One growth under way that asks twice: what was late is asked of offline work again. And what it got before."""
+    world = KvWorld(folder, config=Config(memory=replace(MEMORY, remap=Remap.HELPER, pool_mib=40)), handles=20)
     offline, online = beside(world)
+    world.before = len(world.events(EventKind.RECLAIMED)), world.kv.log.counters.reclaims
     _, given = begun(world, offline, online)
-    offline.shim.answers = False  # it hangs at the next
+    offline.shim.answers = False
     for body in list(offline.shim.coming):
         offline.shim.coming.remove(body)
         offline.shim.held_back.append((LinkType.KV_RUNS, body, ()))
-    world.run(40)
-    world.run(200)
+    return world, given
 
-    assert world.events(EventKind.RECLAIMED)[-1].detail["late"]
+
+def test_a_stage_that_never_comes_leaves_who_waits_with_whole_columns(tmp_path):
+    world, given = hung_at_the_last_stage(tmp_path)
+    offline, online = world.hooks
+    world.run(240)
+
+    assert world.kv.ways.unsafe == {offline.shim.client}
     [engine] = world.kv.books.engines_with(Role.ONLINE)
     assert not len(engine.partial_columns())
     assert len(engine.backed_columns().nonzero()[0]) >= count(given)
@@ -196,6 +202,31 @@ def test_a_stage_that_never_comes_leaves_who_waits_with_whole_columns(tmp_path):
     world.run(3000)
     assert len(online.backed()) >= 56
     world.check()
+
+
+def test_one_need_is_never_told_as_several_reclaims(tmp_path):
+    world, _ = hung_at_the_last_stage(tmp_path)
+    world.run(200)
+    world.hooks[0].shim.catch_up()
+    world.run(500)
+
+    [event] = world.events(EventKind.RECLAIMED)[world.before[0] :]
+    assert world.kv.log.counters.reclaims == world.before[1] + 1
+    assert event.detail["late"]
+    facts = world.kv.report.explain_reclaim(event.seq).facts
+    assert [fact.rpartition("way: ")[2] for fact in facts if "way: " in fact] == ["helper", "cooperative"]
+    world.check()
+
+
+@pytest.mark.parametrize("end", ["die", "hang_up"])
+def test_no_reclaim_goes_untold_because_who_asked_has_left(tmp_path, end):
+    world, _ = hung_at_the_last_stage(tmp_path)
+    getattr(world.hooks[1].shim, end)()
+    world.run(500)
+
+    assert len(world.events(EventKind.RECLAIMED)) == world.before[0] + 1
+    world.hooks[0].shim.catch_up()
+    world.run(3000)
 
 
 @pytest.mark.parametrize("remap", WAYS)

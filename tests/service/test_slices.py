@@ -8,6 +8,7 @@ from node_world import World
 from valved.abi.link import Feature, LinkType
 from valved.config import Config, GrantedTable, load_config
 from valved.errors import ConfigError
+from valved.gate.slices import Slices
 from valved.machine.ports import Grants
 from valved.model.ids import Role
 from valved.model.rungs import SliceSettings
@@ -102,6 +103,43 @@ def test_a_group_that_is_made_anew_under_an_old_handle_never_passes_for_a_short_
     world.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
 
     assert len(world.gate.granting.shortened) == 2
+
+
+def test_a_group_beside_others_that_is_made_anew_never_passes_for_a_short_one(tmp_path):
+    """Its GPU is the process's all the while."""
+    world = here(tmp_path)
+    client = offline(world, 710)
+    root = 0xC1D00000 + client
+    world.add_channel(client, gpu=0, h_client=root, h_channel=0xCAF00002, h_tsg=0xCAF10000)
+    gone = world.channel(gpu=0, h_client=root, h_channel=0xCAF00002, h_tsg=0xCAF10000)
+    world.register.handle(client, world.packet(LinkType.CHANNEL_DEL, gone), [])
+    world.add_channel(client, gpu=0, h_client=root, h_channel=0xCAF00002, h_tsg=0xCAF10000)
+
+    assert [one[2] for one in world.gate.granting.shortened] == [0xCAF00000, 0xCAF10000, 0xCAF10000]
+
+
+def test_a_channel_that_comes_never_has_those_of_others_looked_at(tmp_path, monkeypatch):
+    world = here(tmp_path)
+    for pid in range(710, 716):
+        offline(world, pid)
+    client = offline(world, 720)
+    looks = []
+    monkeypatch.setattr(Slices, "_shorten", lambda slices, *which: looks.append(which) or "")
+
+    world.add_channel(client, gpu=0, h_client=0xC1D00000 + client, h_channel=0xCAF00002)
+
+    assert [each for each, _ in looks] == [client]
+
+
+def test_a_channel_whose_group_cannot_be_shortened_bars_its_gpu_before_it_is_answered(tmp_path):
+    world = here(tmp_path)
+    client = offline(world, 710)
+    assert world.gate.granting.sliceable == (True, {0, 1})
+    world.gate.granting.slice_refusal = "RM status 0x1b"
+
+    world.add_channel(client, gpu=0, h_client=0xC1D00000 + client, h_channel=0xCAF00002, h_tsg=0xCAF10000)
+
+    assert world.gate.granting.sliceable == (True, {1})
 
 
 def test_a_refusal_that_has_passed_never_bars_a_gpu_any_longer(tmp_path):

@@ -308,14 +308,14 @@ class World:
 
         return identify(pid, 1000, self.processes).chain
 
-    def channel(self, gpu=0, h_client=0xC1D00001, h_channel=0xCAF00001, cid=7, compute=True):
+    def channel(self, gpu=0, h_client=0xC1D00001, h_channel=0xCAF00001, cid=7, compute=True, h_tsg=0xCAF00000):
         return Channel(
             gpu_uuid=bytes([gpu + 1]) * 16,
             device_instance=gpu,
             h_client=h_client,
             h_channel=h_channel,
             cid=cid,
-            h_tsg=0xCAF00000,
+            h_tsg=h_tsg,
             engine=1,
             compute=compute,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from valved.machine.processes import LinuxProcesses
-from valved.machine.thawer import PROGRAM, Thawer
+from valved.machine.thawer import AGAIN_S, PROGRAM, Thawer
 from valved.model.ids import ProcessId
 
 SLEEPER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
@@ -47,14 +48,45 @@ def stopped():
         child.wait()
 
 
+class Loop(asyncio.SelectorEventLoop):
+    """Its time passes as the test says."""
+
+    now_s = 100.0
+
+    def time(self):
+        return self.now_s
+
+    def turn(self):
+        self.run_until_complete(asyncio.sleep(0))
+
+
+@pytest.fixture
+def loop():
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """The helpers that were started."""
+    children, start = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **more: children.append(start(*args, **more)) or children[-1]
+    )
+    return children
+
+
 def end_of_valved(thawer):
-    os.close(thawer._pipe)
-    thawer._pipe = -1
-    assert thawer._child.wait(60) == 0
+    child, thawer._child = thawer._child, None
+    thawer._loop.remove_reader(thawer._end)
+    for fd in (thawer._end, thawer._pipe):
+        os.close(fd)
+    assert child.wait(60) == 0
 
 
-def test_who_stands_is_let_go_when_valved_is_gone_and_nobody_else_is(stopped):
-    thawer = Thawer()
+def test_who_stands_is_let_go_when_valved_is_gone_and_nobody_else_is(stopped, loop):
+    thawer = Thawer(loop)
     named, dropped, other = stopped
     for process in (named, dropped):
         thawer.put(process)
@@ -69,8 +101,8 @@ def test_who_stands_is_let_go_when_valved_is_gone_and_nobody_else_is(stopped):
     assert state(dropped.pid) == state(other.pid) == "T"
 
 
-def test_a_signal_to_all_of_valved_s_processes_never_leaves_one_standing(stopped):
-    thawer = Thawer()
+def test_a_signal_to_all_of_valved_s_processes_never_leaves_one_standing(stopped, loop):
+    thawer = Thawer(loop)
     thawer.put(stopped[0])
     until(lambda: ignored(thawer._child.pid) & 0x4003 == 0x4003)  # SIGTERM, SIGINT, SIGHUP
     thawer._child.send_signal(signal.SIGTERM)
@@ -80,8 +112,8 @@ def test_a_signal_to_all_of_valved_s_processes_never_leaves_one_standing(stopped
     until(lambda: state(stopped[0].pid) != "T")
 
 
-def test_a_helper_that_was_killed_is_never_missed_by_the_next_who_stands(stopped):
-    thawer = Thawer()
+def test_a_helper_that_was_killed_is_never_missed_by_the_next_who_stands(stopped, loop):
+    thawer = Thawer(loop)
     thawer.put(stopped[0])
     thawer._child.kill()
     thawer._child.wait()
@@ -90,6 +122,62 @@ def test_a_helper_that_was_killed_is_never_missed_by_the_next_who_stands(stopped
     end_of_valved(thawer)
 
     until(lambda: state(stopped[0].pid) != "T" and state(stopped[1].pid) != "T")
+
+
+def test_nobody_ever_stands_without_a_helper_because_it_was_killed(stopped, loop, starts):
+    thawer = Thawer(loop)
+    thawer.put(stopped[0])
+    loop.now_s += AGAIN_S
+    starts[0].kill()
+
+    until(lambda: loop.turn() or len(starts) == 2)
+
+    assert starts[0].returncode == -signal.SIGKILL
+    end_of_valved(thawer)
+    until(lambda: state(stopped[0].pid) != "T")
+
+
+def test_a_helper_that_cannot_live_is_never_started_again_and_again(stopped, loop, starts, monkeypatch):
+    monkeypatch.setattr("valved.machine.thawer.PROGRAM", Path("/nowhere"))
+    thawer = Thawer(loop)
+    thawer.put(stopped[0])
+    for times in (1, 2, 3):
+        until(lambda: loop.turn() or thawer._child is None)
+        for _ in range(3):
+            loop.turn()
+        assert len(starts) == times
+        loop.now_s += AGAIN_S
+        until(lambda times=times: loop.turn() or len(starts) > times)
+    until(lambda: loop.turn() or thawer._child is None)
+
+
+@pytest.mark.parametrize("lacks", ["pipe2", "pidfd_open"])
+def test_a_helper_that_could_not_be_started_is_never_given_up(stopped, loop, starts, lacks):
+    thawer = Thawer(loop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, lacks, lambda *_: os.open("/nowhere", 0))
+        thawer.put(stopped[0])
+    assert thawer._child is None
+    loop.now_s += AGAIN_S
+
+    until(lambda: loop.turn() or thawer._child is not None)
+
+    end_of_valved(thawer)
+    until(lambda: state(stopped[0].pid) != "T")
+
+
+def test_no_helper_is_started_where_nobody_stands(stopped, loop, starts):
+    thawer = Thawer(loop)
+    thawer.put(stopped[0])
+    thawer.drop(stopped[0])
+    loop.now_s += AGAIN_S
+    starts[0].kill()
+
+    until(lambda: loop.turn() or thawer._child is None)
+    for _ in range(3):
+        loop.turn()
+
+    assert len(starts) == 1
 
 
 def test_nobody_is_left_standing_because_the_helper_ran_out_of_descriptors(stopped):

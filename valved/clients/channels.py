@@ -87,7 +87,8 @@ class Channels:
             case Channel() if packet.type is LinkType.CHANNEL_ADD:
                 self._channel_add(entry, packet.seq, body)
             case Channel():
-                self._channel_del(entry, (body.h_client, body.h_channel))
+                self.possession.forget_channel(entry.id, body.h_client, body.h_channel)
+                self._forget_channel(entry, (body.h_client, body.h_channel))
             case Schedule() if packet.type is LinkType.SCHEDULE_WAIT:
                 self.schedules.wait(entry, packet.seq, body)
             case Schedule():
@@ -194,7 +195,10 @@ class Channels:
             self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
-        is_seen = channel.gpu in entry.channels_on and not self.keeps_files
+        known = entry.channels.get((channel.h_client, channel.h_channel))
+        if known not in (None, channel):  # the number came again
+            self._gating.listener.channel_gone(entry, known)
+        is_seen = channel.gpu in entry.channels_on
         self._counted(entry, channel, self._books.put_channel(entry, channel), is_news=not is_seen)
         self._journal.emit(
             EventKind.CHANNEL_ADDED,
@@ -220,10 +224,6 @@ class Channels:
             return errno.EOPNOTSUPP, False
         return 0, armed.want_fd
 
-    def _channel_del(self, entry: ClientEntry, key: tuple[int, int]) -> None:
-        self.possession.forget_channel(entry.id, *key)
-        self._forget_channel(entry, key)
-
     def _forget_channel(self, entry: ClientEntry, key: tuple[int, int]) -> None:
         channel = entry.channels.get(key)
         if channel is None:
@@ -232,9 +232,10 @@ class Channels:
             self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
         is_other = self._books.drop_channel(entry, key)
+        self._gating.listener.channel_gone(entry, channel)
         self._counted(entry, channel, is_other, is_news=channel.gpu not in entry.channels_on)
-        names, gpus = {"h_client": key[0], "h_channel": key[1]}, (channel.gpu,)
-        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, gpus, "", 0, names)
+        names = {"h_client": key[0], "h_channel": key[1]}
+        self._journal.put(EventKind.CHANNEL_GONE, entry.service, entry.id, (channel.gpu,), "", 0, names)
         self._changed()
 
     def _counted(self, entry: ClientEntry, channel: ChannelRef, is_other: bool, *, is_news: bool) -> None:
@@ -244,6 +245,8 @@ class Channels:
             self._count_offline(entry.service, channel.gpu)
             if is_news:
                 self._gating.listener.places_changed()
+            elif (channel.h_client, channel.h_channel) in entry.channels:
+                self._gating.listener.channel_came(entry, channel)
 
     def gpus_changed(self, service: ServiceId) -> None:
         """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""

@@ -17,11 +17,11 @@ from valved.gate.wake import GateService
 from valved.gate.worth import Worths
 from valved.machine.ports import GrantPort, Grants
 from valved.model.consent import Consent
-from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 from valved.model.rungs import SliceSettings
 from valved.model.states import GrantedState
 from valved.policy.granted import GrantWorth
-from valved.state.registry import Books
+from valved.state.registry import Books, ClientEntry
 
 MS = 1_000_000
 PERIOD_NS = 50 * MS  # at most 20 grants a second
@@ -62,6 +62,9 @@ class Granting:
             self._tell(service, self._consent(service))
         self._told = {service: told for service, told in self._told.items() if service in self._gating.online}
         self._offered = {client: told for client, told in self._offered.items() if client in self._books.clients}
+
+    def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
+        self.slices.came(client, channel, frozenset(self._gating.gpus))
 
     @property
     def is_behind(self) -> bool:

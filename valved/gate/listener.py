@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from valved.machine.ports import Stamp
+from valved.model.ids import ChannelRef
+from valved.state.registry import ClientEntry
 
 
 class GateListener:
@@ -24,7 +26,13 @@ class GateListener:
         """Clients or consents changed. Called before any of them is answered."""
 
     def places_changed(self) -> None:
-        """An offline process uses another set of GPUs, is never stopped, or may have a new channel group. As early."""
+        """An offline process uses another set of GPUs, or is never stopped. As early."""
+
+    def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
+        """One of an offline process more, on a GPU where it has others. Before it is answered."""
+
+    def channel_gone(self, client: ClientEntry, channel: ChannelRef) -> None:
+        """One less of any process, or its number means another one now."""
 
     def time_passed(self) -> None:
         """Every few seconds. For what changes without a word, and for what could not be told at the time."""

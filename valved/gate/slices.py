@@ -10,7 +10,7 @@ from __future__ import annotations
 from valved.machine.ports import GrantPort
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role
 from valved.model.rungs import Rung, SliceSettings
-from valved.state.registry import Books
+from valved.state.registry import Books, ClientEntry
 
 
 class Slices:
@@ -32,14 +32,29 @@ class Slices:
         """Every new group has its slice, or its GPU is given by slices no longer, on return."""
         if not self.is_on:
             return
-        clients = self._books.with_role(Role.OFFLINE)
-        groups = [(each, channel) for each in clients for channel in each.channels.values() if channel.compute]
-        self._short &= {group_of(each.id, channel) for each, channel in groups}  # else a handle may come again
+        clients = list(self._books.with_role(Role.OFFLINE))
+        self._short &= {group_of(each.id, channel) for each in clients for channel in each.channels.values()}
         self.missing = {}
-        for each, channel in groups:
-            if why := self._shorten(each.id, channel):
-                self.missing[channel.gpu] = f"process {each.process.pid}: {why}"
+        for each in clients:
+            for channel in each.channels.values():
+                self._look_at(each, channel)
         self._port.set_sliceable(True, gpus - self.missing.keys())
+
+    def came(self, client: ClientEntry, channel: ChannelRef, gpus: frozenset[GpuIndex]) -> None:
+        """The same for one channel more: a node has thousands."""
+        if self.is_on and self._look_at(client, channel):
+            self._port.set_sliceable(True, gpus - self.missing.keys())
+
+    def gone(self, client: ClientId, channel: ChannelRef) -> None:
+        """Its group may be gone with it, and the handle come again. One that is still there is asked for once more."""
+        self._short.discard(group_of(client, channel))
+
+    def _look_at(self, client: ClientEntry, channel: ChannelRef) -> bool:
+        """Whether it bars its GPU."""
+        why = self._shorten(client.id, channel) if channel.compute else ""
+        if why:
+            self.missing[channel.gpu] = f"process {client.process.pid}: {why}"
+        return bool(why)
 
     def _shorten(self, client: ClientId, channel: ChannelRef) -> str:
         if group_of(client, channel) in self._short:

@@ -51,7 +51,7 @@ class GateService:
         self._waiting: set[str] = set()
         self._is_reading = False
         self._lost = 0  # stamps, as the port counts
-        self._lacks_stamps = False  # since the last resync: some were lost, or could not be booked
+        self._owes_look = False  # at every service: stamps were lost or could not be booked, or the last look failed
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
@@ -227,13 +227,14 @@ class GateService:
                     errors.append(error)
         finally:
             self._is_reading = False
-        if (lost := self._gate.stamps_lost() - self._lost) > 0:
+        lost = self._gate.stamps_lost() - self._lost
+        self._owes_look |= lost > 0 or bool(errors)
+        if lost > 0:
             self._lost += lost
             self.counters.stamps_lost += lost
             self._records.lost(lost)
         if stamps:
             self.listener.drained()
-        self._lacks_stamps |= lost > 0 or bool(errors)
         if errors:
             raise errors[0]
 
@@ -254,26 +255,23 @@ class GateService:
         (self._waiting.add if on else self._waiting.discard)(asker)
         self._gate.set_prompt(bool(self._waiting))
 
-    def _woken_unseen(self, online: OnlineService, now_ns: int) -> None:
-        """Our book said it holds and the native side knows better: a stamp was lost."""
-        for gpu in online.gpus:
-            self.gpus[gpu].release(online.id, now_ns)
-        online.end_hold(now_ns)
-
     def resync(self, *, is_thorough: bool = True) -> None:
         """Find a hold or a wake whose stamp was lost (the ring is bounded): else its offline work would never be woken,
         or a caller that waits for the wake would wait on. `is_thorough`: also where no stamp is known to be missing."""
         self.drain()
-        is_due, self._lacks_stamps = is_thorough or self._lacks_stamps, False
+        self._owes_look |= is_thorough
         gated = frozenset(filter(self._gate.is_gated, self.gpus))
-        for online in self.online.values() if is_due else ():
+        for online in self.online.values() if self._owes_look else ():
             if online.holding:
                 if not self._gate.look(online.id).holds:
-                    self._woken_unseen(online, self._clock.now_ns())
+                    for gpu in online.gpus:
+                        self.gpus[gpu].release(online.id, self._clock.now_ns())
+                    online.end_hold(self._clock.now_ns())
                 continue
             closed = online.gpus & gated
             if closed and not any(self.gpus[gpu].holders for gpu in closed):
                 online.begin_hold(self._clock.now_ns())
                 book_hold(self.gpus, online.id, online.gpus, self._clock.now_ns())
                 self.permits.look_soon(online)
+        self._owes_look = False
         self._tell_opened()

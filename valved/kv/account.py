@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,13 @@ PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
 KEPT = 256  # reclaims that can be explained
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Reclaim:
-    """The account of one: what `valve explain reclaim` and the histograms are made of. Times are CLOCK_MONOTONIC."""
+    """The account of one: what `valve explain reclaim` and the histograms are made of. Times are CLOCK_MONOTONIC.
+
+    Where an order was late, or the driver had less than it said, those who wait ask again. For them, and for whoever
+    reads of it, all that is one reclaim: the account of the first try has the others in it.
+    """
 
     needs: list[Need]
     missing: dict[GpuIndex, int]
@@ -36,9 +40,47 @@ class Reclaim:
     freed: int = 0
     late: int = 0
     reason: str = ""
+    again: list[Reclaim] = field(default_factory=list)
+
+    @property
+    def tries(self) -> list[Reclaim]:
+        return [self, *self.again]
+
+    def goes_on_with(self, later: Reclaim) -> bool:
+        """All who wait for that one have waited for this one."""
+        overs = [need.over for need in self.needs]
+        return all(need.over in overs for need in later.needs)
+
+    @property
+    def why(self) -> str:
+        return self.reason or "; ".join(victims.decision.reason for victims in self.victims) or "nothing to take"
+
+    @property
+    def all_freed(self) -> int:
+        return sum(one.freed for one in self.tries)
+
+    @property
+    def all_late(self) -> int:
+        return sum(one.late for one in self.tries)
+
+    @property
+    def all_missing(self) -> int:
+        """Of the last try, and what came before it."""
+        *before, last = self.tries
+        return sum(one.freed for one in before) + sum(last.missing.values())
+
+    @property
+    def total_ns(self) -> int:
+        return self.tries[-1].given_ns - self.began_ns
 
     def phases(self) -> dict[str, int]:
         """Nanoseconds of each step; empty if nothing was taken."""
+        spent: Counter[str] = Counter()
+        for one in self.tries:
+            spent.update(one._phases())
+        return dict(spent)
+
+    def _phases(self) -> dict[str, int]:
         if not self.taken_ns:
             return {}
         stopped_ns = max(self.stopped_ns, self.began_ns)
@@ -53,19 +95,21 @@ class Reclaim:
 
     def account(self, handle_bytes: int) -> dict[str, Any]:
         """The details of its event."""
+        victims = [one for part in self.tries for one in part.victims]
+        lets = sum(one.lets for one in self.tries)
         return {
             "how": self.how.value,
-            "missing": sum(self.missing.values()),
-            "freed": self.freed,
-            "bytes": self.freed * handle_bytes,
-            "columns": sum(len(victims.columns) for victims in self.victims),
-            "cost": sum(victims.decision.total_cost for victims in self.victims),
-            "from": ",".join(str(victims.engine.service) for victims in self.victims),
-            "late": self.late,
-            "total_ns": self.given_ns - self.began_ns,
+            "missing": self.all_missing,
+            "freed": self.all_freed,
+            "bytes": self.all_freed * handle_bytes,
+            "columns": sum(len(one.columns) for one in victims),
+            "cost": sum(one.decision.total_cost for one in victims),
+            "from": ",".join(dict.fromkeys(str(one.engine.service) for one in victims)),
+            "late": self.all_late,
+            "total_ns": self.total_ns,
             "heard_ns": self.began_ns - min(need.rung_ns for need in self.needs),
             **{f"{name}_ns": spent_ns for name, spent_ns in self.phases().items()},
-            **({"lets": self.lets} if self.lets else {}),
+            **({"lets": lets} if lets else {}),
         }
 
 
@@ -79,13 +123,13 @@ class ReclaimLog:
 
     def note(self, reclaim: Reclaim, event: Event) -> None:
         self.counters.reclaims += 1
-        self.counters.reclaims_short += reclaim.freed < sum(reclaim.missing.values())
-        self.counters.reclaimed_handles += reclaim.freed
-        self.counters.late_orders += reclaim.late
+        self.counters.reclaims_short += reclaim.all_freed < reclaim.all_missing
+        self.counters.reclaimed_handles += reclaim.all_freed
+        self.counters.late_orders += reclaim.all_late
         self._reclaims.append((event.seq, reclaim))
         phases = reclaim.phases()
         if phases:
-            phases["total"] = reclaim.given_ns - reclaim.began_ns
+            phases["total"] = reclaim.total_ns
         for name, spent_ns in phases.items():
             self.phases[name].add(spent_ns)
 

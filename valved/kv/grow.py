@@ -6,7 +6,7 @@ import numpy as np
 
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
-from valved.kv.journey import all_of
+from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
 from valved.kv.reclaim import Reclaimer
@@ -50,13 +50,16 @@ class Growth:
         `rung_ns`: since when its hook has waited for an answer; 0 if no hook rang.
         """
         self._moves.coming(engine, columns)
+        over = Pause()
         try:
             for _ in range(TRIES):
                 left = columns[~engine.backed_columns()[columns]]
-                if not len(left) or not await self._grow_once(engine, left, rung_ns):
+                if not len(left) or not await self._grow_once(engine, left, over, rung_ns):
                     break
+            over.set()
             await self._let_parts_go(engine, columns)
         finally:
+            over.set()
             self._moves.came(engine, columns)
         if not self._books.is_attached(engine):
             return 0
@@ -70,14 +73,14 @@ class Growth:
         if len(parts) and self._books.is_attached(engine):
             await all_of([order.settled for order in self._moves.unback(engine, parts)])
 
-    async def _grow_once(self, engine: Engine, columns: Ints, rung_ns: int) -> bool:
+    async def _grow_once(self, engine: Engine, columns: Ints, over: Pause, rung_ns: int) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
         need = plan = None
         orders: list[Order] = []
         try:
             if self._supply.fitting(engine, columns) < len(columns):
                 handles = {gpu: int(engine.bare_handles(gpu)[columns].sum()) for gpu in engine.gpus}
-                need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), rung_ns)
+                need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), over, rung_ns)
                 await need.begun
                 if not need.ready.is_set and self._books.is_attached(engine):
                     plan = self._moves.plan_giving(engine, columns, need.coming)

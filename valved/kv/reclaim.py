@@ -69,6 +69,7 @@ class Reclaimer:
 
     def __post_init__(self) -> None:
         self._needs: list[Need] = []  # that no reclaim serves yet
+        self._untold: list[Reclaim] = []  # whose needs may be asked again
         self._is_running = False
 
     # Needs
@@ -78,9 +79,10 @@ class Reclaimer:
         service: ServiceId,
         handles: dict[GpuIndex, int],
         is_waited_for: Callable[[], bool],
+        over: Pause,
         rung_ns: int = 0,
     ) -> Need:
-        """Have so many handles free. The caller awaits `ready`, and settles the need with `Supply.settle`."""
+        """Have so many handles free. Who asks awaits `ready`, settles the need, and sets `over` after its last try."""
         now_ns = self._clock.now_ns()
         need = Need(
             service=service,
@@ -89,6 +91,7 @@ class Reclaimer:
             rung_ns=rung_ns if now_ns - BELIEVED_NS < rung_ns < now_ns else now_ns,
             asked_ns=now_ns,
             is_waited_for=is_waited_for,
+            over=over,
         )
         self._needs.append(need)
         self._supply.open(need)
@@ -142,6 +145,7 @@ class Reclaimer:
         engines = self._supply.losers(missing)
         how = self._ways.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
+        self._begin(reclaim)
         if not missing or not engines:
             reclaim.reason = "no memory is missing any more" if not missing else self._why_nobody()
             self._end(reclaim)
@@ -168,6 +172,9 @@ class Reclaimer:
                 beside += [order for order in orders if order.how is not KvHow.AT_STEP]
             set_ready(reclaim.needs)
             await self._settle(reclaim, beside)
+            if not reclaim.given_ns:
+                reclaim.reason = "a step of it failed"
+                self._end(reclaim)
             raise
 
     async def _settle(self, reclaim: Reclaim, orders: list[Order]) -> None:
@@ -275,18 +282,32 @@ class Reclaimer:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         await until(all_of([need.given for need in reclaim.needs]), self._clock, deadline_ns)
 
+    def _begin(self, reclaim: Reclaim) -> None:
+        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
+        if reclaim.missing:
+            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
+
     def _end(self, reclaim: Reclaim) -> None:
         reclaim.given_ns = self._clock.now_ns()
         set_ready(reclaim.needs)
-        if reclaim.missing:
-            event = self._journal.emit(
-                EventKind.RECLAIMED,
-                service=reclaim.needs[0].service,
-                gpus=tuple(sorted(reclaim.missing)),
-                reason=reclaim.reason or "; ".join(v.decision.reason for v in reclaim.victims) or "nothing to take",
-                **reclaim.account(self._books.pool.handle_bytes),
-            )
-            self._log.note(reclaim, event)
+        first = next((one for one in self._untold if reclaim in one.tries), None)
+        if first is not None:
+            start(self._tell(first, reclaim.needs))
+
+    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
+        """Once those ask no more, and it has ended in all its tries."""
+        await all_of([need.over for need in needs if need.given.is_set])
+        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
+            return
+        self._untold.remove(reclaim)
+        event = self._journal.emit(
+            EventKind.RECLAIMED,
+            service=reclaim.needs[0].service,
+            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
+            reason="; then ".join(one.why for one in reclaim.tries),
+            **reclaim.account(self._books.pool.handle_bytes),
+        )
+        self._log.note(reclaim, event)
 
 
 def stage_came(needs: list[Need]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from valved.config import MemoryTable
-from valved.kv.account import ReclaimLog
+from valved.kv.account import Reclaim, ReclaimLog
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.outside import Outside
@@ -124,26 +124,11 @@ class MemoryReport:
         found = self._log.find(number)
         if found is None:
             return None
-        missing = ", ".join(f"{count} handles on GPU {gpu}" for gpu, count in sorted(found.missing.items()))
         services = sorted({need.service for need in found.needs})
-        facts = [f"asked by service {', '.join(map(str, services))}: missing {missing}; way: {found.how.value}"]
-        if found.reason:
-            facts.append(f"nothing was taken: {found.reason}")
-        for victims in found.victims:
-            decision = victims.decision
-            unit = decision.cost.value if decision.cost is not None else "-"
-            picks = ", ".join(f"{pick.column_id} ({pick.marginal_cost})" for pick in decision.picks[:PICKS])
-            more = f" and {len(decision.picks) - PICKS} more" if len(decision.picks) > PICKS else ""
-            facts.append(
-                f"from service {victims.engine.service}: {decision.reason}; cost {decision.total_cost} {unit}; "
-                f"columns (cost): {picks}{more}"
-            )
-        if found.late:
-            facts.append(f"{found.late} mapping orders did not come back in time")
         near = self._log.numbers()
         return Explanation(
-            summary=f"reclaim {number}: {found.freed} of {sum(found.missing.values())} handles",
-            facts=tuple(facts),
+            summary=f"reclaim {number}: {found.all_freed} of {found.all_missing} handles",
+            facts=tuple(fact for one in found.tries for fact in _facts_of(one)),
             decisions=tuple(
                 self._journal.recent(lambda event: event.seq == number or _led_to(event, services, number, near), 20)
             ),
@@ -174,6 +159,26 @@ class MemoryReport:
         self._reserve.saved = dict(saved.reservations)
         self._reserve.budget.restore(saved.reclaims)
         self._supply.restore(saved.peaks)
+
+
+def _facts_of(found: Reclaim) -> Iterator[str]:
+    """Of one try."""
+    missing = ", ".join(f"{count} handles on GPU {gpu}" for gpu, count in sorted(found.missing.items()))
+    services = sorted({need.service for need in found.needs})
+    yield f"asked by service {', '.join(map(str, services))}: missing {missing}; way: {found.how.value}"
+    if found.reason:
+        yield f"nothing was taken: {found.reason}"
+    for victims in found.victims:
+        decision = victims.decision
+        unit = decision.cost.value if decision.cost is not None else "-"
+        picks = ", ".join(f"{pick.column_id} ({pick.marginal_cost})" for pick in decision.picks[:PICKS])
+        more = f" and {len(decision.picks) - PICKS} more" if len(decision.picks) > PICKS else ""
+        yield (
+            f"from service {victims.engine.service}: {decision.reason}; cost {decision.total_cost} {unit}; "
+            f"columns (cost): {picks}{more}"
+        )
+    if found.late:
+        yield f"{found.late} mapping orders did not come back in time"
 
 
 def _led_to(event: Event, services: Sequence[int], number: int, reclaims: Sequence[int]) -> bool:

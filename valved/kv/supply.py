@@ -38,6 +38,7 @@ class Need:
     rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where no hook rang
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
+    over: Pause  # whoever asked asks no more: several needs may be tries of one growth
     coming: list[Ints] = field(default_factory=list)  # handles that are being taken for it, stage by stage
     begun: Pause = field(default_factory=Pause)  # now is the time to prepare for them
     partly: Pause = field(default_factory=Pause)  # the next stage is free

@@ -42,9 +42,7 @@ class WholeRanges:
         driver: the shim makes the range ordinary memory then. A hook that attaches later gives back what is too much.
         """
         is_online = self._books.role_of(book.key.client) is Role.ONLINE
-        for _ in range(TRIES):
-            if book.is_whole or not await self._back_once(book, is_online):
-                break
+        await self._back(book, may_take=is_online)
         if not self._is_here(book):
             return
         if seq and is_online and not book.is_whole:
@@ -53,7 +51,16 @@ class WholeRanges:
             self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu), is_awaited=True)
         self._ranges.answer_whole(book, seq, len(book.empty_slots()))
 
-    async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:
+    async def _back(self, book: KvRangeBook, *, may_take: bool) -> None:
+        over = Pause()
+        try:
+            for _ in range(TRIES):
+                if book.is_whole or not await self._back_once(book, may_take, over):
+                    break
+        finally:
+            over.set()
+
+    async def _back_once(self, book: KvRangeBook, may_take: bool, over: Pause) -> bool:
         """Whether another try may find more."""
         empty = book.empty_slots()
         service = self._books.service_of(book.key.client)
@@ -61,7 +68,7 @@ class WholeRanges:
         orders: list[Order] = []
         try:
             if may_take and len(empty) > self._supply.affordable(book.gpu, service, for_good=True):
-                need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True)
+                need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True, over)
                 await need.ready
             if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(
                 book.gpu, service, for_good=True
@@ -91,9 +98,7 @@ class WholeRanges:
         self._clock.call_at_ns(self._clock.now_ns() + DRAIN_NS, pause.set)
         await pause
         await self._turn.while_turning()
-        for _ in range(TRIES):
-            if book.is_whole or not await self._back_once(book, False):
-                break
+        await self._back(book, may_take=False)
         if self._is_here(book):
             self._ranges.answer_whole(book, 0, len(book.empty_slots()))
         self._unheeded.backed(book)

@@ -61,8 +61,7 @@ struct plan_step {
 	uint32_t order_seq; /* orders: what order_done must reach */
 	uint64_t refused;   /* issuer's: pairs of `off` that the stop under way was refused */
 	bool keep_off;      /* `on` stays empty: the application switched these off itself */
-	uint32_t owners; /* entries of clients built in; the lists get shorter when stale ones are dropped */
-	struct valve_client *owner[CHUNK];
+	struct valve_client *owner[CHUNK]; /* of each channel */
 	struct nv2080_fifo_disable_channels off, on;
 };
 
@@ -70,7 +69,8 @@ struct plan_step {
  * only ever drops stale channels from it: enable walks the very list that was disabled.
  * `next` is the issuer's: the step at which an enable goes on that was cut. */
 struct plan {
-	uint32_t generation, steps, next;
+	uint32_t generation, steps, next, clients;
+	struct valve_client **client; /* kept alive; one for each run of neighbours, also of dropped ones */
 	struct plan_step step[];
 };
 
@@ -331,7 +331,7 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step);
 /* plan.c */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
 void plan_free(struct plan *plan);
-bool plan_names(const struct plan *plan, const struct valve_client *client);
+bool plan_names(const struct plan *plan, const struct valve_client *client, uint32_t *from);
 bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel);
 void plan_drop(struct plan_step *step, uint32_t at);
 uint32_t plan_channels(const struct plan *plan);

@@ -39,11 +39,7 @@ static void step_add(struct plan_step *step, const struct valve_entry *entry)
 {
 	uint32_t at = step->off.numChannels;
 
-	if (entry->client) {
-		step->owner[at] = entry->client;
-		step->owners = at + 1;
-		entry->client->refs++;
-	}
+	step->owner[at] = entry->client;
 	step->off.hClientList[at] = step->on.hClientList[at] = entry->h_client;
 	step->off.hChannelList[at] = step->on.hChannelList[at] = entry->h_channel;
 	step->off.numChannels = at + 1;
@@ -64,16 +60,33 @@ static uint32_t count_steps(const struct valve_entry *entries, uint32_t count)
 	return steps;
 }
 
+static bool begins_client(const struct valve_entry *entries, uint32_t i)
+{
+	return entries[i].client && (i == 0 || entries[i].client != entries[i - 1].client);
+}
+
+static struct plan *plan_alloc(uint32_t steps, uint32_t clients)
+{
+	size_t head = sizeof(struct plan) + steps * sizeof(struct plan_step);
+	struct plan *plan = calloc(1, head + clients * sizeof(struct valve_client *));
+
+	if (plan)
+		plan->client = (struct valve_client **)(void *)((char *)plan + head);
+	return plan;
+}
+
 /* A plan for the entries (sorted as gate.h says); NULL for none or without memory. */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
 {
-	uint32_t steps = count_steps(entries, count);
+	uint32_t steps = count_steps(entries, count), clients = 0;
 	struct plan *plan;
 	struct plan_step *step;
 
 	if (steps == 0)
 		return NULL;
-	plan = calloc(1, sizeof *plan + steps * sizeof *plan->step);
+	for (uint32_t i = 0; i < count; i++)
+		clients += begins_client(entries, i);
+	plan = plan_alloc(steps, clients);
 	if (!plan)
 		return NULL;
 	step = plan->step;
@@ -82,6 +95,10 @@ struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32
 		if (i > 0 && (step->off.numChannels == CHUNK || !shares_step(&entries[i - 1], &entries[i])))
 			step_open(++step, &entries[i]);
 		step_add(step, &entries[i]);
+		if (begins_client(entries, i)) {
+			plan->client[plan->clients++] = entries[i].client;
+			entries[i].client->refs++;
+		}
 	}
 	plan->steps = steps;
 	plan->generation = ++gpu->gate->generation;
@@ -90,23 +107,23 @@ struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32
 
 void plan_free(struct plan *plan)
 {
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		struct plan_step *step = &plan->step[i];
-
-		for (uint32_t k = 0; k < step->owners; k++) {
-			step->owner[k]->refs--;
-			client_reap(step->owner[k]);
-		}
+	for (uint32_t i = 0; plan && i < plan->clients; i++) {
+		plan->client[i]->refs--;
+		client_reap(plan->client[i]);
 	}
 	free(plan);
 }
 
-bool plan_names(const struct plan *plan, const struct valve_client *client)
+/* `from`: where to look first, and where it was found. All plans of a GPU name clients in one order, so one after the
+ * other is found at once. */
+bool plan_names(const struct plan *plan, const struct valve_client *client, uint32_t *from)
 {
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
-			if (plan->step[i].owner[k] == client)
-				return true;
+	for (uint32_t i = 0; plan && i < plan->clients; i++) {
+		uint32_t at = (*from + i) % plan->clients;
+
+		if (plan->client[at] == client) {
+			*from = at;
+			return true;
 		}
 	}
 	return false;
@@ -133,7 +150,6 @@ static void close_up(uint32_t *list, uint32_t at, uint32_t last)
 void plan_drop(struct plan_step *step, uint32_t at)
 {
 	uint32_t last = --step->off.numChannels;
-	struct valve_client *owner = step->owner[at];
 
 	step->on.numChannels = step->keep_off ? 0 : last;
 	close_up(step->off.hClientList, at, last);
@@ -141,7 +157,6 @@ void plan_drop(struct plan_step *step, uint32_t at)
 	close_up(step->on.hClientList, at, last);
 	close_up(step->on.hChannelList, at, last);
 	memmove(step->owner + at, step->owner + at + 1, (last - at) * sizeof *step->owner);
-	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
 }
 
 uint32_t plan_channels(const struct plan *plan)

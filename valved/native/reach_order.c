@@ -122,32 +122,27 @@ static void release(struct gpu *gpu, struct valve_client *client)
 /* After an enable of the GPU: take back the holds that failures or the watchdog added for it. */
 void order_release(struct gpu *gpu, struct plan *plan)
 {
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		for (uint32_t k = 0; k < plan->step[i].owners; k++)
-			release(gpu, plan->step[i].owner[k]);
-	}
+	for (uint32_t i = 0; plan && i < plan->clients; i++)
+		release(gpu, plan->client[i]);
 }
 
 /* Channels have left that may run: so may their processes, unless the plan has others of theirs. */
 void order_leave(struct gpu *gpu, const struct plan *leaving)
 {
-	for (uint32_t i = 0; leaving && i < leaving->steps; i++) {
-		for (uint32_t k = 0; k < leaving->step[i].owners; k++)
-			if (!plan_names(gpu->plan, leaving->step[i].owner[k]))
-				release(gpu, leaving->step[i].owner[k]);
-	}
+	uint32_t at = 0;
+
+	for (uint32_t i = 0; leaving && i < leaving->clients; i++)
+		if (!plan_names(gpu->plan, leaving->client[i], &at))
+			release(gpu, leaving->client[i]);
 }
 
 /* A new plan: a process that has left it has nothing on this GPU that an order could be for, and no enable to come would
  * find it. A process that goes on without us still has channels, and keeps the order that it was given. */
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
 {
-	for (uint32_t i = 0; old && i < old->steps; i++) {
-		for (uint32_t k = 0; k < old->step[i].owners; k++) {
-			struct valve_client *client = old->step[i].owner[k];
+	uint32_t at = 0;
 
-			if (!load_relaxed(&client->leaves) && !plan_names(fresh, client))
-				release(gpu, client);
-		}
-	}
+	for (uint32_t i = 0; old && i < old->clients; i++)
+		if (!load_relaxed(&old->client[i]->leaves) && !plan_names(fresh, old->client[i], &at))
+			release(gpu, old->client[i]);
 }

@@ -36,10 +36,8 @@ static void tell(struct valve_client *client, uint32_t gpu, uint64_t until_ns)
 
 void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns)
 {
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		for (uint32_t k = 0; k < plan->step[i].owners; k++)
-			tell(plan->step[i].owner[k], gpu->index, until_ns);
-	}
+	for (uint32_t i = 0; plan && i < plan->clients; i++)
+		tell(plan->client[i], gpu->index, until_ns);
 	gpu->told_until_ns = until_ns;
 }
 
@@ -48,18 +46,17 @@ void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns)
 void until_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
 {
 	uint64_t until_ns = gpu->state <= VALVE_GPU_WATCHED ? load_full(&gpu->until_ns) : 0;
+	uint32_t at = 0;
 
 	if (until_ns)
 		until_tell(gpu, fresh, until_ns);
-	for (uint32_t i = 0; old && i < old->steps; i++) {
-		for (uint32_t k = 0; k < old->step[i].owners; k++) {
-			struct valve_client *client = old->step[i].owner[k];
+	for (uint32_t i = 0; old && i < old->clients; i++) {
+		struct valve_client *client = old->client[i];
 
-			if (gpu->index < VALVE_GRANT_GPUS && !load_relaxed(&client->leaves) &&
-			    load_relaxed(&client_grant(client)->run_until_ns[gpu->index]) &&
-			    !plan_names(fresh, client))
-				tell(client, gpu->index, 0);
-		}
+		if (gpu->index < VALVE_GRANT_GPUS && !load_relaxed(&client->leaves) &&
+		    load_relaxed(&client_grant(client)->run_until_ns[gpu->index]) &&
+		    !plan_names(fresh, client, &at))
+			tell(client, gpu->index, 0);
 	}
 }
 
@@ -81,14 +78,12 @@ static void give_up(struct valve_client *client, uint64_t claim)
 /* A stop of a client's own, for an end that it was told before, may have switched off what is to run. */
 bool until_is_claimed(const struct plan *plan, uint64_t until_ns)
 {
-	for (uint32_t i = 0; plan && i < plan->steps; i++)
-		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
-			const struct valve_client *client = plan->step[i].owner[k];
-			uint64_t claim = load_full(&client->region->until_claim);
+	for (uint32_t i = 0; plan && i < plan->clients; i++) {
+		uint64_t claim = load_full(&plan->client[i]->region->until_claim);
 
-			if (claim != until_ns && is_awaited(client, claim))
-				return true;
-		}
+		if (claim != until_ns && is_awaited(plan->client[i], claim))
+			return true;
+	}
 	return false;
 }
 
@@ -124,13 +119,11 @@ bool until_wait(const struct gpu *gpu, const struct plan *plan)
 {
 	uint64_t end_ns = now_ns() + gpu->gate->config.order_ns;
 
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
-			struct valve_client *client = plan->step[i].owner[k];
+	for (uint32_t i = 0; plan && i < plan->clients; i++) {
+		struct valve_client *client = plan->client[i];
 
-			if (!wait_for(gpu, client, load_full(&client->region->until_claim), end_ns))
-				return false;
-		}
+		if (!wait_for(gpu, client, load_full(&client->region->until_claim), end_ns))
+			return false;
 	}
 	return true;
 }

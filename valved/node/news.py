@@ -75,6 +75,12 @@ class GateNews(GateListener):
     def places_changed(self) -> None:
         self._granting.refresh()
 
+    def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
+        self._granting.channel_came(client, channel)
+
+    def channel_gone(self, client: ClientEntry, channel: ChannelRef) -> None:
+        self._granting.slices.gone(client.id, channel)
+
     def time_passed(self) -> None:
         revision = self._books.revision
         if revision != self._revision or self._granting.is_behind or self._sharing.is_behind:

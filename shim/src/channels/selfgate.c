@@ -5,7 +5,7 @@
  *
  * What is believed follows what the driver answered. A channel counts as off (`held`) from before a disable is tried until
  * an enable of it came back well, so no refusal leaves one off that the shim forgot. A pass that missed something is
- * owed: the session makes it again, with backoff, for as long as it is wanted (link/stops.c).
+ * owed: the session makes it again, with backoff, for as long as it is wanted (link/session.c).
  *
  * A list that was refused is issued again in halves, as valved does (valved/native/reach_rm.c says why): one channel that ends
  * just now must not leave the others as they were.
