@@ -85,6 +85,7 @@ def looks():
     reader._room = cards.ctypes.create_string_buffer(ROOM * cards._PROCESS.size)
     assert cards._PROCESS.size == n.sizeof(n.c_nvmlProcessInfo_v3_t)
     told = lambda use: [use.total_bytes, use.used_bytes, sorted(use.by_pid.items())]
+    assert reader.processes() == {uuid: use.by_pid for uuid, use in reader.look().items()}
     return [list(map(told, reader.look().values())) for _ in (1, 2)]
 """
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
+
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,13 @@ class CardReader:
 
     def look(self) -> dict[bytes, CardUse]:
         """All cards by UUID; empty where NVML is missing or does not answer."""
+        return self._of_each(self._card)
+
+    def processes(self) -> dict[bytes, Mapping[int, int]]:
+        """`CardUse.by_pid` alone: a third of the calls."""
+        return self._of_each(self._processes)
+
+    def _of_each(self, told_of: Callable[[Any], Told]) -> dict[bytes, Told]:
         import pynvml
 
         try:
@@ -73,7 +82,7 @@ class CardReader:
                 self._is_open = True
             if (count := pynvml.nvmlDeviceGetCount()) != len(self._handles):
                 self._handles = [_identity(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
-            return {uuid: self._card(handle) for handle, uuid in self._handles}
+            return {uuid: told_of(handle) for handle, uuid in self._handles}
         except (pynvml.NVMLError, AttributeError):  # an NVML from before this call
             self.close()
             return {}
@@ -103,7 +112,7 @@ class CardReader:
             is_mig=is_mig,
         )
 
-    def _processes(self, handle: Any) -> dict[int, int]:
+    def _processes(self, handle: Any) -> Mapping[int, int]:
         """Into the room of the last answer, with one call: pynvml asks twice, and makes an object of each process."""
         import pynvml
 
