@@ -208,7 +208,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hang_ms: HangMs = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
     spin_us: Spin = 0.0  # native threads spin this long before they sleep; needs a core to itself
     quiet_us: Quiet = 500  # quiet time before a watcher probes the GPU
-    fifo_priority: Priority = 0  # real-time priority of the native threads where permitted; 0: niceness -20, short slice
+    fifo_priority: Priority = 0  # real-time priority of the native threads where permitted; 0: niceness -20
     log_level: str = "info"
     cooldown: CooldownTable = msgspec.field(default_factory=CooldownTable)
     wake: WakeTable = msgspec.field(default_factory=WakeTable)

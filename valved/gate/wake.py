@@ -219,8 +219,7 @@ class GateService:
         self._is_reading = True
         errors = []
         try:
-            stamps = self._gate.drain_stamps()
-            for stamp in stamps:
+            for stamp in (stamps := self._gate.drain_stamps()):
                 try:
                     self._read(stamp)
                 except Exception as error:  # the others are of other holds, and are not to be had again
