@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from node_world import World
 
-from valved.machine.cards import CardUse
 from valved.model.ids import GpuIndex, Role
 from valved.node.bystanders import LOOKS_BEFORE_FREEZE, Bystanders
 from valved.state.registry import GUARD_SERVICE
@@ -23,13 +22,7 @@ def rig(tmp_path):
     )
 
     def look(*pids, gpu=0):
-        uses = {
-            info.uuid: CardUse(
-                total_bytes=1, used_bytes=0, by_pid=dict.fromkeys(pids if info.index == gpu else (), 0), is_mig=False
-            )
-            for info in gpus
-        }
-        guard.look(uses)
+        guard.look({info.uuid: dict.fromkeys(pids if info.index == gpu else (), 0) for info in gpus})
 
     def guarded():
         return [gpu for gpu in (0, 1) if GUARD_SERVICE in world.gating.gpus[GpuIndex(gpu)].holders]
@@ -134,3 +127,14 @@ def test_cards_that_do_not_answer_never_count_as_looked_at(rig):
 
     rig.look()
     assert rig.guard.has_looked
+
+
+def test_a_process_that_nobody_hears_is_never_passed_over_because_nvml_says_the_same_as_before(rig):
+    here = rig.world.online()
+    process = rig.world.books.clients[here].process
+    for _ in range(2):
+        rig.look(process.pid)
+    assert rig.guarded() == []
+    rig.world.register.leave(here, "link closed")  # and computes on
+    rig.look(process.pid)
+    assert rig.guarded() == [0]

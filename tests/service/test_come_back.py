@@ -12,7 +12,6 @@ from node_world import World
 from scarce import left
 
 from valved.abi.link import Feature
-from valved.machine.cards import CardUse
 from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -184,8 +183,7 @@ def guarded(world):
 
 def cards(world, *pids):
     """What NVML says: these processes compute on the first GPU."""
-    uses = {info: dict.fromkeys(pids if info.index == 0 else (), 1) for info in world.gate.gpus()}
-    return {info.uuid: CardUse(total_bytes=1, used_bytes=0, by_pid=used, is_mig=False) for info, used in uses.items()}
+    return {info.uuid: dict.fromkeys(pids if info.index == 0 else (), 1) for info in world.gate.gpus()}
 
 
 def test_offline_work_never_runs_beside_a_process_without_valve_before_the_guard_has_looked(first):

@@ -18,6 +18,8 @@ from valved.state.stats import GpuAccount
 
 TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when no call asks for them
 SELDOM_NS = 20 * TICK_NS  # between looks at a service of short holds: a mark ages by 4 % meanwhile
+QUIET_TICKS = 4  # without a stamp and without a hold: then the native side rings for the next stamp, ...
+REST_NS = 8 * TICK_NS  # ... and this looks for changed settings alone
 LEAST_CHANGE = 50  # a cooldown that has shrunk by less than this part is not worth telling
 
 # As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: not looked at yet.
@@ -45,9 +47,10 @@ class GateSettings:
 
 @dataclass(eq=False, repr=False)
 class Permits:
-    """Looks at each online service: after what changed, and a few times a second while one is permitted.
+    """Looks at each online service: after what changed, and a few times a second while one is permitted. At rest, when
+    nothing happens for a second and no permitted service holds, it reads no stamps: the next one rings.
 
-    `online` and `gpus` are the gate's own books; `drain` brings them up to this moment.
+    `online` and `gpus` are the gate's own books; `drain` brings them up to this moment; `want_prompt` has stamps ring.
     """
 
     _gate: GatePort
@@ -58,12 +61,15 @@ class Permits:
     _online: Mapping[ServiceId, OnlineService]
     _gpus: Mapping[GpuIndex, GpuAccount]
     _drain: Callable[[], None]
+    _want_prompt: Callable[[str, bool], None]
 
     def __post_init__(self) -> None:
         self._is_braked = False
         self._askers: set[str] = set()
         self._cooldown = self._settings.cooldown  # that all permissions rest on
         self._ticker = Ticker(self._clock, self._tick_over, on_beat=True)
+        self._quiet_ticks = 0
+        self._is_at_rest = False
 
     @property
     def is_braked(self) -> bool:
@@ -131,13 +137,32 @@ class Permits:
         if is_news(online.rule, rule):
             online.rule = rule
             self._gate.permit(online.id, rule)
-        self._ticker.start(TICK_NS)
+        if online.holding:
+            self.stir()
+        self._ticker.start(REST_NS if self._is_at_rest else TICK_NS)
 
     def withdraw(self, online: OnlineService) -> None:
         """Whatever is to hold from here on is said to the native side before anything else."""
         if online.rule is not None:
             online.rule = None
             self._gate.permit(online.id, None)
+
+    def stir(self) -> None:
+        """Something happened: a stamp came, or a permitted service holds."""
+        self._quiet_ticks = 0
+        if not self._is_at_rest:
+            return
+        self._is_at_rest = False
+        self._want_prompt("at rest", False)
+        if self._ticker.runs:
+            self._ticker.stop()
+            self._ticker.start(TICK_NS)
+
+    def _rest(self) -> None:
+        self._is_at_rest = True
+        self._want_prompt("at rest", True)
+        self._ticker.start(REST_NS)
+        self._drain()  # what was stamped before that rang for nobody
 
     def _tick_over(self) -> None:
         """Read what happened, and look at the busy services."""
@@ -150,6 +175,9 @@ class Permits:
         for online in permitted:
             if is_new or (online.holding and is_due(online, now_ns)):
                 self._look(online)
+        self._quiet_ticks = 0 if any(online.holding for online in permitted) else self._quiet_ticks + 1
+        if permitted and self._quiet_ticks >= QUIET_TICKS and not self._is_at_rest:
+            self._rest()
 
     def _has_offline(self, online: OnlineService) -> bool:
         return bool(self._askers) or any(self._gpus[gpu].channels for gpu in online.gpus)

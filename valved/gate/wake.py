@@ -46,9 +46,9 @@ class GateService:
         self.listener = GateListener()
         self._records = records = GateRecords(journal)
         shared = self.online, self.gpus
-        self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain)
+        self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain, self.want_prompt)
         self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, *shared)
-        self._waiting: set[str] = set()
+        self._waiting: set[str] = set()  # who wants each stamp at once
         self._is_reading = False
         self._lost = 0  # stamps, as the port counts
         self._owes_look = False  # at every service: stamps were lost or could not be booked, or the last look failed
@@ -219,8 +219,7 @@ class GateService:
         self._is_reading = True
         errors = []
         try:
-            stamps = self._gate.drain_stamps()
-            for stamp in stamps:
+            for stamp in (stamps := self._gate.drain_stamps()):
                 try:
                     self._read(stamp)
                 except Exception as error:  # the others are of other holds, and are not to be had again
@@ -234,6 +233,7 @@ class GateService:
             self.counters.stamps_lost += lost
             self._records.lost(lost)
         if stamps:
+            self.permits.stir()
             self.listener.drained()
         if errors:
             raise errors[0]
@@ -251,7 +251,7 @@ class GateService:
             self.listener.opened()
 
     def want_prompt(self, asker: str, on: bool) -> None:
-        """A caller waits for a stop or a wake: what happens is read at once, not a few times a second."""
+        """A caller waits for a stop or a wake, or nobody reads by the clock: what happens is read at once."""
         (self._waiting.add if on else self._waiting.discard)(asker)
         self._gate.set_prompt(bool(self._waiting))
 

@@ -18,6 +18,7 @@ from valved.state.registry import Books
 
 KEPT = 256
 LOOK_S = 0.5
+REST_S = 2.0  # while no service has a hook
 LONGEST_NS = 60_000_000_000  # a client's claim beyond it is none
 MS = 1e6
 
@@ -30,7 +31,7 @@ class Worths:
 
     async def run(self) -> None:
         while True:
-            await beat_of(LOOK_S)
+            await beat_of(LOOK_S if self._last else REST_S)
             self.look()
 
     def look(self) -> None:

@@ -87,6 +87,7 @@ class KvService:
     def __post_init__(self, changes: Changes) -> None:
         self._uuids = {info.index: info.uuid for info in self._books.gpus}
         self._is_leaving = False  # online processes have left in this turn
+        self._told_at: object = None  # what clients were told went by these books, cards and needs
         changes.listener = self.apply
 
     @property
@@ -266,6 +267,10 @@ class KvService:
         """What the cards say now. Every client is told, before it has a range, too: it sizes its cache by that."""
         self._supply.see_cards(cards)
         kept = self._kept()
+        found = self._books.registry.revision, cards, kept
+        if found == self._told_at and not self.is_in_use:
+            return
+        self._told_at = found
         for entry in self._books.registry.clients.values():
             self._tell_budget(entry, kept)
 

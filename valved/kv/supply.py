@@ -18,7 +18,7 @@ from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
-from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
+from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.keeping import MemoryUse, OnlineNeed, keep
 from valved.state.peaks import Peaks
 from valved.state.registry import ClientEntry
@@ -198,12 +198,11 @@ class Supply:
         self.cards = cards
         now_ns = self._clock.now_ns()
         settings, pool = self.settings, self._books.pool
+        self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
+        self._see_services()
         for gpu, uuid in self._uuids.items():
             room = UNLIMITED
             card = self.cards.get(uuid)
-            if card is not None:
-                self._by_pid[gpu] = card.by_pid
-            self._see_services(gpu)
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
                 room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
@@ -253,31 +252,42 @@ class Supply:
         return bool(self.settings.online_mib) or self.peaks.remembers
 
     def services_changed(self) -> None:
-        for gpu in self._uuids:
-            self._see_services(gpu)
+        self._see_services()
 
-    def _see_services(self, gpu: GpuIndex) -> None:
-        by_pid, pool, registry = self._by_pid.get(gpu), self._books.pool, self._books.registry
-        has: dict[str, MemoryUse] = {}
-        bare: Counter[str] = Counter()
-        for service in registry.services.values():
-            if service.role is not Role.ONLINE:
-                continue
-            shims = [one for one in registry.clients_of(service.id) if one.role is Role.ONLINE]
-            pids = {process.pid for process in (*(one.process for one in shims), *self._away(service.id))}
-            used = sum((by_pid or {}).get(pid, 0) for pid in pids)
-            kv = min(used, pool.mapped(gpu, [one.id for one in shims]) * pool.handle_bytes)
-            before = has.get(service.name, MemoryUse())
-            has[service.name] = MemoryUse(plain_bytes=before.plain_bytes + used - kv, kv_bytes=before.kv_bytes + kv)
-            books = (book for one in shims for book in pool.of_client(one.id) if book.gpu == gpu)
-            bare[service.name] += sum(len(book.empty_slots()) * book.handle_bytes for book in books)
+    def _see_services(self) -> None:
+        """What each name of online services has on each GPU, and so what offline work must leave."""
+        clients: dict[str, list[ClientId]] = {}
+        name_of: dict[int, str] = {}  # by pid
+        for service in self._books.registry.services.values():
+            if service.role is Role.ONLINE:
+                shims = [one for one in self._books.registry.clients_of(service.id) if one.role is Role.ONLINE]
+                clients.setdefault(service.name, []).extend(one.id for one in shims)
+                processes = (*(one.process for one in shims), *self._away(service.id))
+                name_of.update((process.pid, service.name) for process in processes)
+        bare = {gpu: Counter[str]() for gpu in self._uuids}
+        for name, ids in clients.items() if self._books.pool.ranges else ():
+            for book in (book for client in ids for book in self._books.pool.of_client(client)):
+                bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
+        for gpu in self._uuids:
+            self._see_card(gpu, name_of, clients, bare[gpu])
+
+    def _see_card(
+        self, gpu: GpuIndex, name_of: Mapping[int, str], clients: Mapping[str, list[ClientId]], bare: Counter[str]
+    ) -> None:
+        by_pid, pool, used = self._by_pid.get(gpu), self._books.pool, Counter[str]()
+        for pid, held in (by_pid or {}).items():
+            if pid in name_of:
+                used[name_of[pid]] += held
+        kv = {name: min(held, pool.mapped(gpu, clients[name]) * pool.handle_bytes) for name, held in used.items()}
+        has = {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}
         if by_pid is not None:
             self.peaks.see(gpu, has, self._clock.now_ns())
         had, none = self.peaks.of(gpu), MemoryUse()
-        services = (
-            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name]) for name in {*had, *has}
+        needs = (
+            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name])
+            for name in {*had, *has, *bare}
         )
-        self._kept[gpu] = keep(services, self.settings.online_mib * MIB)
+        self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
 
     def _kept_handles(self, gpu: GpuIndex, *, for_good: bool = False) -> int:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""

@@ -103,7 +103,7 @@ class CardReader:
             is_mig=is_mig,
         )
 
-    def _processes(self, handle: Any) -> dict[int, int]:
+    def _processes(self, handle: Any) -> Mapping[int, int]:
         """Into the room of the last answer, with one call: pynvml asks twice, and makes an object of each process."""
         import pynvml
 

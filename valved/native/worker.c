@@ -11,20 +11,36 @@
 #include <signal.h>
 #include <sys/resource.h>
 
-#define NICE (-20)
+#define NICE     (-20)
+#define SLICE_NS 100000u /* the shortest that Linux takes */
+
+/* struct sched_attr: its name and header depend on the libc */
+struct policy {
+	uint32_t size, policy;
+	uint64_t flags;
+	int32_t nice;
+	uint32_t priority;
+	uint64_t runtime, deadline, period;
+};
 
 /* Real time if it is asked for, else the best niceness, where permitted. A normal thread is placed by the scheduler: on
  * an idle core if there is one, else beside the launch that woke it. A real-time one stays where it last ran, be that
  * the core of the very launch (which it then keeps from running while the driver spins) or one that has to be
  * interrupted. In return it never waits for other nice work; so it is for hosts without idle cores. A thread that
- * spins must not be real-time: the kernel takes its CPU away for 50 ms of every second. */
+ * spins must not be real-time: the kernel takes its CPU away for 50 ms of every second.
+ *
+ * A thread that wakes beside others waits for the end of the slice of the one that runs there (some 3 ms), however nice it is.
+ * Unless its own slice is shorter: then Linux, from 6.12 on, lets it run at once. */
 static void hurry(const struct valve_config *config)
 {
 	struct sched_param param = {.sched_priority = (int)config->fifo_priority};
+	struct policy normal = {.size = sizeof normal, .runtime = SLICE_NS};
 
 	if (config->fifo_priority && config->spin_ns == 0 && sched_setscheduler(0, SCHED_FIFO, &param) == 0)
 		return;
 	setpriority(PRIO_PROCESS, 0, NICE); /* of this thread alone; EPERM: as a normal one, then */
+	normal.nice = getpriority(PRIO_PROCESS, 0);
+	syscall(SYS_sched_setattr, 0, &normal, 0); /* before Linux 6.12 without effect */
 }
 
 static void *worker_main(void *argument)

@@ -45,6 +45,7 @@ class Bystanders:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
         self.has_looked = False
         self._looks: dict[ProcessId, int] = {}  # at claimed offline jobs without the shim
+        self._found_none: tuple[int, Mapping[bytes, Mapping[int, int]]] | None = None  # at which books, where
 
     def reason(self, gpu: GpuIndex) -> str:
         """Why the guard closes this GPU; nothing where it does not."""
@@ -56,7 +57,7 @@ class Bystanders:
         try:
             while True:
                 cards = await loop.run_in_executor(None, reader.look)
-                self.look(cards)
+                self.look({uuid: card.by_pid for uuid, card in cards.items()})
                 self._seen(cards)
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
                 has_offline |= any(self._books.with_role(Role.OFFLINE))
@@ -64,8 +65,11 @@ class Bystanders:
         finally:
             reader.close()
 
-    def look(self, cards: Mapping[bytes, CardUse]) -> None:
+    def look(self, cards: Mapping[bytes, Mapping[int, int]]) -> None:
         """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""
+        if (asked := (self._books.revision, cards)) == self._found_none:
+            return
+        self._found_none = asked
         # A hook alone stops and hears nothing.
         shims = (client for client in self._books.clients.values() if client.role is not Role.HOOK)
         watched = {client.process.pid for client in shims}  # a number is its process's until its client has left
@@ -75,9 +79,10 @@ class Bystanders:
             if gpu.uuid not in cards:
                 continue
             users = []
-            for pid in cards[gpu.uuid].by_pid:
+            for pid in cards[gpu.uuid]:
                 if pid in watched:
                     continue
+                self._found_none = None
                 try:
                     started = self._processes.start_time(pid)
                 except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger
@@ -95,6 +100,8 @@ class Bystanders:
                 else:
                     users.append(f"{name} {UNHEARD if claim is None else NOT_CONNECTED}")
             self._set(gpu.index, tuple(users))
+        if any(self._users.values()):  # on a card that does not answer
+            self._found_none = None
         self._stop(ungated)
         self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
         self.has_looked |= all(gpu.uuid in cards for gpu in self._gpus)

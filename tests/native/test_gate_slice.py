@@ -1,0 +1,35 @@
+"""How the hot threads of the gate are scheduled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import struct
+
+import pytest
+from gates import Rig, wait_until
+
+SYS_SCHED_GETATTR, SIZE, RUNTIME_AT = 315, 48, 24
+SHORTEST_NS = 100_000
+LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+
+
+def slice_ns(thread: str) -> int:
+    attributes = ctypes.create_string_buffer(SIZE)
+    if ctypes.CDLL(None, use_errno=True).syscall(SYS_SCHED_GETATTR, int(thread), attributes, SIZE, 0):
+        return 0  # it has ended
+    return int(struct.unpack_from("<Q", attributes, RUNTIME_AT)[0])
+
+
+@pytest.mark.skipif(LINUX < (6, 12), reason="threads have no slice of their own before Linux 6.12")
+def test_a_listener_never_waits_for_the_end_of_the_slice_of_a_busy_neighbour(rig: Rig) -> None:
+    """Two listeners, and an issuer for each GPU. The watchdog and Python are in no hurry."""
+    hot = 2 + len(rig.gate.gpus())
+
+    def short() -> list[str]:
+        return [thread for thread in os.listdir("/proc/self/task") if slice_ns(thread) == SHORTEST_NS]
+
+    wait_until(lambda: len(short()) == hot, "each hot thread has started")
+    assert str(os.getpid()) not in short()
