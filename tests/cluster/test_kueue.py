@@ -30,6 +30,27 @@ QUOTA = 2
 KINDS = {"ResourceFlavor": "resourceflavors", "ClusterQueue": "clusterqueues", "LocalQueue": "localqueues"}
 
 
+def served(crd: Json) -> str:
+    """The path of a kind's objects."""
+    spec = crd["spec"]
+    (stored,) = (one["name"] for one in spec["versions"] if one["storage"])
+    return f"/apis/{spec['group']}/{stored}/{spec['names']['plural']}"
+
+
+def left_of(api: Any, crds: list[Json]) -> list[Json]:
+    """Those that are there still, and their objects lose their finalizers: once Kueue's manager is gone nobody honours
+    those, and a kind that has objects never goes."""
+    present = {one["metadata"]["name"] for one in api.get(CRDS)["items"]}
+    left = [crd for crd in crds if crd["metadata"]["name"] in present]
+    for path in map(served, left):
+        for one in api.get(path)["items"]:
+            if one["metadata"].get("finalizers"):
+                group, _, kind = path.rpartition("/")
+                room = f"namespaces/{one['metadata']['namespace']}/" if "namespace" in one["metadata"] else ""
+                api.patch(f"{group}/{room}{kind}/{one['metadata']['name']}", {"metadata": {"finalizers": None}})
+    return left
+
+
 @pytest.fixture(scope="module")
 def kueue(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     """Its API, without its controller."""
@@ -39,14 +60,12 @@ def kueue(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     crds = [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))]
     for crd in crds:
         control_plane.api.post(CRDS, crd)
-    for crd in crds:  # each is served at a moment of its own
-        spec = crd["spec"]
-        (stored,) = (one["name"] for one in spec["versions"] if one["storage"])
-        path = f"/apis/{spec['group']}/{stored}/{spec['names']['plural']}"
+    for path in map(served, crds):  # each is served at a moment of its own
         wait_for(path, lambda path=path: control_plane.api.get(path))
     yield control_plane
     for crd in crds:
         control_plane.api.delete(f"{CRDS}/{crd['metadata']['name']}")
+    wait_for("Kueue's kinds to go", lambda: not left_of(control_plane.api, crds))
 
 
 def manifests() -> list[Json]:
@@ -133,12 +152,14 @@ def team(kueue: ControlPlane, scheduling: ControlPlane) -> Iterator[ControlPlane
         api.post(path, one)
     urgent = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass", "metadata": {"name": "urgent"}}
     api.post(f"{KUEUE}/workloadpriorityclasses", {**urgent, "value": 1000, "description": "before others"})
-    yield scheduling
-    api.delete(f"{KUEUE}/workloadpriorityclasses/urgent")
-    for path, one in reversed(made):
-        api.delete(f"{path}/{one['metadata']['name']}")
-    wait_for("the queue to go", lambda: not api.get(f"{KUEUE}/clusterqueues")["items"])
-    stop_kueue(kueue)
+    try:
+        yield scheduling
+        api.delete(f"{KUEUE}/workloadpriorityclasses/urgent")
+        for path, one in reversed(made):
+            api.delete(f"{path}/{one['metadata']['name']}")
+        wait_for("the queue to go", lambda: not api.get(f"{KUEUE}/clusterqueues")["items"])
+    finally:
+        stop_kueue(kueue)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,26 @@ def test_a_refusal_of_foreign_channels_sends_everything_else_over_the_passed_des
         assert rows["D5"]["answers"]["alu"]["frozen"] > 0
         assert "status 0x1b" in rows["D4"]["detail"]
         assert emulator.state().disabled == ()
+
+
+LATE = """#!/bin/sh
+sleep 1
+exec {probe} "$@"
+"""
+
+
+def test_no_workload_ever_ends_before_a_probe_that_comes_late(programs, tmp_path, monkeypatch):
+    """Of a rehearsal the work takes a third of a second; a busy machine may take longer to start the probe."""
+    late = tmp_path / "bin"
+    shutil.copytree(programs.folder, late)
+    (late / "probe").write_text(LATE.format(probe=programs.path("probe")))
+    monkeypatch.setenv("VALVE_LAB_BUILD", str(late))
+    with node(Options()) as emulator:
+        code, rows, printed = lab("--only", "D5", out=tmp_path / "out", emulator=emulator)
+
+    assert code == OK, printed
+    assert all(part["same"] for part in rows["D5"]["answers"].values())
+    assert min(part["pauses"] for part in rows["D5"]["answers"].values()) > 0
 
 
 def test_a_card_that_says_yes_and_does_nothing_is_found_out(tmp_path):

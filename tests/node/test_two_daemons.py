@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+from valve_tools.demo.node import EmulatedNode, NodeError
+
 
 def test_a_second_daemon_never_starts_on_cards_that_have_one(node, tmp_path):
     other = tmp_path / "other"
@@ -20,3 +23,19 @@ def test_a_second_daemon_never_starts_on_cards_that_have_one(node, tmp_path):
 def test_the_cards_are_free_once_the_daemon_has_gone(node):
     node.stop_valved()
     node.start_valved()
+
+
+def test_a_node_never_takes_an_earlier_daemon_of_its_folder_for_the_one_it_started(node):
+    earlier = node.valved
+    try:
+        with pytest.raises(NodeError, match=f"valved {earlier.pid} already runs"):
+            node.start_valved()
+    finally:
+        node.valved = earlier
+
+
+def test_a_node_never_comes_up_beside_processes_of_an_earlier_one_in_its_folder(node):
+    """As when a demo was killed and starts again in the folder that it keeps."""
+    with pytest.raises(NodeError, match=f"of an earlier run.*: .*{node.valved.pid}"), EmulatedNode(node.folder):
+        pass
+    assert node.status().pid == node.valved.pid

@@ -16,9 +16,9 @@ from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
-from valve_tools.demo.node import EmulatedNode, demo_folder
+from valve_tools.demo.node import EmulatedNode, NodeError, demo_folder
 from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
-from valve_tools.emulator.node import Options
+from valve_tools.emulator.node import NoCard, Options
 
 USUAL = RoundsPlan()
 CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
@@ -26,6 +26,14 @@ CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # else its node would run on
+    try:
+        return chosen(argv)
+    except (NodeError, NoCard) as error:
+        print(f"valve demo: {error}", file=sys.stderr)
+        return 1
+
+
+def chosen(argv: list[str]) -> int:
     if argv[:1] == ["memory"]:
         return memory.main(argv[1:])
     if argv[:1] == ["cluster"]:

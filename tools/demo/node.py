@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
-from valved.cli.client import NodeClient, is_running
+from valved.cli.client import NodeClient, status_of
 
 Seen = TypeVar("Seen")
 
@@ -60,6 +60,11 @@ class EmulatedNode:
         self._emulator: Emulator | None = None
 
     def __enter__(self) -> EmulatedNode:
+        if left := self.inhabitants():
+            raise NodeError(
+                f"processes of an earlier run still live in {self.folder}: {', '.join(map(str, left))}. "
+                "End them, or take another folder"
+            )
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._server = emulated.start(self.folder / "emu", self._options)
         self._emulator = Emulator(self.folder / "emu")
@@ -128,7 +133,8 @@ class EmulatedNode:
         if self.valved is not None and self.valved.poll() is not None:
             log = (self.folder / "valved.log").read_text(errors="replace")[-2000:]
             raise NodeError(f"valved ended with {self.valved.returncode}:\n{log}")
-        return is_running(self.run_dir)
+        answering = status_of(self.run_dir)  # with --replace, and in a folder in use, an earlier one answers
+        return answering is not None and self.valved is not None and answering.pid == self.valved.pid
 
     def stop_valved(self, how: signal.Signals = signal.SIGTERM) -> int:
         assert self.valved is not None, "start valved first"

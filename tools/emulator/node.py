@@ -27,6 +27,10 @@ _COSTS = (
 NO_LATENCY = dict.fromkeys(_COSTS.split(), "0")
 
 
+class NoCard(RuntimeError):
+    """The server did not start. It said why on standard error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a node is made of; knobs as in server/knobs.h."""
@@ -81,7 +85,7 @@ def start(directory: Path, options: Options) -> subprocess.Popen[str]:
     assert server.stdout is not None
     banner = server.stdout.readline()  # written after listen()
     if not banner:
-        raise RuntimeError(f"valve-emu-server did not start (exit code {server.wait()})")
+        raise NoCard(f"valve-emu-server did not start (exit code {server.wait()})")
     (directory / "server.txt").write_text(banner)
     return server
 

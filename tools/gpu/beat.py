@@ -8,7 +8,7 @@ from pathlib import Path
 
 BYTES = 12288
 MAGIC = 0x54414542
-READY, STOP, DONE, LAUNCHES, MARK = 8, 12, 16, 32, 4104
+READY, STOP, DONE, GATE, LAUNCHES, MARK = 8, 12, 16, 20, 32, 4104
 
 
 class Beat:
@@ -35,6 +35,10 @@ class Beat:
     @property
     def launches(self) -> int:
         return int(struct.unpack_from("<Q", self._page, LAUNCHES)[0])
+
+    def go(self) -> None:
+        """Let a workload that was started held begin."""
+        struct.pack_into("<I", self._page, GATE, 0)
 
     def stop(self) -> None:
         """Ask the workload to end by itself."""

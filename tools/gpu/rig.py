@@ -84,6 +84,9 @@ class Workload:
             self._helper = Talk(self._helper_path)
         return self._helper
 
+    def go(self) -> None:
+        self.beat.go()
+
     def moves(self, within_s: float = 3.0) -> bool:
         """Whether the GPU beats for it."""
         before, end = self.beat.mark, time.monotonic() + within_s
@@ -211,13 +214,18 @@ class Rig:
         ms: int,
         *more: str,
         helper: bool = False,
+        held: bool = False,
         may_fail: bool = False,
         trace: bool = False,
     ) -> Iterator[Workload]:
-        """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error."""
+        """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error.
+
+        With `held` it begins its work at `go`. Who watches it with a probe starts it so: on a busy machine the probe is
+        late, and would find work that is done."""
         base = self.spins.next_base(mode)
         helper_path = base.with_suffix(".helper") if helper else None
-        argv = self.spins.argv(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
+        more = (*more, *(["--sock", str(helper_path)] if helper_path else []), *(["--held", "1"] if held else []))
+        argv = self.spins.argv(mode, ms, base, more)
         with base.with_suffix(".out").open("wb") as out, self._log("session").open("ab") as log:
             process = subprocess.Popen(
                 argv, env=self.spins.traced(base, log=trace), stdin=subprocess.DEVNULL, stdout=out, stderr=log
@@ -314,9 +322,10 @@ class Rig:
         if self.path:
             return self.path
         for path in "abc":
-            with self.workload("alu", self.effort.ms(4000)) as work:
+            with self.workload("alu", self.effort.ms(4000), held=True) as work:
                 try:
                     with self.probe(work, path=path) as probe:
+                        work.go()
                         if probe.cycles(3)["frozen"] == 3:
                             self.path = path
                             return path

@@ -50,12 +50,13 @@ void valve_orders_wake(void)
 /* ---- the session's side ---- */
 
 /* NULL: too many wait. */
-static struct valve_queued *free_place(uint64_t number, uint16_t how)
+static struct valve_queued *free_place(uint64_t number, uint16_t how, struct valve_fds *fds)
 {
 	struct valve_link_kv_done full = {.order = number, .status = EAGAIN};
 
 	if (orders.tail - load_acquire(&orders.head) < (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS))
 		return place_in_queue(orders.tail);
+	valve_fds_close(fds); /* before the answer, as in carry_out_parts */
 	valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
 	return NULL;
 }
@@ -75,7 +76,7 @@ int valve_orders_take(const struct valve_link_header *header, int length, struct
 
 	if (!valve_packet_is_order(packet, length, fds) || valve_orders_start())
 		return -EPROTO;
-	order = free_place(packet->order, packet->how);
+	order = free_place(packet->order, packet->how, fds);
 	if (!order)
 		return 0;
 	valve_queued_order(order, packet, fds);
@@ -90,7 +91,7 @@ int valve_orders_take_runs(const struct valve_link_header *header, int length, s
 
 	if (!valve_packet_is_runs(packet, length, fds) || valve_orders_start())
 		return -EPROTO;
-	order = free_place(packet->order, packet->how);
+	order = free_place(packet->order, packet->how, fds);
 	if (!order)
 		return 0;
 	valve_queued_runs(order, packet, fds);
@@ -205,6 +206,7 @@ static bool carry_out_parts(struct valve_queued *order, bool *moved)
 		}
 		*moved = true;
 	}
+	valve_fds_close(&order->fds); /* before the answer: valved may send as many again at once */
 	valve_answering_end(order->answering);
 	return true;
 }

@@ -9,6 +9,8 @@
 
 #define APPS  3
 #define KNOWN 64
+#define FIRST 400 /* numbers of descriptors that orders bring; nobody else's are as high */
+#define FDS   500
 
 struct valve_shim valve_shim = {.link_generation = 1};
 struct valve_contexts valve_contexts;
@@ -20,8 +22,14 @@ void valve_kv_end(void);
 void valve_kv_step(void);
 
 static uint32_t known[KNOWN]; /* ranges that valved was told of */
-static uint32_t answers, taken, ended, stopped;
+static uint32_t answers, taken = 1, ended, stopped;
+static uint32_t bringer[FDS]; /* the last order that brought this descriptor */
 static struct valve_entry plain_alloc, plain_free;
+
+static int number_of(uint64_t order)
+{
+	return FIRST + (int)(order % FDS);
+}
 
 /* ---- what link.c, say.c and interpose.c would provide ---- */
 
@@ -55,6 +63,9 @@ int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int 
 	valve_unlock(&valve_shim.link_lock);
 	if (!err && type == VALVE_LINK_KV_DONE) {
 		CHECK(done->done <= VALVE_KV_ENTRIES && count <= done->done);
+		/* Its descriptors are closed by now: valved may send as many again at once. */
+		CHECK(load_acquire(&bringer[done->order % FDS]) != done->order ||
+		      fcntl(number_of(done->order), F_GETFD) < 0);
 		add_full(&answers, 1);
 	}
 	return err;
@@ -123,6 +134,19 @@ static void *application(void *unused)
 	return NULL;
 }
 
+/* The process had no room for the rest of what this order brought. */
+static bool bring(struct valve_fds *fds)
+{
+	int number = number_of(taken);
+
+	if (fcntl(number, F_GETFD) >= 0) /* an order that still waits has it */
+		return false;
+	CHECK(fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, number) == number);
+	*fds = (struct valve_fds){.count = 1, .at = {number}, .cut = true};
+	store_release(&bringer[taken % FDS], taken);
+	return true;
+}
+
 static void hand_in(void)
 {
 	struct valve_link_kv_entries packet = {.order = taken,
@@ -136,13 +160,12 @@ static void hand_in(void)
 		packet.how = VALVE_KV_OUTSIDE;
 	packet.header = (struct valve_link_header){
 	        .magic = VALVE_LINK_MAGIC, .type = VALVE_LINK_KV_ORDER, .length = sizeof(packet)};
+	bool creates = packet.op == VALVE_KV_BACK && (!packet.count || draw() % 4 || !bring(&fds));
 	for (uint32_t i = 0, slot = (uint32_t)(draw() % 20); i < packet.count; i++)
 		packet.entry[i] = (struct valve_kv_entry){
 		        .handle = i,
 		        .slot = (slot + i) % 20,
-		        .flags = packet.op == VALVE_KV_BACK
-		                         ? VALVE_KV_CREATE | (draw() % 2 ? VALVE_KV_ZERO : 0)
-		                         : 0};
+		        .flags = creates ? VALVE_KV_CREATE | (draw() % 2 ? VALVE_KV_ZERO : 0) : 0};
 	CHECK(!valve_orders_take(&packet.header, sizeof(packet), &fds));
 	taken++;
 }

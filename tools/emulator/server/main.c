@@ -11,12 +11,14 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 struct server S;
@@ -151,6 +153,23 @@ int proc_files_write(void)
 	return write_file("params", "EnableGpuFirmware: 18\nOpenRmEnableUnsupportedGpus: 1\n%s", "");
 }
 
+/* Held until this process ends: another server would take the socket over, and programs would be on two cards at once. */
+static void take_dir(void)
+{
+	enum { TRIES = 300, PAUSE_NS = 10000000 }; /* a predecessor that has closed its socket ends within this */
+	int fd = open(S.dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	if (fd < 0)
+		die(S.dir);
+	for (int tries = 0; flock(fd, LOCK_EX | LOCK_NB); tries++) {
+		if (errno != EWOULDBLOCK)
+			die(S.dir);
+		if (tries == TRIES)
+			refuse(S.dir, "another valve-emu-server has this folder's card already: end that one first");
+		nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
+	}
+}
+
 static int make_socket(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -268,6 +287,7 @@ int main(int argc, char **argv)
 	S.gpus = 1;
 	S.seed = 1;
 	S.nonce = (uint32_t)getpid() ^ (uint32_t)now_ns();
+	S.next_file = (uint64_t)S.nonce << 32; /* no file of another card is ever taken for one of this */
 	locks_init();
 	read_dir(argc, argv);
 	make_board();
@@ -275,6 +295,7 @@ int main(int argc, char **argv)
 	set_pair("driver=580.159.04");
 	set_from_environment();
 	read_options(argc, argv);
+	take_dir();
 	finish_board();
 	leave_the_queue();
 	if (files_init() || runlists_start())

@@ -64,7 +64,7 @@ enum { BEAT_SLOTS = 512, BEAT_BYTES = 12288 };
 struct beat {
 	uint32_t magic, pid;
 	_Atomic uint32_t ready, stop, done;
-	_Atomic uint32_t gate;     /* 1: launch nothing new (the launch-gating rival) */
+	_Atomic uint32_t gate;     /* 1: launch nothing new (the launch-gating rival; held) */
 	uint32_t has_time, slots;  /* has_time: `at` is the GPU's clock, not only a mark */
 	_Atomic uint64_t launches; /* calls made so far: stands still where a launch blocks */
 	uint32_t is_mirrored;      /* the GPU writes elsewhere, and a thread copies it here */
@@ -74,7 +74,7 @@ struct beat {
 	char pad1[4096 - 16];
 	volatile uint64_t slot[BEAT_SLOTS]; /* last written by each multiprocessor */
 };
-_Static_assert(offsetof(struct beat, launches) == 32, "beat: the lab's Python reads this");
+_Static_assert(offsetof(struct beat, gate) == 20 && offsetof(struct beat, launches) == 32, "beat: the lab's Python reads this");
 _Static_assert(offsetof(struct beat, at) == 4096 && sizeof(struct beat) == BEAT_BYTES, "beat pages");
 
 /* share.c: files and sockets */

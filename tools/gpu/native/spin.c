@@ -6,6 +6,8 @@
  *   copy device to device               long one kernel of --ms   touch reads the helper's range all the time
  *   flood launches without ever waiting duty 1 ms of work, 1 ms idle, latencies            idle only the helper
  *   calibrate iterations per ms, us per copy
+ *
+ * With --held 1 it is ready, and begins its work when somebody clears the gate in its page.
  */
 #include "gpu.h"
 
@@ -18,7 +20,7 @@
 enum { LATENCIES = 20000, MARKS = 400000, SHIFT = 4096, GRAPH_NODES = 20, GRAPH_US = 50 };
 static struct {
 	const char *mode, *beat, *sock, *image, *gate, *mate;
-	double ms, iterations_ms, one_iterations_ms, copy_us, copy_mib;
+	double ms, iterations_ms, one_iterations_ms, copy_us, copy_mib, held;
 } option = {.mode = "alu",
             .ms = 1000,
             .iterations_ms = 20000,
@@ -327,6 +329,7 @@ static int parse(int argc, char **argv)
 		                 : !strcmp(name, "--one-iterations-ms") ? &option.one_iterations_ms
 		                 : !strcmp(name, "--copy-us")           ? &option.copy_us
 		                 : !strcmp(name, "--copy-mib")          ? &option.copy_mib
+		                 : !strcmp(name, "--held")              ? &option.held
 		                                                        : NULL;
 		if (text)
 			*text = value;
@@ -345,6 +348,7 @@ static void run(const struct mode *mode)
 		prepare_copy();
 	if (!failure.code && option.sock && helper_start(option.sock))
 		fprintf(stderr, "spin: no helper\n");
+	atomic_store(&beat->gate, option.held != 0);
 	if (!failure.code)
 		atomic_store(&beat->ready, 1);
 	if (!failure.code)

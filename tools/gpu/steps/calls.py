@@ -60,7 +60,8 @@ def c5(rig: Rig) -> LabOutcome:
 
 def still_moves(rig: Rig, engine: str, path: str) -> tuple[bool, int]:
     """Whether copies go on while `engine` is off, and how many channels the process has."""
-    with rig.workload("copy", rig.effort.ms(20000)) as work, rig.probe(work, path=path) as probe:
+    with rig.workload("copy", rig.effort.ms(20000), held=True) as work, rig.probe(work, path=path) as probe:
+        work.go()
         channels = probe.do("list")["channels"]
         probe.do(f"off {engine} 10000")
         time.sleep(0.05)
@@ -85,7 +86,7 @@ def c12(rig: Rig) -> LabOutcome:
 
 def timeslice(rig: Rig, uid: int | None) -> tuple[int, int, int]:
     """(status of get, slice in us, status of setting it to 1 ms) on the workload's descriptor, by this user."""
-    with rig.workload("alu", rig.effort.ms(8000)) as work, rig.probe(work, path="b", uid=uid) as probe:
+    with rig.workload("alu", rig.effort.ms(8000), held=True) as work, rig.probe(work, path="b", uid=uid) as probe:
         tsg = next(c["tsg"] for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8)
         got, raw = probe.control("theirs", str(tsg), GET_TIMESLICE, bytes(8))
         (us,) = struct.unpack("<Q", raw)

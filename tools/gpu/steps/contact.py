@@ -43,7 +43,8 @@ def channel_words(channels: list[dict[str, Any]]) -> str:
 )
 def d1(rig: Rig) -> LabOutcome:
     """Which objects and driver calls make a CUDA process?"""
-    with rig.workload("alu", rig.effort.ms(2000), trace=True) as work, rig.probe(work) as probe:
+    with rig.workload("alu", rig.effort.ms(2000), held=True, trace=True) as work, rig.probe(work) as probe:
+        work.go()
         seen = probe.do("list")
     text = work.trace.read_text()
     calls = [json.loads(line) for line in text.splitlines()]
@@ -122,7 +123,7 @@ def ids_of(probe: Probe, pairs: list[tuple[int, int]]) -> tuple[int, list[int]]:
 @experiment("D3", seconds=15, decides="whether a reported channel can be verified before it is trusted")
 def d3(rig: Rig) -> LabOutcome:
     """Does the driver resolve channels of other clients?"""
-    with rig.workload("alu", rig.effort.ms(3000)) as work, rig.probe(work) as probe:
+    with rig.workload("alu", rig.effort.ms(3000), held=True) as work, rig.probe(work) as probe:
         channels = probe.do("list")["channels"]
         pairs = [(channel["client"], channel["channel"]) for channel in channels]
         status, ids = ids_of(probe, pairs)
@@ -159,9 +160,10 @@ def judge_cycles(done: dict[str, Any], path: str, *, name: str = "") -> LabOutco
 
 
 def paused(rig: Rig, path: str, n: int, uid: int | None = None) -> LabOutcome:
-    with rig.workload("alu", rig.effort.ms(12000)) as work:
+    with rig.workload("alu", rig.effort.ms(12000), held=True) as work:
         try:
             with rig.probe(work, path=path, uid=uid) as probe:
+                work.go()
                 return judge_cycles(probe.cycles(rig.effort.cycles(n), gap_us=(2000, 6000)), path)
         except LabRefused as error:
             return LabOutcome(

@@ -120,8 +120,9 @@ def d10(rig: Rig) -> LabOutcome:
     path, span_s = rig.reach(), rig.effort.seconds(120)
     with rig.workload("alu", rig.effort.ms(4000)) as work:
         undisturbed = rig.finish(work)
-    with rig.workload("alu", rig.effort.ms(4000)) as work:
+    with rig.workload("alu", rig.effort.ms(4000), held=True) as work:
         with rig.probe(work, path=path) as probe:
+            work.go()
             probe.do(f"off gr {int(span_s * 1000) + 20000}")
             mark = work.beat.mark
             time.sleep(span_s)

@@ -29,8 +29,9 @@ def d5(rig: Rig) -> LabOutcome:
     for mode in ("alu", "graph", "copy"):
         with rig.workload(mode, rig.effort.ms(2500)) as work:
             undisturbed = rig.finish(work)
-        with rig.workload(mode, rig.effort.ms(2500)) as work:
+        with rig.workload(mode, rig.effort.ms(2500), held=True) as work:
             with rig.probe(work, path=path) as probe:
+                work.go()
                 done = probe.cycles(1000, engine=engine_of(mode), pause_us=(500, 3000), gap_us=(500, 4000), limit_s=25)
             paused = rig.finish(work)
         same = paused["checksum"] == undisturbed["checksum"]
@@ -60,9 +61,10 @@ def d6(rig: Rig) -> LabOutcome:
     path, words, good, mode_word = rig.reach(), [], True, ""
     shown: dict[str, Figure] = {}
     for mode in ("alu", "one", "many", "graph", "copy", "long"):
-        with rig.workload(mode, rig.effort.ms(8000 if mode != "long" else 2000)) as work:
+        with rig.workload(mode, rig.effort.ms(8000 if mode != "long" else 2000), held=True) as work:
             mode_word = mode_word or preemption_mode(rig, work)
             with rig.probe(work, path=path) as probe:
+                work.go()
                 done = probe.cycles(rig.effort.cycles(60), engine=engine_of(mode), gap_us=(2000, 6000), limit_s=8)
         part = judge_cycles(done, path, name=f"{mode} ")
         good = good and (part.verdict is LabVerdict.OK or (mode == "long" and done["frozen"] == done["n"]))
@@ -86,11 +88,13 @@ def duty(rig: Rig, *more: str) -> Figure:
 
 def beside(rig: Rig, *, paused: bool) -> Figure:
     """The duty beside full-occupancy work, running or paused."""
-    with rig.workload("alu", rig.effort.ms(20000)) as work:
+    with rig.workload("alu", rig.effort.ms(20000), held=True) as work:
         if not paused:
+            work.go()
             found = duty(rig)
         else:
             with rig.probe(work, path=rig.reach()) as probe:
+                work.go()
                 probe.do("off gr 60000")
                 found = duty(rig)
                 probe.do("on gr")
@@ -117,8 +121,9 @@ def d8(rig: Rig) -> LabOutcome:
 def d11(rig: Rig) -> LabOutcome:
     """Does a pause outlive the process that asked for it?"""
     path = rig.reach()
-    with rig.workload("alu", rig.effort.ms(30000)) as work:
+    with rig.workload("alu", rig.effort.ms(30000), held=True) as work:
         with rig.probe(work, path=path) as probe:
+            work.go()
             answer = probe.do("off gr 20000")
             probe.kill()
         with rig.probe(work, path=path) as probe:
@@ -145,10 +150,11 @@ def d14(rig: Rig) -> LabOutcome:
     """How much slower is a disable beside a process that maps memory?"""
     path, over = rig.reach(), threading.Event()
     with (
-        rig.workload("alu", rig.effort.ms(40000)) as work,
+        rig.workload("alu", rig.effort.ms(40000), held=True) as work,
         rig.workload("idle", 120_000, helper=True) as mapper,
         rig.probe(work, path=path) as probe,
     ):
+        work.go()
         quiet = probe.cycles(rig.effort.cycles(300), gap_us=(1000, 3000))
         thread = threading.Thread(target=storm, args=(mapper, over))
         thread.start()
