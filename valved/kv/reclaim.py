@@ -147,7 +147,7 @@ class Reclaimer:
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
         self._begin(reclaim)
         if not missing or not engines:
-            reclaim.reason = "no memory is missing any more" if not missing else self._why_nobody()
+            reclaim.reason = why_none(missing, is_allowed=self._supply.is_allowed)
             self._end(reclaim)
             self._turn.give_up()
         elif how is not Remap.COOPERATIVE:
@@ -155,10 +155,6 @@ class Reclaimer:
         else:
             self._turn.give_up()
             start(self._or_let_go(reclaim, self._take_at_step(reclaim, engines)))
-
-    def _why_nobody(self) -> str:
-        allowed = self._supply.is_allowed
-        return "no attached offline engine has memory to lose there" if allowed else "harvesting is braked"
 
     async def _or_let_go(self, reclaim: Reclaim, steps: Coroutine[Pause, None, Any]) -> None:
         """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""
@@ -308,6 +304,12 @@ class Reclaimer:
             **reclaim.account(self._books.pool.handle_bytes),
         )
         self._log.note(reclaim, event)
+
+
+def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:
+    if not missing:
+        return "no memory is missing any more"
+    return "no attached offline engine has memory to lose there" if is_allowed else "harvesting is braked"
 
 
 def stage_came(needs: list[Need]) -> None:

@@ -58,9 +58,9 @@ struct plan_step {
 	const struct reach_ops *ops;
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
-	uint32_t order_seq; /* orders: what order_done must reach */
-	uint64_t refused;   /* issuer's: pairs of `off` that the stop under way was refused */
-	bool keep_off;      /* `on` stays empty: the application switched these off itself */
+	uint32_t order_seq;                /* orders: what order_done must reach */
+	uint64_t refused;                  /* issuer's: pairs of `off` that the stop under way was refused */
+	bool keep_off;                     /* `on` stays empty: the application switched these off itself */
 	struct valve_client *owner[CHUNK]; /* of each channel */
 	struct nv2080_fifo_disable_channels off, on;
 };
