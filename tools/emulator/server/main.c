@@ -156,7 +156,10 @@ int proc_files_write(void)
 /* Held until this process ends: another server would take the socket over, and programs would be on two cards at once. */
 static void take_dir(void)
 {
-	enum { TRIES = 300, PAUSE_NS = 10000000 }; /* a predecessor that has closed its socket ends within this */
+	enum {
+		TRIES = 300,
+		PAUSE_NS = 10000000
+	}; /* a predecessor that has closed its socket ends within this */
 	int fd = open(S.dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
 	if (fd < 0)
@@ -165,7 +168,8 @@ static void take_dir(void)
 		if (errno != EWOULDBLOCK)
 			die(S.dir);
 		if (tries == TRIES)
-			refuse(S.dir, "another valve-emu-server has this folder's card already: end that one first");
+			refuse(S.dir,
+			       "another valve-emu-server has this folder's card already: end that one first");
 		nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
 	}
 }

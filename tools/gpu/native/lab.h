@@ -74,7 +74,8 @@ struct beat {
 	char pad1[4096 - 16];
 	volatile uint64_t slot[BEAT_SLOTS]; /* last written by each multiprocessor */
 };
-_Static_assert(offsetof(struct beat, gate) == 20 && offsetof(struct beat, launches) == 32, "beat: the lab's Python reads this");
+_Static_assert(offsetof(struct beat, gate) == 20 && offsetof(struct beat, launches) == 32,
+               "beat: the lab's Python reads this");
 _Static_assert(offsetof(struct beat, at) == 4096 && sizeof(struct beat) == BEAT_BYTES, "beat pages");
 
 /* share.c: files and sockets */
