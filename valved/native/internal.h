@@ -327,6 +327,7 @@ void order_release(struct gpu *gpu, struct plan *plan);
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
 void order_leave(struct gpu *gpu, const struct plan *leaving);
 void order_hold_all(struct gpu *gpu, struct plan_step *step);
+void order_hold_plan(struct gpu *gpu, const struct plan *plan);
 
 /* plan.c */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
