@@ -237,6 +237,24 @@ static void hang(uint32_t stops, uint32_t enables)
 	store_relaxed(&fake_rules.hang_enable, enables);
 }
 
+/* The watchdog gives a stop up, and then the issuer finds that a channel of it was freed without a word. */
+static void stop_late_and_less(struct valve_gate *gate, const int32_t *service, struct offline *offline)
+{
+	for (uint32_t s = 0; s < 2; s++)
+		valve_wake(gate, service[s]);
+	change_channels(gate, offline, 0, 2);
+	fake_free_channel(offline->h_client, 0x5C000001);
+	hang(1, 0);
+	valve_hold(gate, service[0]);
+	while (load_relaxed(&gate->gpu[0].flight) % 4 != FLIGHT_HELD)
+		sleep_ns(100000);
+	hang(0, 0);
+	valve_gate_settle(gate, 10000000000ull);
+	change_channels(gate, offline, 0, 0);
+	fake_channel(offline->h_client, 0x5C000001, 0);
+	valve_hold(gate, service[1]);
+}
+
 /* Whoever finds its word open rings; and a ring closes the word. */
 static bool is_heard(struct online *online)
 {
@@ -301,7 +319,7 @@ int main(int argc, char **argv)
 {
 	struct valve_config config = {
 	        .lease_ns = 5000000,
-	        .hang_ns = 2000000000,
+	        .hang_ns = argc > 3 ? 1000000 : 2000000000,
 	        .order_ns = 1000000,
 	};
 	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
@@ -318,8 +336,6 @@ int main(int argc, char **argv)
 	uint32_t woken = 0;
 
 	fake_reset();
-	if (hangs)
-		config.hang_ns = 1000000;
 	gate = valve_gate_open(&config, fake_machine());
 	for (uint32_t g = 0; g < OFFLINE; g++)
 		begin_offline(gate, &offline[g], 100 + g, g);
@@ -329,6 +345,8 @@ int main(int argc, char **argv)
 		service[s] = valve_service_new(gate, s + 1);
 		valve_service_gpus(gate, service[s], s ? 3 : 1);
 	}
+	if (hangs)
+		stop_late_and_less(gate, service, &offline[0]);
 	for (uint32_t i = 0; i < ONLINE; i++) {
 		online[i].gate = gate;
 		online[i].gpus = i % 2 ? 2 : 0; /* the other service's GPUs change */

@@ -9,12 +9,13 @@ import pytest
 from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, say
 
 from valved.abi.link import LinkType, Welcome
+from valved.clients.turns import SECOND_NS, Knocks
 from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
 from valved.model.ids import Role
 
 BURST_S = 0.01  # of the loop, for the HELLOs of one process
-
+SHIM_WAITS_NS = 50_000_000  # of an online process, for its welcome
 KNOCKS = 200
 
 
@@ -92,6 +93,17 @@ def test_one_user_never_pushes_the_decisions_out_of_the_journal(server):
     kept = server.call(lambda: world.journal.recent(lambda _: True, 2 * ring))
     assert kept[0].kind is EventKind.PAUSED
     assert world.gating.counters.malformed == 2 * ring
+
+
+def test_a_goodbye_that_the_driver_holds_up_never_keeps_the_next_process_of_the_user_out():
+    """It costs what its channels cost, which were paid for as they came, and for how long the driver is busy."""
+    knocks = Knocks()
+    for pid in range(100, 108):
+        knocks.took(pid, 1000, SECOND_NS // 2, 0)
+
+    waits = [knocks.wait_ns(pid, 1000, 0, lambda pid: False) for pid in (100, 200)]
+
+    assert max(waits) < SHIM_WAITS_NS
 
 
 def test_an_online_process_never_waits_for_what_its_last_link_cost(server):

@@ -23,7 +23,8 @@ def added(world):
 
 
 def tell(world, client, number, **fields):
-    return world.add_channel(client, h_client=THEIRS, h_channel=0xCAF00000 + number, proven=False, **fields)
+    named = {"h_client": THEIRS, "h_channel": 0xCAF00000 + number, **fields}
+    return world.add_channel(client, proven=False, **named)
 
 
 def test_a_process_without_the_file_never_stops_anybodys_channels(world):
@@ -188,6 +189,48 @@ def test_a_proof_never_lets_in_more_than_one_waiting_channel_in_a_turn(world):
     world.run(1)
     assert len(added(world)) == before + 64
     assert [answers(world, hostile, seq) for seq in seqs] == [[0]] * 64
+
+
+def test_files_that_are_shown_again_and_again_never_let_in_more_channels_in_a_turn(world):
+    hostile = world.offline(gpus=())
+    before = len(added(world))
+    for number in range(16):
+        tell(world, hostile, number)
+        tell(world, hostile, number, h_client=THEIRS + 1)
+
+    for _ in range(8):
+        world.show_rm_client(hostile, GpuIndex(0), THEIRS)
+        world.show_rm_client(hostile, GpuIndex(0), THEIRS + 1)
+
+    assert len(added(world)) == before + 1
+    world.run(1)
+    assert len(added(world)) == before + 32
+
+
+def test_a_channel_whose_proof_is_taken_back_never_waits_for_ever(world):
+    """Its turn had not come when an online process showed the same RM client."""
+    client = world.offline(gpus=())
+    seqs = [tell(world, client, number) for number in range(3)]
+    world.show_rm_client(client, GpuIndex(0), THEIRS)
+    victim = world.online(gpus=(), name="second")
+    world.show_rm_client(victim, GpuIndex(0), THEIRS)
+
+    world.run(PATIENCE_NS / 1e6 + 1)
+
+    assert [answers(world, client, seq) for seq in seqs] == [[0], [REFUSED], [REFUSED]]
+    assert not world.register.channels.possession.is_judging(client)
+
+
+def test_a_channel_whose_proof_finds_no_room_never_waits_for_ever(world):
+    client = world.offline(gpus=())
+    for number in range(world.config.quota.channels_per_client):
+        world.show_rm_client(client, GpuIndex(0), THEIRS + 1 + number)
+    seq = tell(world, client, 0)
+    world.show_rm_client(client, GpuIndex(0), THEIRS)
+
+    world.run(PATIENCE_NS / 1e6 + 1)
+
+    assert answers(world, client, seq) == [REFUSED]
 
 
 def test_a_channel_that_is_told_again_while_it_waits_is_never_taken_for_what_it_was(world):

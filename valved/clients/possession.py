@@ -9,7 +9,7 @@ sender learns nothing from the answer but that a proof is missing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from valved.machine.clock import Clock, TimerHandle
@@ -50,6 +50,7 @@ class _Client:
     proven: set[tuple[int, GpuIndex]] = field(default_factory=set)
     offers: deque[_Offer] = field(default_factory=deque)
     waiters: dict[tuple[int, int], _Waiter] = field(default_factory=dict)  # by channel
+    is_letting_in: bool = False
     moved_ns: int = 0  # when it last offered a file, or one of them was judged, or a channel was let in
 
 
@@ -131,6 +132,8 @@ class Possession:
         known = self._clients[client]
         known.proven = {pair for pair in known.proven if pair[0] != h_client}
         self._disown(client, h_client)
+        for waiter in [one for one in known.waiters.values() if one.channel.h_client == h_client]:
+            waiter.give_up()  # its timer may be over already
 
     def forget(self, client: ClientId) -> None:
         known = self._clients.pop(client, None)
@@ -172,27 +175,28 @@ class Possession:
             self._on_proof(client, offer.h_client)
         if fd >= 0 and offer.take is not None:
             offer.take(fd)
-        if is_own:
-            self._begin(client, known, (offer.h_client, offer.gpu.index))
+        for waiter in _due(known):
+            if waiter.timer is not None:
+                waiter.timer.cancel()  # its proof is here
+        if not known.is_letting_in:
+            self._let_in(client, known)
         if known.offers:
             self._look(client, known)
 
-    def _begin(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
-        for waiter in known.waiters.values():
-            if waiter.timer is not None and (waiter.channel.h_client, waiter.channel.gpu) == pair:
-                waiter.timer.cancel()  # its proof is here
-        self._let_in(client, known, pair)
-
-    def _let_in(self, client: ClientId, known: _Client, pair: tuple[int, GpuIndex]) -> None:
-        """One channel that waited for this proof, and the next in the loop's next turn: each costs calls of the
-        driver, and its sender decides how many there are."""
-        if self._clients.get(client) is not known or pair not in known.proven:
+    def _let_in(self, client: ClientId, known: _Client) -> None:
+        """One channel whose proof is here, and the next in the loop's next turn: each costs calls of the driver, and
+        its sender decides how many there are."""
+        if self._clients.get(client) is not known:
             return
-        of_pair = (one for one in known.waiters.values() if (one.channel.h_client, one.channel.gpu) == pair)
-        waiter = next(of_pair, None)
+        waiter = next(_due(known), None)
+        known.is_letting_in = waiter is not None
         if waiter is None:
             return
         known.moved_ns = self._clock.now_ns()
         self.forget_channel(client, waiter.channel.h_client, waiter.channel.h_channel)
-        self._clock.call_at_ns(known.moved_ns, lambda: self._let_in(client, known, pair))
+        self._clock.call_at_ns(known.moved_ns, lambda: self._let_in(client, known))
         waiter.proven()
+
+
+def _due(known: _Client) -> Iterator[_Waiter]:
+    return (one for one in known.waiters.values() if (one.channel.h_client, one.channel.gpu) in known.proven)

@@ -86,7 +86,9 @@ class Turns:
 
 @dataclass(slots=True)
 class Knocks:
-    """Of peers before their welcome, and of those that leave. Root has no account: it is in every container."""
+    """Of peers before their welcome, and of those that leave. Root has no account: it is in every container. One of
+    either takes no more than a process has: a goodbye costs more only for channels, which were paid for as they came,
+    and for a driver that is busy, which keeps nobody out."""
 
     _processes: Buckets = field(default_factory=lambda: Buckets(KNOCKS_SHARE, KNOCKS_BURST_NS))
     _users: Buckets = field(default_factory=lambda: Buckets(USER_SHARE, USER_BURST_NS))
@@ -98,6 +100,7 @@ class Knocks:
         return own_ns if of_user_ns <= own_ns or is_awaited(pid) else of_user_ns
 
     def took(self, pid: int, uid: int, ns: int, now_ns: int) -> None:
+        ns = min(ns, KNOCKS_BURST_NS)
         self._processes.took(pid, ns, now_ns)
         if uid:
             self._users.took(uid, ns, now_ns)

@@ -89,14 +89,13 @@ enum mail_kind {
 struct mail {
 	struct mail *next;
 	enum mail_kind kind;
-	struct plan *plan, *stop_now,
-	        *run_now; /* MAIL_PLAN: the deltas count only while the GPU is stopped; MAIL_ENABLE: one */
-	uint32_t h_client, h_channel; /* MAIL_CID; MAIL_SLICE: of the group */
-	uint32_t slice_us;            /* MAIL_SLICE */
-	int fd;                       /* MAIL_SLICE: passed by ... */
-	struct valve_client *client;  /* ... that this mail keeps; NULL: it uses nothing of a client's */
-	uint32_t cid;                 /* out */
-	struct plan *old;             /* out: the plan that this one replaced */
+	struct plan *plan, *stop_now, *run_now; /* MAIL_PLAN: deltas for a stopped GPU; MAIL_ENABLE: one */
+	uint32_t h_client, h_channel;           /* MAIL_CID; MAIL_SLICE: of the group */
+	uint32_t slice_us;                      /* MAIL_SLICE */
+	int fd;                                 /* MAIL_SLICE: passed by ... */
+	struct valve_client *client; /* ... that this mail keeps; NULL: it uses nothing of a client's */
+	uint32_t cid;                /* out */
+	struct plan *old;            /* out: the plan that this one replaced */
 	uint32_t was_off, *was; /* out: whether something of that one may be off; where its sender hears it */
 	int status;             /* out */
 	uint32_t done;          /* futex: issuer sets 1 when the mail was carried out */
@@ -327,6 +326,7 @@ void order_release(struct gpu *gpu, struct plan *plan);
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
 void order_leave(struct gpu *gpu, const struct plan *leaving);
 void order_hold_all(struct gpu *gpu, struct plan_step *step);
+void order_hold_plan(struct gpu *gpu, const struct plan *plan);
 
 /* plan.c */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);

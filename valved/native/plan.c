@@ -149,8 +149,9 @@ static void close_up(uint32_t *list, uint32_t at, uint32_t last)
 /* The others stay in their order, client by client. */
 void plan_drop(struct plan_step *step, uint32_t at)
 {
-	uint32_t last = --step->off.numChannels;
+	uint32_t last = step->off.numChannels - 1;
 
+	store_relaxed(&step->off.numChannels, last); /* the watchdog may count them */
 	step->on.numChannels = step->keep_off ? 0 : last;
 	close_up(step->off.hClientList, at, last);
 	close_up(step->off.hChannelList, at, last);
@@ -164,6 +165,6 @@ uint32_t plan_channels(const struct plan *plan)
 	uint32_t channels = 0;
 
 	for (uint32_t i = 0; plan && i < plan->steps; i++)
-		channels += plan->step[i].off.numChannels;
+		channels += load_relaxed(&plan->step[i].off.numChannels);
 	return channels;
 }

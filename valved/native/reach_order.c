@@ -109,6 +109,13 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step)
 		order_set(step->owner[i], gpu->index, VALVE_ORDER_HOLD, true, false);
 }
 
+/* The same for a whole plan, by a thread that is not its issuer, which may drop channels meanwhile. */
+void order_hold_plan(struct gpu *gpu, const struct plan *plan)
+{
+	for (uint32_t i = 0; plan && i < plan->clients; i++)
+		order_set(plan->client[i], gpu->index, VALVE_ORDER_HOLD, true, false);
+}
+
 static void release(struct gpu *gpu, struct valve_client *client)
 {
 	uint64_t bits = 1ull << gpu->index | 1ull << (gpu->index + 32);

@@ -7,8 +7,8 @@
  * may differ between firmware versions. So nothing is assumed: disable and enable are idempotent, a refused list is
  * issued again in halves until the pairs that are refused alone are found, and those that are merely stale (freed
  * between arm and gate) are dropped from the plan. A refusal that is not staleness ends the search at once, because
- * it concerns every pair alike. One stale channel among 64 costs 13 calls, once. If all pairs of a list look stale, the
- * caller itself may be what is gone, and nothing is dropped before that is ruled out (own.c).
+ * it concerns every pair alike. One stale channel among 64 of one client costs 13 calls, once. If all pairs of a list
+ * look stale, the caller itself may be what is gone, and nothing is dropped before that is ruled out (own.c).
  *
  * A client decides how many pairs of its own are refused. So a stop searches no list before all lists were issued, and
  * what was refused was issued again client by client: no client keeps channels of another one on.

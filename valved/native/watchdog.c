@@ -38,8 +38,7 @@ static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 	 * land(), so the plan and its clients stay. */
 	if (!compare_swap(&gpu->flight, &word, number << 2 | FLIGHT_LOST))
 		return UINT64_MAX;
-	for (uint32_t i = 0; gpu->plan && i < gpu->plan->steps; i++)
-		order_hold_all(gpu, &gpu->plan->step[i]);
+	order_hold_plan(gpu, gpu->plan);
 	stamp = service_stamp(gpu, holders);
 	stamp.kind = VALVE_STAMP_GATE_FAILED;
 	stamp.status = -ETIMEDOUT;
