@@ -7,7 +7,7 @@ counts for the oldest need first: no other need takes what a reclaim freed for i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from valved.config import MIB, MemoryTable
@@ -119,10 +119,10 @@ class Supply:
         """Handles of this GPU that are available without taking any from an engine. `for_good`: an offline one that
         could not lose them again."""
         entry = self._books.registry.services.get(service) if service is not None else None
-        kept = 0
+        kept = lost = 0
         if entry is not None and entry.role is Role.OFFLINE:
-            kept = self._kept_handles(gpu, for_good=for_good)
-        return max(0, self._at_hand(gpu, kept) - self._promised(gpu, service))
+            kept, lost = self._kept_handles(gpu), self._lost_for_good(gpu) if for_good else 0
+        return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
         pool = self._books.pool
@@ -199,7 +199,7 @@ class Supply:
         now_ns = self._clock.now_ns()
         settings, pool = self.settings, self._books.pool
         self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
-        self._see_services()
+        self._see_services(cards)
         for gpu, uuid in self._uuids.items():
             room = UNLIMITED
             card = self.cards.get(uuid)
@@ -254,8 +254,9 @@ class Supply:
     def services_changed(self) -> None:
         self._see_services()
 
-    def _see_services(self) -> None:
-        """What each name of online services has on each GPU, and so what offline work must leave."""
+    def _see_services(self, read: Container[bytes] = ()) -> None:
+        """What each name of online services has on each GPU, and so what offline work must leave. `read`: cards that
+        have just said who has how much."""
         clients: dict[str, list[ClientId]] = {}
         name_of: dict[int, str] = {}  # by pid
         for service in self._books.registry.services.values():
@@ -269,31 +270,37 @@ class Supply:
             for book in (book for client in ids for book in self._books.pool.of_client(client)):
                 bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
         for gpu in self._uuids:
-            self._see_card(gpu, name_of, clients, bare[gpu])
+            has = self._has(gpu, name_of, clients)
+            if self._uuids[gpu] in read:  # else the pool may have moved since, and KV memory would seem to be other
+                self.peaks.see(gpu, has, self._clock.now_ns())
+            had, none = self.peaks.of(gpu, self._clock.now_ns()), MemoryUse()
+            needs = (
+                OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[gpu][name])
+                for name in {*had, *has, *bare[gpu]}
+            )
+            self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
 
-    def _see_card(
-        self, gpu: GpuIndex, name_of: Mapping[int, str], clients: Mapping[str, list[ClientId]], bare: Counter[str]
-    ) -> None:
-        by_pid, pool, used = self._by_pid.get(gpu), self._books.pool, Counter[str]()
-        for pid, held in (by_pid or {}).items():
+    def _has(
+        self, gpu: GpuIndex, name_of: Mapping[int, str], clients: Mapping[str, list[ClientId]]
+    ) -> dict[str, MemoryUse]:
+        """By what the card said last; before that by what it had said to a predecessor."""
+        if gpu not in self._by_pid:
+            here = set(name_of.values())
+            return {name: use for name, use in self.peaks.last(gpu).items() if name in here}
+        pool, used = self._books.pool, Counter[str]()
+        for pid, held in self._by_pid[gpu].items():
             if pid in name_of:
                 used[name_of[pid]] += held
         kv = {name: min(held, pool.mapped(gpu, clients[name]) * pool.handle_bytes) for name, held in used.items()}
-        has = {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}
-        if by_pid is not None:
-            self.peaks.see(gpu, has, self._clock.now_ns())
-        had, none = self.peaks.of(gpu), MemoryUse()
-        needs = (
-            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name])
-            for name in {*had, *has, *bare}
-        )
-        self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
+        return {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}
 
-    def _kept_handles(self, gpu: GpuIndex, *, for_good: bool = False) -> int:
+    def _kept_handles(self, gpu: GpuIndex) -> int:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
-        kept, size = self._kept[gpu], self._books.pool.handle_bytes
-        lost_for_good = max(0, kept.kv_bytes - self.takeable(gpu) * size) if for_good else 0
-        return -(-(kept.plain_bytes + lost_for_good) // size)
+        return -(-self._kept[gpu].plain_bytes // self._books.pool.handle_bytes)
+
+    def _lost_for_good(self, gpu: GpuIndex) -> int:
+        """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
+        return max(0, -(-self._kept[gpu].kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
