@@ -56,7 +56,9 @@ class Peaks:
     def of(self, gpu: GpuIndex, now_ns: int) -> dict[str, MemoryUse]:
         """Also where nothing is seen any more."""
         since_ns, peaks = now_ns - self._remember_ns, self._had.get(gpu, {}).items()
-        return {name: MemoryUse(plain_bytes=plain.of(since_ns), kv_bytes=kv.of(since_ns)) for name, (plain, kv) in peaks}
+        return {
+            name: MemoryUse(plain_bytes=plain.of(since_ns), kv_bytes=kv.of(since_ns)) for name, (plain, kv) in peaks
+        }
 
     def last(self, gpu: GpuIndex) -> Mapping[str, MemoryUse]:
         """As it was seen last, by a predecessor too."""
