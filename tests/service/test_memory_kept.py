@@ -207,6 +207,25 @@ def test_a_restart_never_keeps_a_second_time_what_a_service_still_has(world):
     assert second.gate.kept[job] == {0: 20 * MIB, 1: 0}
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_look_before_a_service_has_told_its_ranges_never_makes_other_memory_of_them(world, is_back):
+    service = world.engine("online", columns=16, name="chat")
+    service.want(used=48)
+    world.run(500)
+    kv, pid = 2 * len(service.shim.ranges[0]), service.shim.entry.process.pid
+    had = MemoryUse(plain_bytes=30 * MIB, kv_bytes=kv * MIB)
+    world.kv.service.see_cards(cards(20, [(pid, 30 + kv)]))
+    assert world.kv.supply.peaks.of(0, world.clock.now_ns()) == {"chat": had}
+    second = successor(world)
+    if is_back:
+        second.hello(pid, Role.ONLINE, features=SHIM)
+
+    second.kv.service.see_cards(cards(20, [(pid, 30 + kv)]))
+
+    assert second.kv.supply.peaks.of(0, second.clock.now_ns()) == {"chat": had}
+    assert second.kv.supply.kept_bytes(0) == 0
+
+
 def test_what_a_service_needs_is_never_kept_for_ever(world):
     service = world.shim("online")
     world.kv.service.see_cards(cards(20, [(service.entry.process.pid, 60)]))
