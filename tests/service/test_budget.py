@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from memory_world import KvWorld
+from memory_world import BASE, Hook, KvWorld
 
-from valved.config import Config, MemoryTable
+from valved.config import MIB, Config, MemoryTable
 from valved.kv.reserve import ReclaimBudget
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap
+from valved.model.memory import KvTensor
 
 HOUR_NS = 3600 * 10**9
 UUIDS = {GpuIndex(0): b"a" * 16, GpuIndex(1): b"b" * 16}
@@ -46,6 +47,23 @@ def test_an_engine_that_comes_anew_never_has_an_unspent_target(world):
         online.shim.die()
         world.run(500)
     assert not world.events(EventKind.RECLAIMED)
+
+
+def test_the_time_between_two_engines_never_counts_as_use(world):
+    """Nobody saw any: what the first used last would stand for all of it."""
+    online = world.engine("online", columns=4)
+    service = online.shim.entry.service
+    online.want(used=4)
+    world.run(5000)
+    world.register.leave(online.client, "link closed")
+    world.run(20000)
+    again = Hook(online.shim, online.blocks)
+    assert again.register([KvTensor(base_addr=BASE, block_stride_bytes=MIB // 2, block_bytes=MIB // 2)], (0,)) == 0
+    assert again.attach() == 0
+    world.hooks = [again]
+    world.run(3000)
+
+    assert 5 <= len(world.kv.reserve.online[service].state.history.recent) < 12
 
 
 def test_another_gpus_reclaims_never_count(world):

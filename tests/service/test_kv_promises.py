@@ -211,6 +211,20 @@ def test_an_online_allocation_never_fails_while_offline_work_has_what_the_driver
     assert len(online.ranges[0]) == 4
 
 
+def test_nothing_is_ever_taken_from_offline_work_for_a_process_that_has_ended(tmp_path):
+    """It waits for its range, and the card has no room for that."""
+    world, offline = node(tmp_path, remap=Remap.HELPER, handles=16)
+    online = world.shim("online", gpus=(0,))
+    online.reserve(0, 4)
+    had = len(offline.backed())
+    online.die()
+    world.run(500)
+
+    assert not world.events(EventKind.RECLAIMED)
+    assert len(offline.backed()) == had
+    world.check()
+
+
 def test_an_engine_that_owes_memory_is_never_asked_again_while_another_one_could_give(tmp_path):
     """It hangs in a step, and what it holds is the cheapest."""
     memory = MemoryTable(handle_mib=2, remap=Remap.COOPERATIVE, headroom_min_mib=2, headroom_max_mib=2, step_s=5.0)

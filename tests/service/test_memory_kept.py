@@ -6,6 +6,7 @@ import errno
 
 import pytest
 from memory_world import KvWorld
+from node_world import successor
 
 from valved.abi.link import Feature
 from valved.config import MIB, Config, MemoryTable
@@ -112,6 +113,26 @@ def test_free_handles_never_stay_where_weights_come_back(world):
     assert world.kv.books.pool.free_handles(0) == 16 - 8 * MIB // SIZE
 
 
+def test_an_old_look_at_a_card_never_makes_other_memory_of_kv_memory(world):
+    """A service gives its cache up and another one ends, before the card is read anew."""
+    job, service, other = world.shim("offline"), world.engine("online", columns=16, name="chat"), world.shim("online")
+    service.want(used=48)
+    world.run(500)
+    kv = 2 * len(service.shim.ranges[0])
+    world.kv.service.see_cards(cards(20, [(service.shim.entry.process.pid, 30 + kv)]))
+
+    service.shim.free_range(0)
+    world.run(1)
+    other.die()
+    world.run(1)
+    service.shim.die()
+    world.run(1)
+    world.kv.service.see_cards(cards(50))
+
+    assert world.kv.books.pool.free_handles(0) * SIZE == kv * MIB
+    assert world.gate.kept[job.client][0] == 30 * MIB
+
+
 def test_a_service_always_gets_what_is_kept_for_it_as_kv_memory(tmp_path):
     world = world_of(tmp_path, online_mib=40)
     world.kv.service.see_cards(cards(50))
@@ -137,6 +158,25 @@ def test_a_cache_that_cannot_be_taken_back_never_gets_what_is_kept(world):
     assert (job.acked(too_much), job.acked(enough)) == (errno.ENOMEM, 0)
 
 
+def test_a_cache_that_cannot_be_taken_back_never_gets_free_handles_that_are_kept(world):
+    """The card is full: what a service had as KV memory is free in the pool, and nowhere else."""
+    job, service = world.shim("offline"), world.engine("online", columns=16, name="chat")
+    job.has_stepped = False
+    service.want(used=60)
+    world.run(500)
+    kv = len(service.shim.ranges[0])
+    world.kv.service.see_cards(cards(8, [(service.shim.entry.process.pid, 2 * kv)]))
+    service.shim.die()
+    world.run(100)
+    world.kv.service.see_cards(cards(8))
+    assert world.kv.books.pool.free_handles(0) == kv
+
+    too_much = job.reserve(1, 8, elastic=False)
+    world.run(500)
+
+    assert job.acked(too_much) == errno.ENOMEM
+
+
 def test_a_restart_never_forgets_what_a_service_had(world, tmp_path):
     service = world.shim("online")
     world.kv.service.see_cards(cards(20, [(service.entry.process.pid, 60)]))
@@ -144,12 +184,46 @@ def test_a_restart_never_forgets_what_a_service_had(world, tmp_path):
     world.run(1)
     saved = world.kv.report.saved()
     (tmp_path / "next").mkdir()
-    successor = world_of(tmp_path / "next")
-    successor.run(1000)
+    heir = world_of(tmp_path / "next")
+    heir.run(1000)
 
-    successor.kv.report.restore(saved)
+    heir.kv.report.restore(saved)
 
-    assert successor.kv.supply.kept_bytes(0) == 60 * MIB
+    assert heir.kv.supply.kept_bytes(0) == 60 * MIB
+
+
+def test_a_restart_never_keeps_a_second_time_what_a_service_still_has(world):
+    """No card has been read anew, and an allocation that is refused now ends the job."""
+    service, other = world.shim("online", name="chat"), world.shim("online", name="gone")
+    pids = [one.entry.process.pid for one in (service, other)]
+    world.kv.service.see_cards(cards(5, [(pids[0], 60), (pids[1], 20)]))
+    other.die()
+    world.run(1)
+    second = successor(world)
+
+    second.processes.add(7000)
+    job = second.offline(pid=7000)
+
+    assert second.gate.kept[job] == {0: 20 * MIB, 1: 0}
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_look_before_a_service_has_told_its_ranges_never_makes_other_memory_of_them(world, is_back):
+    service = world.engine("online", columns=16, name="chat")
+    service.want(used=48)
+    world.run(500)
+    kv, pid = 2 * len(service.shim.ranges[0]), service.shim.entry.process.pid
+    had = MemoryUse(plain_bytes=30 * MIB, kv_bytes=kv * MIB)
+    world.kv.service.see_cards(cards(20, [(pid, 30 + kv)]))
+    assert world.kv.supply.peaks.of(0, world.clock.now_ns()) == {"chat": had}
+    second = successor(world)
+    if is_back:
+        second.hello(pid, Role.ONLINE, features=SHIM)
+
+    second.kv.service.see_cards(cards(20, [(pid, 30 + kv)]))
+
+    assert second.kv.supply.peaks.of(0, second.clock.now_ns()) == {"chat": had}
+    assert second.kv.supply.kept_bytes(0) == 0
 
 
 def test_what_a_service_needs_is_never_kept_for_ever(world):

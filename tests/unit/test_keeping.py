@@ -53,19 +53,27 @@ def test_a_peak_counts_until_it_was_not_reached_for_so_long():
     peaks = Peaks(10 * SECOND)
     peaks.see(GPU, {"chat": use(plain=5)}, 1 * SECOND)
     peaks.see(GPU, {"chat": use(plain=3)}, 11 * SECOND)
-    assert peaks.of(GPU) == {"chat": use(plain=5)}
+    assert peaks.of(GPU, 11 * SECOND) == {"chat": use(plain=5)}
 
     peaks.see(GPU, {"chat": use(plain=3)}, 12 * SECOND)
-    assert peaks.of(GPU) == {"chat": use(plain=3)}
+    assert peaks.of(GPU, 12 * SECOND) == {"chat": use(plain=3)}
     peaks.see(GPU, {}, 23 * SECOND)
-    assert peaks.of(GPU) == {}
+    assert peaks.of(GPU, 23 * SECOND) == {}
+
+
+def test_a_card_that_answers_no_more_never_makes_a_peak_count_for_ever():
+    peaks = Peaks(10 * SECOND)
+    peaks.see(GPU, {"chat": use(plain=5)}, 1 * SECOND)
+
+    assert peaks.of(GPU, 11 * SECOND) == {"chat": use(plain=5)}
+    assert peaks.of(GPU, 12 * SECOND) == {"chat": use()}
 
 
 def test_nothing_is_remembered_where_it_is_switched_off():
     peaks = Peaks(0)
     peaks.see(GPU, {"chat": use(plain=5)}, SECOND)
 
-    assert (peaks.of(GPU), peaks.saved()) == ({}, [])
+    assert (peaks.of(GPU, SECOND), peaks.saved()) == ({}, [])
 
 
 def test_names_without_end_never_fill_the_books():
@@ -73,19 +81,21 @@ def test_names_without_end_never_fill_the_books():
     for number in range(2 * MOST_NAMES):
         peaks.see(GPU, {f"chat-{number}": use(plain=5)}, number)
 
-    assert len(peaks.of(GPU)) == MOST_NAMES
-    assert f"chat-{2 * MOST_NAMES - 1}" in peaks.of(GPU)
+    names = peaks.of(GPU, 2 * MOST_NAMES)
+    assert len(names) == MOST_NAMES
+    assert f"chat-{2 * MOST_NAMES - 1}" in names
 
 
 def test_a_file_that_makes_no_sense_never_keeps_a_card_empty():
     """Of another boot, or by a hand."""
     peaks = Peaks(10 * SECOND)
-    later, absurd, good = (
+    later, absurd, negative, good = (
         SavedPeak(gpu=0, name="later", plain=(5, 9 * SECOND), kv=(0, 0)),
         SavedPeak(gpu=0, name="absurd", plain=(1 << 60, SECOND), kv=(0, 0)),
+        SavedPeak(gpu=0, name="negative", plain=(5, SECOND), kv=(0, 0), last=(-(1 << 40), 0)),
         SavedPeak(gpu=0, name="good", plain=(5, SECOND), kv=(0, 0)),
     )
 
-    peaks.restore([later, absurd, good], 2 * SECOND)
+    peaks.restore([later, absurd, negative, good], 2 * SECOND)
 
-    assert peaks.of(GPU) == {"good": use(plain=5)}
+    assert peaks.of(GPU, 2 * SECOND) == {"good": use(plain=5)}

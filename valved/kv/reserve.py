@@ -174,6 +174,7 @@ class Reserve:
         settings = self._config.reservation_settings(column_bytes)
         settings = replace(settings, target_per_hour=self.target_per_hour)
         state = self.saved.pop(engine.service, None) or first_state(self._clock.now_ns(), settings)
+        state = replace(state, history=replace(state.history, noted_ns=0))  # what was used since, nobody saw
         online = self.online[engine.service] = Online(state=state, settings=settings)
         self._trim(engine, online)
         return online

@@ -7,7 +7,7 @@ counts for the oldest need first: no other need takes what a reclaim freed for i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from valved.config import MIB, MemoryTable
@@ -15,6 +15,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause
 from valved.kv.orders import Order
+from valved.kv.pool import Pool
 from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
@@ -26,6 +27,7 @@ from valved.state.saved import SavedPeak
 
 FULL_NS = 1_000_000_000  # a card that had less than it said gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
+TELL_NS = 2_000_000_000  # a process that comes back tells its ranges within this time
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,9 +59,9 @@ class Need:
 
 class Supply:
     def __init__(
-        self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], Iterable[ProcessId]]
+        self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], tuple[set[ProcessId], int]]
     ) -> None:
-        """`away`: processes of an online service that have not come back to this valved yet."""
+        """`away`: processes of an online service that have not come back to this valved yet; when the last one did."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
@@ -119,10 +121,10 @@ class Supply:
         """Handles of this GPU that are available without taking any from an engine. `for_good`: an offline one that
         could not lose them again."""
         entry = self._books.registry.services.get(service) if service is not None else None
-        kept = 0
+        kept = lost = 0
         if entry is not None and entry.role is Role.OFFLINE:
-            kept = self._kept_handles(gpu, for_good=for_good)
-        return max(0, self._at_hand(gpu, kept) - self._promised(gpu, service))
+            kept, lost = self._kept_handles(gpu), self._lost_for_good(gpu) if for_good else 0
+        return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
         pool = self._books.pool
@@ -199,7 +201,7 @@ class Supply:
         now_ns = self._clock.now_ns()
         settings, pool = self.settings, self._books.pool
         self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
-        self._see_services()
+        self.services_changed(cards)
         for gpu, uuid in self._uuids.items():
             room = UNLIMITED
             card = self.cards.get(uuid)
@@ -251,49 +253,45 @@ class Supply:
     def keeps(self) -> bool:
         return bool(self.settings.online_mib) or self.peaks.remembers
 
-    def services_changed(self) -> None:
-        self._see_services()
-
-    def _see_services(self) -> None:
-        """What each name of online services has on each GPU, and so what offline work must leave."""
+    def services_changed(self, read: Container[bytes] = ()) -> None:
+        """What each name of online services has on each GPU, and so what offline work must leave. `read`: cards that
+        have just said who has how much."""
         clients: dict[str, list[ClientId]] = {}
         name_of: dict[int, str] = {}  # by pid
+        untold: set[str] = set()  # they come back to a new valved: it does not know yet what of theirs is KV memory
+        now_ns = self._clock.now_ns()
         for service in self._books.registry.services.values():
             if service.role is Role.ONLINE:
                 shims = [one for one in self._books.registry.clients_of(service.id) if one.role is Role.ONLINE]
                 clients.setdefault(service.name, []).extend(one.id for one in shims)
-                processes = (*(one.process for one in shims), *self._away(service.id))
-                name_of.update((process.pid, service.name) for process in processes)
+                away, back_ns = self._away(service.id)
+                name_of.update((process.pid, service.name) for process in (*(one.process for one in shims), *away))
+                if away or (back_ns and now_ns - back_ns < TELL_NS):
+                    untold.add(service.name)
         bare = {gpu: Counter[str]() for gpu in self._uuids}
         for name, ids in clients.items() if self._books.pool.ranges else ():
             for book in (book for client in ids for book in self._books.pool.of_client(client)):
                 bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
         for gpu in self._uuids:
-            self._see_card(gpu, name_of, clients, bare[gpu])
+            has = _uses(self._by_pid.get(gpu, {}), name_of, self._books.pool, gpu, clients)
+            as_before = untold if gpu in self._by_pid else name_of.values()
+            has |= {name: use for name, use in self.peaks.last(gpu).items() if name in as_before}
+            if self._uuids[gpu] in read:  # else the pool may have moved since, and KV memory would seem to be other
+                self.peaks.see(gpu, has, now_ns)
+            had, none = self.peaks.of(gpu, now_ns), MemoryUse()
+            needs = (
+                OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[gpu][name])
+                for name in {*had, *has, *bare[gpu]}
+            )
+            self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
 
-    def _see_card(
-        self, gpu: GpuIndex, name_of: Mapping[int, str], clients: Mapping[str, list[ClientId]], bare: Counter[str]
-    ) -> None:
-        by_pid, pool, used = self._by_pid.get(gpu), self._books.pool, Counter[str]()
-        for pid, held in (by_pid or {}).items():
-            if pid in name_of:
-                used[name_of[pid]] += held
-        kv = {name: min(held, pool.mapped(gpu, clients[name]) * pool.handle_bytes) for name, held in used.items()}
-        has = {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}
-        if by_pid is not None:
-            self.peaks.see(gpu, has, self._clock.now_ns())
-        had, none = self.peaks.of(gpu), MemoryUse()
-        needs = (
-            OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[name])
-            for name in {*had, *has, *bare}
-        )
-        self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
-
-    def _kept_handles(self, gpu: GpuIndex, *, for_good: bool = False) -> int:
+    def _kept_handles(self, gpu: GpuIndex) -> int:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
-        kept, size = self._kept[gpu], self._books.pool.handle_bytes
-        lost_for_good = max(0, kept.kv_bytes - self.takeable(gpu) * size) if for_good else 0
-        return -(-(kept.plain_bytes + lost_for_good) // size)
+        return -(-self._kept[gpu].plain_bytes // self._books.pool.handle_bytes)
+
+    def _lost_for_good(self, gpu: GpuIndex) -> int:
+        """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
+        return max(0, -(-self._kept[gpu].kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
@@ -304,3 +302,15 @@ class Supply:
     def restore(self, saved: Iterable[SavedPeak]) -> None:
         self.peaks.restore(saved, self._clock.now_ns())
         self.services_changed()
+
+
+def _uses(
+    by_pid: Mapping[int, int], name_of: Mapping[int, str], pool: Pool, gpu: GpuIndex, ids: Mapping[str, list[ClientId]]
+) -> dict[str, MemoryUse]:
+    """What each name has there, by what the card said last and what the pool says now."""
+    used = Counter[str]()
+    for pid, held in by_pid.items():
+        if pid in name_of:
+            used[name_of[pid]] += held
+    kv = {name: min(held, pool.mapped(gpu, ids[name]) * pool.handle_bytes) for name, held in used.items()}
+    return {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}

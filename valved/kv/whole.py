@@ -80,11 +80,12 @@ class WholeRanges:
         finally:
             self._supply.settle(need)
         # What seemed to be free was not: the next try asks for it, where an engine has some.
-        may_ask = may_take and need is None and self._supply.takeable(book.gpu) > 0
+        may_ask = may_take and need is None and self._is_here(book) and self._supply.takeable(book.gpu) > 0
         return may_ask or any(order.done for order in orders)
 
     def _is_here(self, book: KvRangeBook) -> bool:
-        return self._books.pool.ranges.get(book.key) is book
+        is_known = book.key.client in self._books.registry.clients  # else the pool forgets it next
+        return is_known and self._books.pool.ranges.get(book.key) is book
 
     async def back_held(self, book: KvRangeBook) -> None:
         """The same for a process that works on the zero page, and whose launches are held (kv/unheeded.py).

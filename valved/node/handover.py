@@ -123,10 +123,10 @@ class Handover:
         """Take over from a predecessor. Called once, before the link opens."""
         self._senseless = []
         self._try("counters", lambda: self._restore_counters(saved))
-        if (kv := self._kv) is not None:
-            self._try("memory", lambda: kv.report.restore(saved.memory))
         self._try("policy", lambda: self._restore_policy(saved.policy))
         self._restore_books(saved, come_back_s)
+        if (kv := self._kv) is not None:  # by now it is known which services live
+            self._try("memory", lambda: kv.report.restore(saved.memory))
         if self._senseless:
             files.keep_bad(self._path)
             count, first = len(self._senseless), self._senseless[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from valved.clients.exits import Exits, Reactor
@@ -73,9 +72,9 @@ class Kv:
         self.service.close()
 
 
-def _away(gating: GateService, service: ServiceId) -> Iterable[ProcessId]:
+def _away(gating: GateService, service: ServiceId) -> tuple[set[ProcessId], int]:
     online = gating.online.get(service)
-    return online.away if online is not None else ()
+    return (online.away, online.back_ns) if online is not None else (set(), 0)
 
 
 def put_together(

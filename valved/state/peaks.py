@@ -7,7 +7,7 @@ until it was not reached for `remember_ns`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from valved.model.ids import GpuIndex
 from valved.policy.keeping import MemoryUse
@@ -25,11 +25,15 @@ class _Peak:
         if now_bytes >= self.bytes or now_ns - self.at_ns > remember_ns:
             self.bytes, self.at_ns = now_bytes, now_ns
 
+    def of(self, since_ns: int) -> int:
+        return self.bytes if self.at_ns >= since_ns else 0
+
 
 class Peaks:
     def __init__(self, remember_ns: int) -> None:
         self._remember_ns = remember_ns
         self._had: dict[GpuIndex, dict[str, tuple[_Peak, _Peak]]] = {}  # by name: plain, KV
+        self._last: dict[GpuIndex, dict[str, MemoryUse]] = {}
 
     @property
     def remembers(self) -> bool:
@@ -39,7 +43,7 @@ class Peaks:
         """What each name has now. Who is not among them has nothing."""
         if not self._remember_ns:
             return
-        peaks = self._had.setdefault(gpu, {})
+        peaks, self._last[gpu] = self._had.setdefault(gpu, {}), dict(uses)
         for name in {*peaks, *uses}:
             use, (plain, kv) = uses.get(name, MemoryUse()), peaks.setdefault(name, (_Peak(), _Peak()))
             plain.see(use.plain_bytes, now_ns, self._remember_ns)
@@ -49,15 +53,28 @@ class Peaks:
         for name in sorted(peaks, key=lambda name: max(one.at_ns for one in peaks[name]))[:-MOST_NAMES]:
             del peaks[name]
 
-    def of(self, gpu: GpuIndex) -> dict[str, MemoryUse]:
-        peaks = self._had.get(gpu, {}).items()
-        return {name: MemoryUse(plain_bytes=plain.bytes, kv_bytes=kv.bytes) for name, (plain, kv) in peaks}
+    def of(self, gpu: GpuIndex, now_ns: int) -> dict[str, MemoryUse]:
+        """Also where nothing is seen any more."""
+        since_ns, peaks = now_ns - self._remember_ns, self._had.get(gpu, {}).items()
+        return {
+            name: MemoryUse(plain_bytes=plain.of(since_ns), kv_bytes=kv.of(since_ns)) for name, (plain, kv) in peaks
+        }
+
+    def last(self, gpu: GpuIndex) -> Mapping[str, MemoryUse]:
+        """As it was seen last, by a predecessor too."""
+        return self._last.get(gpu, {})
 
     # A successor
 
     def saved(self) -> list[SavedPeak]:
         return [
-            SavedPeak(gpu=gpu, name=name, plain=(plain.bytes, plain.at_ns), kv=(kv.bytes, kv.at_ns))
+            SavedPeak(
+                gpu=gpu,
+                name=name,
+                plain=(plain.bytes, plain.at_ns),
+                kv=(kv.bytes, kv.at_ns),
+                last=astuple(self.last(gpu).get(name, MemoryUse())),
+            )
             for gpu, peaks in self._had.items()
             for name, (plain, kv) in peaks.items()
         ]
@@ -66,5 +83,8 @@ class Peaks:
         """Without those of another boot, whose clock was another, and what makes no sense."""
         for one in saved:
             told = [_Peak(bytes=size, at_ns=at_ns) for size, at_ns in (one.plain, one.kv)]
-            if self._remember_ns and all(0 <= peak.bytes <= 1 << 50 and 0 <= peak.at_ns <= now_ns for peak in told):
-                self._had.setdefault(GpuIndex(one.gpu), {})[one.name] = (told[0], told[1])
+            gpu, (plain, kv) = GpuIndex(one.gpu), one.last
+            is_sane = all(0 <= size <= 1 << 50 for size in (plain, kv, *(peak.bytes for peak in told)))
+            if self._remember_ns and is_sane and all(0 <= peak.at_ns <= now_ns for peak in told):
+                self._had.setdefault(gpu, {})[one.name] = (told[0], told[1])
+                self._last.setdefault(gpu, {})[one.name] = MemoryUse(plain_bytes=plain, kv_bytes=kv)

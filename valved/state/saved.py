@@ -108,6 +108,7 @@ class SavedPeak(msgspec.Struct, frozen=True, array_like=True):
     name: str
     plain: tuple[int, int]
     kv: tuple[int, int]
+    last: tuple[int, int] = (0, 0)  # plain and KV, by the last look at the card
 
 
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
