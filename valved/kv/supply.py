@@ -63,6 +63,7 @@ class Supply:
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
+        self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
         self._full_until_ns: dict[GpuIndex, int] = {}
         self._uuids = {info.index: info.uuid for info in books.gpus}
@@ -206,8 +207,10 @@ class Supply:
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
                 room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
+            by_card = room
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
+            self._beyond[gpu] = by_card - room
             is_full = self._full_until_ns.get(gpu, 0) > now_ns
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
@@ -293,7 +296,8 @@ class Supply:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
         kept, size = self._kept[gpu], self._books.pool.handle_bytes
         lost_for_good = max(0, kept.kv_bytes - self.takeable(gpu) * size) if for_good else 0
-        return -(-(kept.plain_bytes + lost_for_good) // size)
+        all_kept, kept_of_pool = -(-(kept.plain_bytes + lost_for_good) // size), -(-lost_for_good // size)
+        return max(all_kept - self._beyond[gpu], kept_of_pool)  # `pool_mib` bounds KV memory alone
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
