@@ -197,17 +197,15 @@ class Supply:
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
         self.cards = cards
-        now_ns = self._clock.now_ns()
-        settings, pool = self.settings, self._books.pool
+        settings, pool, now_ns = self.settings, self._books.pool, self._clock.now_ns()
         self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
         self._see_services()
         for gpu, uuid in self._uuids.items():
-            room = UNLIMITED
+            room = by_card = UNLIMITED
             card = self.cards.get(uuid)
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
-                room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
-            by_card = room
+                room = by_card = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
@@ -227,8 +225,7 @@ class Supply:
                     self._books.pool.trim(gpu, self._books.pool.free_handles(gpu))
 
     def used_bytes(self, uuid: bytes) -> int:
-        card = self.cards.get(uuid)
-        return card.used_bytes if card is not None else 0
+        return self.cards[uuid].used_bytes if uuid in self.cards else 0
 
     # What a client may hope for
 
