@@ -101,6 +101,19 @@ def test_lending_never_takes_the_place_of_weights_that_come_back(world):
     assert len(engine.backed()) == 4 * (50 - 8 - 30) * MIB // SIZE
 
 
+def test_weights_that_come_back_never_take_the_place_of_kv_memory_on_a_card_with_room_for_both(tmp_path):
+    """`pool_mib` is of KV memory alone. What is kept must leave the card, not this limit."""
+    world = world_of(tmp_path, pool_mib=40)
+    remember(world, plain_mib=30)
+    world.kv.service.see_cards(cards(90))
+
+    engine = world.engine("offline", columns=16)
+    world.run(500)
+
+    assert len(engine.backed()) == 64  # 32 MiB
+    world.check()
+
+
 def test_free_handles_never_stay_where_weights_come_back(world):
     engine = world.engine("offline", columns=16)
     world.run(500)

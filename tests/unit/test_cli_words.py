@@ -296,6 +296,7 @@ def test_an_events_details_are_sentences_and_never_raw_nanoseconds():
     gate = {"launch_ns": "1000000", "seen_ns": "1010000", "ioctl_ns": "1020000", "done_ns": "1420000"}
 
     assert words.details(gate) == "stopped 420 us after the launch"
+    assert words.details({**gate, "status": "-110"}) == "not stopped yet 420 us after the launch, status -110"
     assert words.details({"gap_ns": "12300000", "pid": "4711"}) == "gap 12.3 ms, pid 4711"
     assert words.details({"taken_bytes": str(3 << 29)}) == "taken 1.5 GiB"
     assert words.details({"quiet_us": "24273"}) == "quiet 24.3 ms"

@@ -28,6 +28,7 @@ def test_a_target_is_read_with_its_units_and_written_back_the_same():
         ("tpot=nanms", "is not a time"),
         ("tpot=infms", "is not a time"),
         ("tpot=1e3ms", "is not a time"),
+        ("ttft=\x1b[2J", r"ttft='\\x1b\[2J' is not a time"),  # it is told on terminals of others
         ("itl=40ms", "ttft, tpot, gap"),
         ("40ms", "ttft, tpot, gap"),
         ("tpot=40ms,", "ttft, tpot, gap"),

@@ -34,10 +34,15 @@ class NodeError(Exception):
 
 @contextlib.contextmanager
 def demo_folder(kept: Path | None) -> Iterator[Path]:
-    """Where a demo leaves logs and outputs: the folder that was named, or one that goes at the end."""
+    """Where a demo leaves logs and outputs: the folder that was named, or one that goes at the end. Never one that was
+    used before: the traces and the state in it would count for the next run."""
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
         folder = kept.resolve() if kept else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        node = EmulatedNode(folder)
+        node.refuse_living()
+        if node.run_dir.exists():
+            raise NodeError(f"{folder} holds an earlier run. Remove it, or take another folder")
         yield folder
 
 
@@ -60,11 +65,7 @@ class EmulatedNode:
         self._emulator: Emulator | None = None
 
     def __enter__(self) -> EmulatedNode:
-        if left := self.inhabitants():
-            raise NodeError(
-                f"processes of an earlier run still live in {self.folder}: {', '.join(map(str, left))}. "
-                "End them, or take another folder"
-            )
+        self.refuse_living()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._server = emulated.start(self.folder / "emu", self._options)
         self._emulator = Emulator(self.folder / "emu")
@@ -82,15 +83,26 @@ class EmulatedNode:
         if self._server:
             emulated.stop(self._server)
 
+    def refuse_living(self) -> None:
+        """A demo that was killed may have left some."""
+        if left := self.inhabitants():
+            raise NodeError(
+                f"processes of an earlier run still live in {self.folder}: {', '.join(map(str, left))}. "
+                "End them, or take another folder"
+            )
+
     def inhabitants(self) -> list[int]:
-        """Processes on this node's card, whatever started them: its folder stands in their environment."""
-        mine = f"VALVE_EMU_DIR={self.folder / 'emu'}".encode()
+        """Processes on this node's card, whatever started them: its folder stands in their environment. And the server
+        of an earlier card."""
+        card = os.fsencode(self.folder / "emu")
+        known = {os.getpid(), self._server.pid if self._server else 0}
         found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if mine in entry.read_bytes().split(b"\0"):
-                    found.append(int(entry.parent.name))
-        return [pid for pid in found if pid != os.getpid()]
+                is_on_it = b"VALVE_EMU_DIR=" + card in (entry / "environ").read_bytes().split(b"\0")
+                if is_on_it or b"\0--dir\0" + card + b"\0" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return [pid for pid in found if pid not in known]
 
     def _end_descendants(self) -> None:
         """An engine runs in processes of its own, in sessions of their own; those that are stopped stay killed."""

@@ -43,7 +43,8 @@ def details(detail: Mapping[str, str]) -> str:
     parts = []
     done_ns = _number(values.get("done_ns", ""))
     if launch_ns and done_ns:
-        parts.append(f"stopped {duration(done_ns - launch_ns)} after the launch")
+        stopped = "not stopped yet" if _number(values.get("status", "")) else "stopped"
+        parts.append(f"{stopped} {duration(done_ns - launch_ns)} after the launch")
     for name in MOMENTS:
         values.pop(name, None)
     for name, value in sorted(values.items()):

@@ -65,6 +65,7 @@ class Supply:
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
+        self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
         self._full_until_ns: dict[GpuIndex, int] = {}
         self._uuids = {info.index: info.uuid for info in books.gpus}
@@ -198,18 +199,18 @@ class Supply:
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
         self.cards = cards
-        now_ns = self._clock.now_ns()
-        settings, pool = self.settings, self._books.pool
+        settings, pool, now_ns = self.settings, self._books.pool, self._clock.now_ns()
         self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
         self.services_changed(cards)
         for gpu, uuid in self._uuids.items():
-            room = UNLIMITED
+            room = by_card = UNLIMITED
             card = self.cards.get(uuid)
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
-                room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
+                room = by_card = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
+            self._beyond[gpu] = by_card - room
             is_full = self._full_until_ns.get(gpu, 0) > now_ns
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
@@ -226,8 +227,7 @@ class Supply:
                     self._books.pool.trim(gpu, self._books.pool.free_handles(gpu))
 
     def used_bytes(self, uuid: bytes) -> int:
-        card = self.cards.get(uuid)
-        return card.used_bytes if card is not None else 0
+        return self.cards[uuid].used_bytes if uuid in self.cards else 0
 
     # What a client may hope for
 
@@ -287,7 +287,8 @@ class Supply:
 
     def _kept_handles(self, gpu: GpuIndex) -> int:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
-        return -(-self._kept[gpu].plain_bytes // self._books.pool.handle_bytes)
+        plain = -(-self._kept[gpu].plain_bytes // self._books.pool.handle_bytes)
+        return max(0, plain - self._beyond[gpu])  # `pool_mib` bounds KV memory alone
 
     def _lost_for_good(self, gpu: GpuIndex) -> int:
         """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""

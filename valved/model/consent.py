@@ -99,7 +99,7 @@ def read_slo(text: str) -> Slo:
 def _read_time(name: str, value: str) -> float:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(us|ms|s)?", value)
     if not match:
-        raise ValueError(f"slo: {name}={value} is not a time, {EXAMPLE}")
+        raise ValueError(f"slo: {name}={value!r} is not a time, {EXAMPLE}")
     if match[2] is None:
         raise ValueError(f"slo: {name}={value} has no unit (us, ms or s), {EXAMPLE}")
     ms = float(match[1]) * UNITS[match[2]]
