@@ -43,6 +43,12 @@ void valve_note(uint32_t code, uint32_t a, uint32_t b, const char *text)
 	(void)code, (void)a, (void)b, (void)text;
 }
 
+const volatile struct valve_kv_free *valve_kv_free_of(const uint8_t *gpu_uuid)
+{
+	(void)gpu_uuid;
+	return NULL;
+}
+
 int valve_spawn(void *(*run)(void *))
 {
 	pthread_t thread;
