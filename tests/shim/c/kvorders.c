@@ -71,8 +71,9 @@ static void check_done(const struct valve_range *range, const struct valve_kv_or
 			CHECK(slot == SLOT_BACKED || slot == SLOT_CLEARING);
 		else if (order->how == VALVE_KV_OUTSIDE)
 			CHECK(slot == SLOT_SPARSE || slot == SLOT_HOLE);
-		else if (order->op == VALVE_KV_QUARANTINE) /* given up, and no page to show */
-			CHECK(slot == SLOT_ZERO || (slot == SLOT_HOLE && out->status));
+		else if (order->op ==
+		         VALVE_KV_QUARANTINE) /* given up in any case; perhaps with no page to show */
+			CHECK(slot == SLOT_ZERO || (out->status && (slot == SLOT_HOLE || slot == SLOT_BARE)));
 		else
 			CHECK(slot == SLOT_HOLE);
 	}
