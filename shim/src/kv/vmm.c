@@ -53,14 +53,15 @@ static CUresult grant(struct valve_range *range, uint32_t first, uint32_t count,
 	return result;
 }
 
-/* The zero page into a run of holes, all or none. */
+/* The zero page into a run of holes, all or none. A try that failed may have left it in some, without access. */
 static CUresult alias(struct valve_range *range, uint32_t first, uint32_t count)
 {
 	CUresult result = CUDA_SUCCESS;
 	uint32_t mapped = 0;
 
 	while (!result && mapped < count) {
-		result = map(range, first + mapped, range->place->zero);
+		if (range->slot[first + mapped] == SLOT_HOLE)
+			result = map(range, first + mapped, range->place->zero);
 		mapped += !result;
 	}
 	if (!result)
@@ -154,7 +155,7 @@ static void quarantine(struct valve_range *range, const struct valve_kv_order *o
 		} else if (range->slot[slot] == SLOT_HOLE) {
 			result = alias(range, slot, n);
 			if (result)
-				result = valve_vmm_fill(range);
+				result = alias(range, slot, n);
 			if (result) /* no page to show, but the handles are given up all the same */
 				cut(out, i + n, EIO, result);
 		}
