@@ -1,4 +1,4 @@
-"""Nothing leaks over any number of joins and leaves. `JOINS=100000` says how many; `make test` plays 1,000."""
+"""Nothing leaks over any number of joins and leaves. `JOINS=100000` says how many; `make test` plays 500."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import joiner
 from node_rig import Online
 
-JOINS = int(os.environ.get("JOINS", "1000"))
+JOINS = int(os.environ.get("JOINS", "500"))
 WARM = 200  # joins after which what is made once is there
 POOL = 16  # threads that are made when a call has to wait for one, and then stay
 
