@@ -75,6 +75,8 @@ def both(node: RealNode, suffix: str) -> tuple[OnlinePod, OfflinePod]:
     online = OnlinePod(node, f"chat-{suffix}", annotations=ONLINE)
     online.wait_ready()
     service(node, online.name)
+    # Until its process had joined it was one that nobody hears, and the kubelet turns pods away from a guarded GPU.
+    wait_for("the guard is off", lambda: not status(node).gpus[0].guarded_because)
     wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
     offline = OfflinePod(node, f"batch-{suffix}", **placed(node))
     node.pods.wait_phase(offline.name)
