@@ -51,6 +51,17 @@ def wait_kept(node: EmulatedNode, gib: float, gpu: int = 0) -> None:
     node.wait_for(lambda: abs(node.status().gpus[gpu].kept_bytes - wanted) < GIB / 4, f"about {gib} GiB are kept")
 
 
+def job_beside_a_dead_service(node: EmulatedNode) -> Engine:
+    """The service had 60 GiB, and valved keeps them."""
+    job = program(node, "offline", "batch")
+    service = program(node, "online", "chat")
+    assert service.take("plain", 60 * GIB) == 0
+    node.wait_for(lambda: node.status().gpus[0].used_bytes >= 60 * GIB, "valved has seen it")
+    service.kill()
+    wait_kept(node, 60)
+    return job
+
+
 def test_a_service_that_comes_later_never_fails_for_memory_that_a_job_has_taken(
     make_node: Callable[..., EmulatedNode],
 ) -> None:
@@ -104,13 +115,7 @@ def test_what_a_service_has_is_never_kept_for_it_twice(make_node: Callable[..., 
 
 def test_a_service_that_ends_and_comes_back_never_finds_its_memory_taken(node: EmulatedNode) -> None:
     """Without any setting: what it had is kept, from the moment that it ends."""
-    job = program(node, "offline", "batch")
-    service = program(node, "online", "chat")
-    assert service.take("plain", 60 * GIB) == 0
-    node.wait_for(lambda: node.status().gpus[0].used_bytes >= 60 * GIB, "valved has seen it")
-
-    service.kill()
-    wait_kept(node, 60)
+    job = job_beside_a_dead_service(node)
 
     assert job.take("plain", 21 * GIB) == FULL
     assert job.take("plain", 15 * GIB) == 0
@@ -132,12 +137,7 @@ def test_a_service_that_grows_again_never_finds_its_memory_taken(node: EmulatedN
 
 
 def test_a_crash_of_valved_never_gives_a_job_what_is_kept(node: EmulatedNode) -> None:
-    job = program(node, "offline", "batch")
-    service = program(node, "online", "chat")
-    assert service.take("plain", 60 * GIB) == 0
-    node.wait_for(lambda: node.status().gpus[0].used_bytes >= 60 * GIB, "valved has seen it")
-    service.kill()
-    wait_kept(node, 60)
+    job = job_beside_a_dead_service(node)
     node.wait_for(
         lambda: f'"chat",[{60 * GIB},' in (node.run_dir / "state.json").read_text(), "the next valved can know"
     )

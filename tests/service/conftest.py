@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from link_peers import Server
 from node_world import World
 
 
@@ -11,3 +12,10 @@ def world(tmp_path):
     world = World(tmp_path)
     yield world
     world.check()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Server(tmp_path) as server:
+        yield server
+        server.call(server.world.books.check_integrity)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-import pytest
-from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, say
+from link_peers import COST_S, HELLO, greet, hear, is_closed, say
 
 from valved.abi.link import LinkType, Welcome
 from valved.clients.turns import SECOND_NS, Knocks
@@ -17,13 +16,6 @@ from valved.model.ids import Role
 BURST_S = 0.01  # of the loop, for the HELLOs of one process
 SHIM_WAITS_NS = 50_000_000  # of an online process, for its welcome
 KNOCKS = 200
-
-
-@pytest.fixture
-def server(tmp_path):
-    with Server(tmp_path) as server:
-        yield server
-        server.call(server.world.books.check_integrity)
 
 
 def test_a_process_that_knocks_without_end_never_keeps_another_waiting(server):

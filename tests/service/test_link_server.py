@@ -34,13 +34,6 @@ from valved.model.events import EventKind
 from valved.model.ids import Role
 
 
-@pytest.fixture
-def server(tmp_path):
-    with Server(tmp_path) as server:
-        yield server
-        server.call(server.world.books.check_integrity)
-
-
 def test_a_hello_is_welcomed_with_four_descriptors(server):
     sock, welcome, fds = server.welcome()
 
