@@ -27,7 +27,8 @@ from valved.abi.link import (
     build,
 )
 from valved.clients import outbox
-from valved.clients.server import PENDING_PER_PROCESS, LinkServer
+from valved.clients.arrivals import PENDING_PER_PROCESS
+from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
 from valved.machine.helpers import Closer
 from valved.model.events import EventKind

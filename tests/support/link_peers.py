@@ -6,6 +6,7 @@ import array
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import threading
 
@@ -13,7 +14,9 @@ from node_world import World
 
 from valved.abi.link import Hello, LinkType, Welcome, build, parse
 from valved.clients.server import LinkServer
+from valved.clients.turns import Postponed
 from valved.config import Config, QuotaTable
+from valved.machine.clock import LoopClock
 from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
@@ -33,6 +36,7 @@ class Server:
         quota = QuotaTable(clients_per_process=1000)
         self.world = World(folder, config=Config(quota=quota), processes=SelfProcesses())
         self.world.register._exits.reactor = self.loop
+        self.world.register.postponed = Postponed(LoopClock(self.loop))
         self.link = LinkServer(self.loop, self.world.register, self.path, hello_s, Closer())
         self.thread = threading.Thread(target=self.loop.run_forever)
 
@@ -58,7 +62,8 @@ class Server:
     def connect(self):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(PATIENCE_S)
-        sock.connect(str(self.path))
+        while sock.connect_ex(str(self.path)):  # the kernel's queue is full: a shim asks again, too
+            threading.Event().wait(0.001)
         return sock
 
     def welcome(self):
@@ -78,9 +83,99 @@ class Server:
 
 
 class SelfProcesses(LinuxProcesses):
-    """Real processes; the world's setter for its reactor is not needed."""
+    """Real processes; the world's setter for its reactor is not needed. `homes`: control groups of some of them."""
 
     _reactor = None
+
+    def __init__(self):
+        super().__init__()
+        self.homes = {}
+
+    def cgroup(self, pid):
+        return self.homes.get(pid) or super().cgroup(pid)
+
+
+class Crowd:
+    """Processes of this machine, each with connections to a server. They live until `end`."""
+
+    def __init__(self, server):
+        self._server = server
+        self.pids = []
+
+    def add(self, count, be):
+        """`count` of them, each of which does `be()`; returns once all have. Also while the loop stands."""
+        told, tell = os.pipe()
+        for _ in range(count):
+            self.pids.append(_forked(lambda: self._live(be, tell)))
+        os.close(tell)
+        for _ in range(count):
+            assert os.read(told, 1) == b"!", "a process of the crowd failed"
+        os.close(told)
+
+    def connect(self, times, packet=None):
+        """Of a process of the crowd."""
+        for _ in range(times):
+            sock = self._server.connect()
+            if packet is not None:
+                sock.send(packet)
+            sock.detach()
+
+    def end(self):
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        self.pids = []
+
+    def _live(self, be, tell):
+        be()
+        os.write(tell, b"!")
+        os.close(tell)
+        signal.pause()
+
+
+class Knocker:
+    """A process that says HELLO when it is told to. `below`: it starts that one, which says it in its place."""
+
+    def __init__(self, server, *, below=0):
+        self._server = server
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.top = _forked(lambda: self._live(theirs, below))
+        theirs.close()
+        self.pid = int(self._ours.recv(16))
+
+    def knock(self):
+        """Returns once it has said HELLO; also while the loop stands."""
+        self._ours.send(b"!")
+        assert self._ours.recv(16) == b"said"
+
+    def is_welcomed(self):
+        is_welcome = self._ours.recv(16) == b"welcome"
+        self._ours.close()
+        os.waitpid(self.top, 0)
+        return is_welcome
+
+    def _live(self, parent, below):
+        self._ours.close()
+        if below and (child := os.fork()):
+            os.waitpid(child, 0)
+            return
+        parent.send(b"%d" % os.getpid())
+        parent.recv(16)
+        sock = self._server.connect()
+        say(sock, LinkType.HELLO, HELLO)
+        parent.send(b"said")
+        parent.send(b"welcome" if isinstance(hear(sock)[0].body, Welcome) else b"no")
+
+
+def _forked(run):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return pid
 
 
 def say(sock, kind, body, fds=()):

@@ -18,7 +18,7 @@ from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
 from valved.machine.signals import Signals
-from valved.model.ids import GpuIndex, Role
+from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.model.states import DriverState
 from valved.state import saved as state
 
@@ -64,10 +64,10 @@ class FakeProcesses:
     def is_stopped(self, pid):
         return pid not in self.slow_to_stop
 
-    def ancestors(self, pid):
+    def ancestors(self, pid, most=64):
         chain = []
-        while pid in self.table and pid > 0:
-            chain.append(pid)
+        while pid in self.table and pid > 0 and len(chain) < most:
+            chain.append(ProcessId(pid=pid, start_time=self.start_time(pid)))
             pid = self.table[pid][1]
         return chain
 

@@ -260,7 +260,8 @@ def test_a_real_process_is_ending_when_its_files_are_closed_and_not_before() -> 
 def test_ancestors_lead_up_to_one(tmp_path: Path) -> None:
     processes = world(tmp_path, p1=("init", 0, 1, "S"), p5=("sh", 1, 5, "S"), p9=("vllm", 5, 9, "S"))
 
-    assert list(processes.ancestors(9)) == [9, 5, 1]
+    assert [process.pid for process in processes.ancestors(9)] == [9, 5, 1]
+    assert [process.start_time for process in processes.ancestors(9, 2)] == [9, 5]
 
 
 def test_ancestors_of_a_torn_tree_end(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_a_real_process_is_known_until_it_is_killed() -> None:
     pidfd = processes.open_pidfd(child.pid)
 
     assert processes.start_time(child.pid) is not None
-    assert processes.ancestors(child.pid)[:2] == [child.pid, os.getpid()]
+    assert [process.pid for process in processes.ancestors(child.pid, 2)] == [child.pid, os.getpid()]
 
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     child.communicate()

@@ -16,7 +16,7 @@ from valve_tools.bench.row import Row
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
 MODULES = (
-    *("hotpath", "gate", "daemon", "demo", "policies", "granting", "grants", "reclaim", "hook"),
+    *("hotpath", "gate", "daemon", "hello", "demo", "policies", "granting", "grants", "reclaim", "hook"),
     *("telemetry", "podstart", "failover", "clustersize", "reviews", "cluster", "route"),
 )
 EXIT_OVER_BUDGET = 3

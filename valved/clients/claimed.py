@@ -47,7 +47,7 @@ class ClaimedRoots:
 
     def is_above_valved(self, pid: int) -> bool:
         """It is valved itself, or an ancestor: init, say, or a shell from which valved was started."""
-        return pid in self._processes.ancestors(os.getpid())
+        return any(process.pid == pid for process in self._processes.ancestors(os.getpid()))
 
     def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
         known = self._books.claims.get(root)

@@ -73,16 +73,11 @@ class ClaimSource(Protocol):
 
 def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:
     """None: the process is gone already."""
-    start_time = processes.start_time(pid) if pid > 0 else None
-    if start_time is None:
+    chain = processes.ancestors(pid) if pid > 0 else ()
+    if not chain or chain[0].pid != pid:
         return None
-    chain = []
-    for ancestor in processes.ancestors(pid):
-        started = processes.start_time(ancestor)
-        if started is not None:
-            chain.append(ProcessId(pid=ancestor, start_time=started))
     return Peer(
-        process=ProcessId(pid=pid, start_time=start_time),
+        process=chain[0],
         uid=uid,
         chain=tuple(chain),
         cgroup=processes.cgroup(pid) or "",
@@ -95,9 +90,9 @@ def own_cgroup(pid: int, processes: ProcessPort) -> str:
 
     A group shared with its parent is a login session or a shell: the other processes in it belong to no service.
     """
-    chain = processes.ancestors(pid)
+    chain = processes.ancestors(pid, 2)
     mine = processes.cgroup(pid) or ""
-    parents = processes.cgroup(chain[1]) or "" if len(chain) > 1 else ""
+    parents = processes.cgroup(chain[1].pid) or "" if len(chain) > 1 else ""
     return mine if mine not in ("", "/") and mine != parents else ""
 
 

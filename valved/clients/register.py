@@ -6,6 +6,8 @@ link or its process, whichever is noticed first; its channels are seen to first 
 
 from __future__ import annotations
 
+from functools import partial
+
 from valve_abi import CONTROL_BYTES, REGION_BYTES
 
 from valved.abi.link import (
@@ -20,13 +22,14 @@ from valved.abi.link import (
     Welcome,
 )
 from valved.clients.admission import Admission, Connection, why_not
+from valved.clients.awaited import Awaited
 from valved.clients.channels import Channels
 from valved.clients.claimed import ClaimedRoots
 from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
-from valved.clients.turns import Buckets
+from valved.clients.turns import Buckets, Postponed
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.ending import KILL
@@ -114,6 +117,8 @@ class Register:
         self.admission = Admission(books, gating, journal, processes, quota)
         ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
+        self.awaited = Awaited(books, lived, left, processes)
+        self.postponed, self.postponed_online = Postponed(clock), Postponed(clock)  # what clients cause
         self._connections: dict[ClientId, Connection] = {}
         self._told_malformed = Buckets(share=1.0, burst_ns=20 * TELL_NS)  # by user
 
@@ -218,8 +223,9 @@ class Register:
             return None
 
     def _watch(self, client: ClientId, pid: int) -> bool:
+        ended = partial(self.postponed.do_once, client, pid, lambda: self.leave(client, EXIT))
         try:
-            return self._exits.watch(client, pid, lambda: self.leave(client, EXIT))
+            return self._exits.watch(client, pid, ended)  # told in each pass of the loop until the client has left
         except OSError:
             return False
 
@@ -304,19 +310,13 @@ class Register:
         connection = self._connections.get(client)
         return connection is not None and connection.send(kind, body, seq, fds, arrived)
 
-    def is_awaited(self, pid: int) -> bool:
-        """A process of this number is known from before: claimed as online, welcomed once, or it left channels off."""
-        claims = (claim.root for claim in self._books.claims.values() if claim.role is Role.ONLINE)
-        known = (claims, self.lived.known, self.channels.leftovers.owners())
-        return any(process.pid == pid for processes in known for process in processes)
-
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
         return self._books.clients[client].service in self._gating.online
 
-    def malformed(self, pid: int, uid: int, why: str) -> None:
+    def malformed(self, pid: int, uid: int, why: str, count: int = 1) -> None:
         """Each is counted; what one user causes never fills the journal."""
-        self._gating.counters.malformed += 1
+        self._gating.counters.malformed += count
         now_ns = self._clock.now_ns()
         if self._told_malformed.wait_ns(uid, now_ns):
             return

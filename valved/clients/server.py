@@ -1,8 +1,9 @@
 """The link socket: accept, read, write, close; nothing here knows what a message means.
 
 Everything is non-blocking and bounded: a peer is read a few packets at a time, and no longer than its share of the loop
-(turns.py); one that does not read is dropped after a while (outbox.py), one that says nothing likewise, and one
-malformed packet ends its connection. What strangers sent is never closed here: close() may take as long as they like.
+(turns.py). Before its HELLO it waits for its turn (arrivals.py). One that does not read is dropped after a while
+(outbox.py), one that says nothing likewise, and one malformed packet ends its connection. What strangers sent is never
+closed here: close() may take as long as they like.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import contextlib
 import os
 import resource
 import socket
-import struct
 import time
+from functools import partial
 from pathlib import Path
 
 from valved.abi.link import (
@@ -30,26 +31,24 @@ from valved.abi.link import (
     build,
     parse,
 )
+from valved.clients.arrivals import LinkArrivals, LinkCaller
 from valved.clients.outbox import Arrived, Outbox, widen
 from valved.clients.register import Register
-from valved.clients.turns import Knocks, Turns
+from valved.clients.turns import PASS_NS, Turns
 from valved.fds import Fds
+from valved.machine.callers import CREDENTIALS, MOST, Accepted, accept
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
 
-BACKLOG = 512
+BACKLOG = MOST  # what is accepted in one pass of the loop: so many stand before a HELLO that comes
+FLOOD_REST_S = 0.002  # after a pass in which connections were turned away: a flood has half of the loop at most
 PACKETS_AT_ONCE = 32  # per readiness of one peer
-TURN_NS = 5_000_000  # and no longer than this, if each of them takes its time
-ACCEPTS_AT_ONCE = 64
-PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet; the oldest makes room
-PENDING = 512
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
     0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
 )
 SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
-CREDENTIALS = struct.Struct("3i")
 RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 _SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
@@ -84,16 +83,17 @@ FROM_CLIENT = frozenset(
 class LinkConnection:
     """One accepted peer."""
 
-    def __init__(self, server: LinkServer, sock: socket.socket, pid: int, uid: int) -> None:
+    def __init__(self, server: LinkServer, fd: int, caller: LinkCaller) -> None:
         self._server = server
-        self._sock = sock
-        self.pid, self.uid = pid, uid
+        self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+        self.caller = caller
+        self.pid, self.uid = caller.pid, caller.uid
+        self.since_ns = time.monotonic_ns()
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why))
-        widen(sock)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -125,7 +125,9 @@ class LinkConnection:
             raise EOFError
         return data, fds
 
-    def may_pass_descriptors(self) -> None:
+    def open_up(self) -> None:
+        """It has said HELLO: room for answers, and it may pass descriptors."""
+        widen(self._sock)
         with contextlib.suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 1)
 
@@ -147,15 +149,14 @@ class LinkServer:
     ) -> None:
         self.loop = self._loop = loop
         self.closer = closer
-        self._turns, self._knocks = Turns(), Knocks()
+        self._turns = Turns()
+        self._arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
         self._path = path
-        self._hello_s = hello_s
         self._listener: socket.socket | None = None
         self._peers: set[LinkConnection] = set()
-        self._pending: dict[LinkConnection, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
         """Bind under another name and rename: a client never meets a half-made socket or the predecessor's."""
@@ -194,6 +195,7 @@ class LinkServer:
             self._for_clients().unlink(missing_ok=True)
         for peer in list(self._peers):
             peer.close()
+        self._arrivals.close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -208,9 +210,7 @@ class LinkServer:
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
         self._peers.discard(peer)
-        timer = self._pending.pop(peer, None)
-        if timer is not None:
-            timer.cancel()
+        self._arrivals.forget(peer)
 
     @property
     def peers(self) -> int:
@@ -218,22 +218,21 @@ class LinkServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        until_ns = time.monotonic_ns() + TURN_NS
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError:  # out of descriptors: say so, and do not turn in a circle
-                self._turn_away()
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(0.1, self._resume_accept)
-                return
-            self._admit(sock)
-            if time.monotonic_ns() > until_ns:
-                return  # the others after what else waits
+        try:
+            accepted = accept(self._listener)
+        except OSError:  # out of descriptors: say so, and do not turn in a circle
+            self._refuse_one()
+            self._rest_accepting(0.1)
+            return
+        if not self._arrivals.come(accepted):
+            self._rest_accepting(FLOOD_REST_S)
 
-    def _turn_away(self) -> None:
+    def _rest_accepting(self, seconds: float) -> None:
+        assert self._listener is not None
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(seconds, self._resume_accept)
+
+    def _refuse_one(self) -> None:
         """Every connection gets an answer: the spare descriptor is lent for it."""
         assert self._listener is not None
         if self._spare >= 0:
@@ -258,46 +257,43 @@ class LinkServer:
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _admit(self, sock: socket.socket) -> None:
-        pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-        if len(self._silent(pid)) >= PENDING_PER_PROCESS and self._must_wait_ns(pid, uid):  # the cheapest answer
-            self._register.malformed(pid, uid, "too many connections at once")
-            self.closer.close([sock.detach()])
-            return
-        sock.setblocking(False)
-        peer = LinkConnection(self, sock, pid, uid)
+    # Before their HELLO (arrivals.py)
+
+    def admit(self, accepted: Accepted, caller: LinkCaller) -> LinkConnection:
+        peer = LinkConnection(self, accepted.fd, caller)
         self._peers.add(peer)
-        self._pending[peer] = self._loop.call_later(self._hello_s, self._drop, peer, "no HELLO")
-        self._loop.add_reader(sock, self._read, peer)
-        self._read(peer)  # an honest HELLO is here already: it never competes with those that say nothing
-        self._thin_out(peer.pid)
+        return peer
 
-    def _thin_out(self, pid: int) -> None:
-        silent = self._silent(pid)
-        if len(silent) <= PENDING_PER_PROCESS:
-            silent = list(self._pending) if len(self._pending) > PENDING else []
-        if silent:
-            self._register.malformed(silent[0].pid, silent[0].uid, "too many silent connections")
-            self._drop(silent[0], "too many silent connections")
+    def turn_away(self, accepted: list[Accepted], why: str) -> None:
+        self._register.malformed(accepted[0].pid, accepted[0].uid, why, len(accepted))
+        self.closer.close_in_turn(one.fd for one in accepted)
 
-    def _silent(self, pid: int) -> list[LinkConnection]:
-        return [peer for peer in self._pending if peer.pid == pid]
+    def read_hello(self, peer: LinkConnection) -> bool:
+        return self._read_one(peer)
+
+    def drop(self, peer: LinkConnection, why: str, *, is_wrong: bool) -> None:
+        if is_wrong:
+            self._register.malformed(peer.pid, peer.uid, why)
+        self._drop(peer, why)
+
+    # Their messages
 
     def _read(self, peer: LinkConnection) -> None:
-        if peer.client is None:
-            if wait_ns := self._must_wait_ns(peer.pid, peer.uid):
-                self._rest(peer, wait_ns / 1e9)
-                return
-        elif not peer.is_online:
+        if not peer.is_online:
             wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
             if wait_ns or self.closer.is_behind:
                 self._rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
                 return
-        self._read_some(peer)
+        later = self._register.postponed_online if peer.is_online else self._register.postponed
+        if later.has_time():
+            later.do(peer.pid, partial(self._read_some, peer))
+        else:
+            self._loop.remove_reader(peer.fileno())
+            later.do(peer.pid, partial(self._read_later, peer))
 
-    def _must_wait_ns(self, pid: int, uid: int) -> int:
-        """Before its HELLO is read."""
-        return self._knocks.wait_ns(pid, uid, time.monotonic_ns(), self._register.is_awaited)
+    def _read_later(self, peer: LinkConnection) -> None:
+        self._go_on(peer)
+        self._read_some(peer)
 
     def _rest(self, peer: LinkConnection, seconds: float) -> None:
         """Not read for a while; the end of its process is noticed all the same."""
@@ -309,24 +305,24 @@ class LinkServer:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
     def _read_some(self, peer: LinkConnection) -> None:
-        until_ns = time.monotonic_ns() + TURN_NS
+        until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(PACKETS_AT_ONCE):
-            if not peer.is_open:
-                return
-            try:
-                received = peer.receive()
-                if received is None:
-                    return
-                self._take(peer, *received)
-            except EOFError as end:
-                self._drop(peer, str(end) or "link closed")
-                return
-            except Malformed as error:
-                self._register.malformed(peer.pid, peer.uid, str(error))
-                self._drop(peer, "malformed")
-                return
-            if time.monotonic_ns() > until_ns:
-                return  # it is still readable: after the others
+            if not peer.is_open or not self._read_one(peer) or time.monotonic_ns() > until_ns:
+                return  # it may be readable still: after the others
+
+    def _read_one(self, peer: LinkConnection) -> bool:
+        """Whether there was anything, the end included."""
+        try:
+            received = peer.receive()
+            if received is None:
+                return False
+            self._take(peer, *received)
+        except EOFError as end:
+            self._drop(peer, str(end) or "link closed")
+        except Malformed as error:
+            self._register.malformed(peer.pid, peer.uid, str(error))
+            self._drop(peer, "malformed")
+        return True
 
     def _take(self, peer: LinkConnection, data: bytes, fds: list[int]) -> None:
         try:
@@ -353,28 +349,24 @@ class LinkServer:
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
-        self._pending.pop(peer).cancel()
-        peer.may_pass_descriptors()  # before the answer that invites them
-        began_ns = time.monotonic_ns()
+        self._arrivals.forget(peer)
+        peer.open_up()  # before the answer that invites descriptors
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
-        finally:  # also if that failed: no timer ends a connection without a client
-            self._took(peer, began_ns)
+        finally:  # also if that failed: nothing else ends a connection without a client
             if peer.client is None:
                 peer.close()
+        if peer.is_open:
+            self._loop.add_reader(peer.fileno(), self._read, peer)
 
     def _drop(self, peer: LinkConnection, reason: str) -> None:
-        began_ns = time.monotonic_ns()
+        began_ns = time.thread_time_ns()
         peer.close()
         if peer.client is not None:
             self._register.leave(peer.client, reason)
-        self._took(peer, began_ns)
-
-    def _took(self, peer: LinkConnection, began_ns: int) -> None:
-        now_ns = time.monotonic_ns()
-        if not peer.is_online:
-            self._knocks.took(peer.pid, peer.uid, now_ns - began_ns, now_ns)
+            if not peer.is_online:
+                self._arrivals.took(peer.caller, time.thread_time_ns() - began_ns)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:

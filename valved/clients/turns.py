@@ -1,25 +1,30 @@
-"""How much of the loop one peer may have, in time, whatever its messages are.
+"""How much of the loop one peer may have, in time, whatever its messages are, and in which order peers have theirs.
 
 Each process that is not online has a bucket of time, and all of them share another. Handling a message takes out what
 it took; an empty bucket means that the peer is not read until it has filled again. Nothing is lost or reordered. What
-is said before a welcome has buckets of its own: one for each process, and one for each user.
+is said before a welcome has buckets of its own: one for each process, and one for each account (arrivals.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from valved.machine.clock import Clock
 
 SECOND_NS = 1_000_000_000
 SHARE = 0.1  # of the loop, for one process, when it goes on and on
 SHARE_OF_ALL = 0.3  # for all processes together that are not online
 BURST_NS = 200_000_000  # a process with eight GPUs tells of its channels within this
 BURST_OF_ALL_NS = 500_000_000
-# A HELLO costs 0.2 to 2 ms: it reads the files of each ancestor. Any user may knock, and an online process that comes
-# meanwhile waits for what is handled before it.
+# A HELLO costs 0.2 to 2 ms: it reads the files of each ancestor. Any user may knock.
 KNOCKS_SHARE, KNOCKS_BURST_NS = 0.05, 10_000_000
-USER_SHARE, USER_BURST_NS = 0.1, 100_000_000
+ACCOUNT_SHARE, ACCOUNT_BURST_NS = 0.1, 100_000_000
 MOST_KEPT = 4096
+# What strangers cause has so much of one pass of the loop, and one job more: a HELLO that comes meanwhile waits for it.
+PASS_NS = 2_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,24 +91,112 @@ class Turns:
 
 @dataclass(slots=True)
 class Knocks:
-    """Of peers before their welcome, and of those that leave. Root has no account: it is in every container. One of
-    either takes no more than a process has: a goodbye costs more only for channels, which were paid for as they came,
-    and for a driver that is busy, which keeps nobody out."""
+    """Of peers before their welcome, and of those that leave. One of either takes no more than a process has: a goodbye
+    costs more only for channels, which were paid for as they came, and for a driver that is busy, which keeps nobody
+    out."""
 
     _processes: Buckets = field(default_factory=lambda: Buckets(KNOCKS_SHARE, KNOCKS_BURST_NS))
-    _users: Buckets = field(default_factory=lambda: Buckets(USER_SHARE, USER_BURST_NS))
+    _accounts: Buckets = field(default_factory=lambda: Buckets(ACCOUNT_SHARE, ACCOUNT_BURST_NS))
 
-    def wait_ns(self, pid: int, uid: int, now_ns: int, is_awaited: Callable[[int], bool]) -> int:
-        """`is_awaited`: whether a process need not wait for what others of its user took."""
-        of_user_ns = self._users.wait_ns(uid, now_ns) if uid else 0
-        own_ns = self._processes.wait_ns(pid, now_ns)
-        return own_ns if of_user_ns <= own_ns or is_awaited(pid) else of_user_ns
+    def wait_ns(self, pid: int, account: Hashable | None, now_ns: int) -> int:
+        """`account` None: the process need not wait for what others took."""
+        of_account_ns = self._accounts.wait_ns(account, now_ns) if account is not None else 0
+        return max(of_account_ns, self._processes.wait_ns(pid, now_ns))
 
-    def took(self, pid: int, uid: int, ns: int, now_ns: int) -> None:
+    def took(self, pid: int, account: Hashable | None, ns: int, now_ns: int) -> None:
         ns = min(ns, KNOCKS_BURST_NS)
         self._processes.took(pid, ns, now_ns)
-        if uid:
-            self._users.took(uid, ns, now_ns)
+        if account is not None:
+            self._accounts.took(account, ns, now_ns)
+
+
+T = TypeVar("T")
+
+
+class TurnLine(Generic[T]):
+    """Items of groups within groups. A group's next turn comes after one of every other beside it."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._groups: dict[Hashable, TurnLine[T]] = {}  # the first has the next turn
+
+    def __bool__(self) -> bool:
+        return bool(self._items or self._groups)
+
+    def put(self, groups: Sequence[Hashable], item: T) -> None:
+        if not groups:
+            self._items.append(item)
+            return
+        if groups[0] not in self._groups:
+            self._groups[groups[0]] = TurnLine()
+        self._groups[groups[0]].put(groups[1:], item)
+
+    def take(self, may: Callable[[T], bool] = lambda _: True) -> T | None:
+        """The next that may be taken now. The others keep their turns."""
+        for at, item in enumerate(self._items):
+            if may(item):
+                del self._items[at]
+                return item
+        for key in list(self._groups):
+            found = (group := self._groups[key]).take(may)
+            if found is None:
+                continue
+            del self._groups[key]
+            if group:
+                self._groups[key] = group  # behind the others
+            return found
+        return None
+
+
+class Postponed:
+    """Jobs that strangers cause: done at once while this pass of the loop has time for them, else in later passes, one
+    of each process in turn."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._line: TurnLine[Callable[[], object]] = TurnLine()
+        self._direct = _full(0.5, PASS_NS, clock.now_ns())
+        self._once: set[Hashable] = set()
+
+    def has_time(self) -> bool:
+        """Whether the next job is done at once."""
+        return not self._line and not self._direct.wait_ns(self._clock.now_ns())
+
+    def do(self, who: Hashable, job: Callable[[], object]) -> None:
+        now_ns = self._clock.now_ns()
+        if self.has_time():
+            try:
+                job()
+            finally:
+                done_ns = self._clock.now_ns()
+                self._direct.take(done_ns - now_ns, done_ns)
+            return
+        if not self._line:
+            self._clock.call_at_ns(now_ns, self._go_on)
+        self._line.put((who,), job)
+
+    def do_once(self, key: Hashable, who: Hashable, job: Callable[[], object]) -> None:
+        """Not again while it waits. One that fails may be asked for again."""
+        if key in self._once:
+            return
+
+        def run() -> None:
+            self._once.discard(key)
+            job()
+
+        self._once.add(key)
+        self.do(who, run)
+
+    def _go_on(self) -> None:
+        until_ns = self._clock.now_ns() + PASS_NS
+        try:
+            while (job := self._line.take()) is not None:
+                job()
+                if self._clock.now_ns() >= until_ns:
+                    break
+        finally:  # also if one failed
+            if self._line:
+                self._clock.call_at_ns(self._clock.now_ns(), self._go_on)
 
 
 def _full(share: float, burst_ns: float, now_ns: int) -> Bucket:

@@ -92,7 +92,8 @@ class Closer:
             self._helpers.do(lambda fd=fd: os.close(fd))  # type: ignore[misc]
 
     def close_in_turn(self, fds: Iterable[int]) -> None:
-        """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger."""
+        """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger, or
+        what one stranger sent, who can keep nothing else open."""
         mine = list(fds)
 
         def close() -> None:

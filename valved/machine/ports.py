@@ -467,8 +467,8 @@ class ProcessPort(Protocol):
         """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time."""
         ...
 
-    def ancestors(self, pid: int) -> Sequence[int]:
-        """The pid itself, its parent, and so on up to 1."""
+    def ancestors(self, pid: int, most: int = ...) -> Sequence[ProcessId]:
+        """The process itself, its parent, and so on up to 1, but no zombie."""
         ...
 
     def cgroup(self, pid: int) -> str | None: ...

@@ -54,7 +54,9 @@ class LinuxProcesses:
 
     def start_time(self, pid: int) -> int | None:
         """None also for a zombie: nothing of it runs any more."""
-        fields = self._stat(pid)
+        return self._started(pid, self._stat(pid))
+
+    def _started(self, pid: int, fields: list[str] | None) -> int | None:
         if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE:
             return None
         if not _is_there(fields) and not self._has_thread(pid, _is_there):
@@ -93,16 +95,21 @@ class LinuxProcesses:
         except OSError:
             return False
 
-    def ancestors(self, pid: int) -> Sequence[int]:
-        chain: list[int] = []
-        while pid > 0 and len(chain) < _DEPTH:
+    def ancestors(self, pid: int, most: int = _DEPTH) -> Sequence[ProcessId]:
+        """One file each: this is asked for every process that connects."""
+        chain: list[ProcessId] = []
+        for _ in range(most):
             try:
-                fields = self._stat(pid)
+                fields = self._stat(pid) if pid > 0 else None
+                started = self._started(pid, fields)
             except PermissionError:  # of another user, on a machine that hides them
+                if not chain:
+                    raise
                 break
             if fields is None or len(fields) <= _FIELD_PARENT - _FIELD_STATE:
                 break
-            chain.append(pid)
+            if started is not None:
+                chain.append(ProcessId(pid=pid, start_time=started))
             pid = int(fields[_FIELD_PARENT - _FIELD_STATE])
         return chain
 

@@ -208,7 +208,7 @@ class Books:
     def client_of_process(self, chain: Sequence[ProcessId]) -> ClientEntry | None:
         """A client that runs in this process or the nearest ancestor that has one."""
         for process in chain:
-            for client in self.clients.values():
+            for client in self.clients.values() if self.per_process[process] else ():
                 if client.process == process and client.role is not Role.HOOK:
                     return client
         return None

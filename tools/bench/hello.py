@@ -1,0 +1,295 @@
+"""Bench hello: how long a fresh online process waits for its welcome, alone and beside processes that want it to wait.
+
+Each sample is a process of its own, claimed just before. It asks a trivial server as well, so a row says how late the
+machine itself was in the same seconds; and how long valved's loop ran while it waited, which is valved's own share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import NoReturn
+
+from valve.v1 import node_pb2
+from valve_tools.bench.row import Row, percentile, row_of
+from valve_tools.demo.node import EmulatedNode
+
+from valved.abi import link
+from valved.abi.link import LinkType
+from valved.cli.client import NodeClient
+from valved.cli.run import start_time
+from valved.model.ids import Role
+
+SAMPLES = 60
+BUDGET_MS = 50.0  # the patience of a shim whose process is online
+PAUSE_S = 0.02
+WARM_S = 0.5
+NOBODY = 65534
+DEPTH = 60
+ANSWER = struct.Struct("4d")  # ms: the welcome, the trivial answer; valved's loop ran, and waited for a core
+PR_SET_PDEATHSIG = 1
+
+Attack = Callable[[str], object]
+
+
+def _hello(role: Role) -> bytes:
+    body = link.Hello(
+        abi_min=1, abi_max=1, features=link.Feature.GAPS, wanted_role=role, driver=0, build="bench", comm="bench"
+    )
+    return link.build(LinkType.HELLO, body, seq=1, sent_ns=0)
+
+
+OFFLINE_HELLO = _hello(Role.OFFLINE)
+
+
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(path)
+    return sock
+
+
+# Hostile processes: each does one thing, again and again
+
+
+def _says_hello(path: str) -> None:
+    with _connect(path) as sock:
+        sock.send(OFFLINE_HELLO)
+        sock.recv(link.MAX_PACKET)
+
+
+def _goes_at_once(path: str) -> None:
+    _connect(path).close()
+
+
+def _speaks_and_goes(path: str) -> None:
+    with _connect(path) as sock:
+        sock.send(OFFLINE_HELLO)
+
+
+def _says_half(path: str) -> None:
+    with _connect(path) as sock:
+        sock.send(OFFLINE_HELLO[:-1])
+        sock.recv(1)
+
+
+def _says_much(path: str) -> None:
+    with _connect(path) as sock:
+        while True:
+            sock.send(bytes(100_000))
+
+
+def _sends_files(path: str) -> None:
+    with _connect(path) as sock:
+        socket.send_fds(sock, [OFFLINE_HELLO], [0] * 253)
+        sock.recv(1)
+
+
+def _forks(path: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            _says_hello(path)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+class _Holds:
+    """Keeps what it opened, up to a bound, and then begins anew."""
+
+    def __init__(self, most: int, packet: bytes = b"") -> None:
+        self._most = most
+        self._packet = packet
+        self._held: list[socket.socket] = []
+
+    def __call__(self, path: str) -> None:
+        if len(self._held) >= self._most:
+            self._held.pop(0).close()
+        self._held.append(_connect(path))
+        if self._packet:
+            self._held[-1].send(self._packet)
+
+
+# Name: what one of them does, how many processes, of which user, below how many ancestors
+ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
+    "nobody": (_says_hello, 0, 0, 0),
+    "a flooder": (_says_hello, 1, 0, 0),
+    "a flooder with 60 ancestors": (_says_hello, 1, 0, DEPTH),
+    "50 processes of root": (_says_hello, 50, 0, 0),
+    "50 processes of a user": (_says_hello, 50, NOBODY, 0),
+    "new processes without end": (_forks, 2, 0, 0),
+    "fast reconnects": (_goes_at_once, 1, 0, 0),
+    "HELLO without waiting": (_speaks_and_goes, 1, 0, 0),
+    "HELLO and then nothing": (_Holds(32, OFFLINE_HELLO), 4, 0, 0),
+    "silent connections": (_Holds(200), 4, 0, 0),
+    "half a HELLO": (_says_half, 2, 0, 0),
+    "huge packets": (_says_much, 2, 0, 0),
+    "many descriptors": (_sends_files, 2, 0, 0),
+}
+
+
+def _die_with_parent() -> None:
+    """The bench may be killed: its processes end, too. A change of user takes this back."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _forked(go: int, run: Callable[..., object], *arguments: object) -> int:
+    """A child without the descriptor whose last close tells all of them to begin."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _die_with_parent()
+        os.close(go)
+        run(*arguments)
+    finally:
+        os._exit(1)
+
+
+def _attack(path: str, attack: Attack, uid: int, depth: int, begin: int) -> NoReturn:
+    for _ in range(depth):
+        if pid := os.fork():
+            os.waitpid(pid, 0)
+            os._exit(0)
+        _die_with_parent()
+    if uid and os.geteuid() == 0:
+        os.setuid(uid)
+        _die_with_parent()
+    os.read(begin, 1)  # until the other end is closed
+    while True:
+        with contextlib.suppress(OSError):
+            attack(path)
+
+
+# What is measured
+
+
+def _loop_ns(valved: int) -> tuple[int, int]:
+    """Of valved's first thread, which runs the loop: on a core, and waiting for one."""
+    ran, waited, _ = Path(f"/proc/{valved}/task/{valved}/schedstat").read_text().split()
+    return int(ran), int(waited)
+
+
+def _ask(path: str, packet: bytes) -> tuple[float, bytes]:
+    """How long the answer took, in ms. A full queue of the kernel is asked again, as a shim does."""
+    began = time.monotonic_ns()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        while sock.connect_ex(path):
+            time.sleep(0.001)
+        sock.setblocking(True)
+        sock.send(packet)
+        answer = sock.recv(link.MAX_PACKET)
+        return (time.monotonic_ns() - began) / 1e6, answer
+
+
+def _sample(run_dir: Path, valved: int, parent: socket.socket) -> None:
+    parent.recv(1)
+    trivial_ms, _ = _ask(str(run_dir / "trivial.sock"), b"x")
+    before = _loop_ns(valved)
+    hello_ms, answer = _ask(str(run_dir / "link.sock"), _hello(Role.ONLINE))
+    ran, waited = (after - early for after, early in zip(_loop_ns(valved), before, strict=True))
+    if link.parse(answer).type is not LinkType.WELCOME:
+        raise RuntimeError(str(link.parse(answer).body))
+    parent.send(ANSWER.pack(hello_ms, trivial_ms, ran / 1e6, waited / 1e6))
+    parent.recv(1)
+
+
+def _trivial(path: Path, ready: int) -> None:
+    """An asyncio server that answers each packet."""
+    loop = asyncio.new_event_loop()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+
+    def answer(sock: socket.socket) -> None:
+        if packet := sock.recv(64):
+            sock.send(packet)
+        else:
+            loop.remove_reader(sock)
+            sock.close()
+
+    def accept() -> None:
+        sock, _ = listener.accept()
+        loop.add_reader(sock, answer, sock)
+
+    loop.add_reader(listener, accept)
+    os.write(ready, b"!")
+    loop.run_forever()
+
+
+def measure_main(run_dir: Path, valved: int, name: str) -> None:
+    attack, processes, uid, depth = ATTACKS[name]
+    path = str(run_dir / "link.sock")
+    begin, go = os.pipe()
+    told, ready = os.pipe()
+    born = [_forked(go, _attack, path, attack, uid, depth, begin) for _ in range(processes)]
+    born.append(_forked(go, _trivial, run_dir / "trivial.sock", ready))
+    os.read(told, 1)
+    innocents = []
+    for _ in range(SAMPLES):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        innocents.append((_forked(go, _sample, run_dir, valved, theirs), ours))
+        theirs.close()
+    client = NodeClient(run_dir)  # gRPC only after the last fork
+    for number, (pid, _) in enumerate(innocents):
+        role = node_pb2.ROLE_ONLINE
+        claim = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=role, name=f"n{number}")
+        client.call(client.stub.Launch, claim)
+    client.close()
+    os.close(go)
+    time.sleep(WARM_S)
+    found = []
+    for _, ours in innocents:
+        ours.send(b"!")
+        answer = ours.recv(ANSWER.size)
+        if not answer:
+            raise RuntimeError(f"beside {name}: a process was not welcomed")
+        found.append(ANSWER.unpack(answer))
+        time.sleep(PAUSE_S)
+    for pid in (*born, *(pid for pid, _ in innocents)):
+        os.kill(pid, signal.SIGKILL)
+    (run_dir / "trivial.sock").unlink()
+    print(json.dumps(found))
+
+
+def _row(name: str, found: list[list[float]]) -> Row:
+    hello, trivial, ran, waited = (sorted(figures) for figures in zip(*found, strict=True))
+
+    def words(ordered: list[float]) -> str:
+        return "/".join(f"{percentile(ordered, q):.2g}" for q in (0.5, 0.99, 1.0))
+
+    note = (
+        f"p50/p99/max in ms: valved's loop ran {words(ran)} of it and waited {words(waited)} for a core; "
+        f"a trivial loop answered in {words(trivial)}; load {os.getloadavg()[0]:.1f}"
+    )
+    late = hello[-1] > BUDGET_MS and ran[-1] < BUDGET_MS / 2  # the machine was, not valved
+    return row_of("hello", f"beside {name}", "ms", hello, BUDGET_MS, judged="max", note=note, is_void=late)
+
+
+def bench_hello() -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder, EmulatedNode(Path(folder)) as node:
+        pid = node.start_valved().pid
+        os.chmod(folder, 0o755)  # a user is among the hostile
+        for number, name in zip(count(), ATTACKS):
+            words = [sys.executable, "-m", "valve_tools.bench.hello", str(node.run_dir), str(pid), str(number)]
+            done = subprocess.run(words, check=True, capture_output=True, text=True, start_new_session=True)
+            yield _row(name, json.loads(done.stdout))
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"hello": bench_hello}
+
+if __name__ == "__main__":
+    measure_main(Path(sys.argv[1]), int(sys.argv[2]), list(ATTACKS)[int(sys.argv[3])])

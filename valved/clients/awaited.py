@@ -1,0 +1,52 @@
+"""Says which processes valved expects, before it reads what they have to say: from the books and a few files of /proc.
+
+Whose turn a HELLO is depends on it, and nothing else: the role of a process is found out anew when its HELLO is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from valved.clients.leftovers import Leftovers
+from valved.machine.ports import ProcessPort
+from valved.model.ids import ProcessId, Role
+from valved.state.lived import Lived
+from valved.state.registry import Books, ProcessClaim, is_inside
+
+LOOKS = 4  # a worker's engine, its launcher and a shell stand between it and what was claimed; each costs a file
+
+
+class Awaited:
+    def __init__(self, books: Books, lived: Lived, leftovers: Leftovers, processes: ProcessPort) -> None:
+        self._books = books
+        self._lived = lived
+        self._leftovers = leftovers
+        self._processes = processes
+
+    def pids(self) -> set[int]:
+        """Of processes known from before: claimed as online, welcomed as such once, or it left channels off."""
+        return {process.pid for process in self._known()}
+
+    def _known(self) -> Iterator[ProcessId]:
+        yield from (claim.root for claim in self._online())
+        yield from self._lived.known
+        yield from self._leftovers.owners()
+
+    def _online(self) -> Iterator[ProcessClaim]:
+        return (claim for claim in self._books.claims.values() if claim.role is Role.ONLINE)
+
+    def cgroup(self, pid: int) -> str:
+        """Empty where it cannot be told."""
+        with contextlib.suppress(OSError):
+            return self._processes.cgroup(pid) or ""
+        return ""
+
+    def root_of(self, pid: int, cgroup: str, known: set[int]) -> int:
+        """The awaited process to which this one belongs, by descent or by control group. 0: there is none."""
+        with contextlib.suppress(OSError):
+            for ancestor in self._processes.ancestors(pid, LOOKS):
+                if ancestor.pid in known:
+                    return ancestor.pid
+        inside = (claim.root.pid for claim in self._online() if claim.cgroup and is_inside(cgroup, claim.cgroup))
+        return next(inside, 0)
