@@ -125,6 +125,16 @@ struct valve_shim {
 extern struct valve_shim valve_shim;
 _Static_assert(offsetof(struct valve_shim, unknown_capture) == 4, "trampoline.S");
 
+static inline bool valve_is_linked(void)
+{
+	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED;
+}
+
+static inline bool valve_is_offline(void)
+{
+	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
+}
+
 /* trampoline.S */
 void valve_slow(void);
 void valve_ptds_detour(void);
@@ -221,7 +231,6 @@ VALVE_EXPORT int openat64(int folder, const char *path, int flags, ...);
 VALVE_EXPORT int __open_2(const char *path, int flags);
 VALVE_EXPORT int __open64_2(const char *path, int flags);
 VALVE_EXPORT int ioctl(int fd, unsigned long request, ...);
-int valve_real_ioctl(int fd, unsigned long request, void *argument);
 
 int valve_capture_uvm_fd(void); /* the file on which channels were registered; -1: none */
 
