@@ -221,6 +221,7 @@ void valve_link_handle(uint16_t type, valve_link_handler *handler);
 /* note.c */
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
 void valve_note_flush(void);
+void valve_note_reset(void);
 
 /* link/session.c */
 void valve_register(void); /* the process opened nvidiactl */

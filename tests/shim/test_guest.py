@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, ONLINE, until
+from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, NOTE, NOTE_MPS, OFFLINE, ONLINE, until
 from rmkit import GR0, Process
 
 FIRST = 0x5C000008
@@ -67,6 +67,30 @@ def test_a_forked_child_that_never_takes_up_cuda_rings_nobodys_bell(world):
     puppet.fork_and("launch", 5)
 
     assert (client.bells(), client.submitted()) == (0, 0)
+
+
+def test_a_forked_child_of_an_mps_client_never_passes_for_another_process(world):
+    """Its channels are the MPS server's: valved must know that before it sees one."""
+    puppet, client = world.offline(CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    client.expect(NOTE, code=NOTE_MPS)
+
+    puppet.fork_and("open", "/dev/nvidiactl")
+
+    world.daemons[0].client().expect(NOTE, code=NOTE_MPS)
+
+
+def test_an_mps_client_never_passes_for_another_process_with_a_new_daemon(world):
+    puppet, client = world.offline(CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    world.daemons[0].close()
+    heir = world.daemon(OFFLINE).client()
+
+    heir.expect(CHANNEL_ADD, h_channel=FIRST)
+    assert [message.code for message in heir.seen if message.type == NOTE] == [NOTE_MPS], "before its first channel"
 
 
 def test_a_process_that_closes_every_number_keeps_its_link(world):

@@ -187,7 +187,9 @@ void valve_capture_report(bool wait)
 	struct report report;
 
 	store_relaxed(&valve_shim.untold, 0);
-	while (is_linked() && captures() && next_report(&report)) {
+	if (valve_rm.is_mps) /* before its channels: they are never gated */
+		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
+	while (valve_is_linked() && captures() && next_report(&report)) {
 		int err = send_report(&report, wait);
 
 		if (was_not_sent(err)) {
@@ -200,8 +202,6 @@ void valve_capture_report(bool wait)
 	}
 	if (valve_rm.incomplete)
 		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
-	if (valve_rm.is_mps)
-		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
 	if (load_relaxed(&valve_shim.self_stopped))
 		valve_self_gate_join();
 }

@@ -172,6 +172,7 @@ void valve_reset_child(void)
 	valve_contexts_reset();
 	valve_hint_reset_child();
 	valve_memory_reset();
+	valve_note_reset();
 }
 
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */

@@ -380,8 +380,8 @@ static void reconnect(void)
 	session.linked_ns = now_ns();
 	valve_capture_forget_reports();
 	store_release(&valve_shim.state, VALVE_STATE_LINKED);
+	valve_note_flush(); /* first: no channel of an MPS client is ever gated */
 	valve_capture_report(false);
-	valve_note_flush();
 	valve_watcher_start();
 	valve_orders_wake(); /* it tells of KV memory that is mapped here */
 	obey();
