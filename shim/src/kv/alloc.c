@@ -78,6 +78,8 @@ static int announce(struct valve_range *range)
 	valve_announce_describe(range, 0, &message);
 	err = valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
 	                             is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS, &range->progress);
+	if (err == -EBUSY) /* it read nothing all that time */
+		err = -ETIMEDOUT;
 	if (err == -ETIMEDOUT && !is_offline())
 		store_relaxed(&silent_generation, generation);
 	return err;
