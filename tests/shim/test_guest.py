@@ -10,7 +10,7 @@ import pytest
 from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, NOTE, NOTE_MPS, OFFLINE, ONLINE, until
 from rmkit import GR0, Process
 
-FIRST = 0x5C000008
+FIRST, SECOND = 0x5C000008, 0x5C00000A
 
 
 def test_a_process_that_opens_no_driver_gets_no_thread_and_no_descriptor(world):
@@ -126,6 +126,21 @@ def test_a_range_that_is_closed_never_takes_the_link_along(world, way):
     client.gate(1)
     puppet.launch(1)
     assert (client.bells(), client.gone.is_set()) == (1, False)
+
+
+def test_a_thread_that_leaves_the_table_of_files_never_takes_a_channel_along(world):
+    puppet, client = world.online()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    puppet.close_range_in_a_table_of_its_own(3)
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    assert client.none_of(CHANNEL_DEL)
 
 
 @pytest.mark.parametrize("way", ["dup2", "dup3"])
