@@ -200,7 +200,7 @@ uint32_t valve_range_backed(const struct valve_range *range);
 bool valve_ranges_are_whole(void);
 bool valve_range_look(uint64_t address, struct valve_range_view *out);
 uint64_t valve_ranges_bytes(int device);
-uint64_t valve_ranges_backed_bytes(int device);
+uint64_t valve_ranges_bare_bytes(int device);
 void valve_ranges_reset(void);
 
 /* vmm.c. Precondition of all: the range's lock is held and its context is current */
