@@ -236,6 +236,7 @@ void valve_orders_report(uint64_t number, uint32_t generation, struct valve_outc
 int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
                       uint32_t generation); /* 0 or -errno; waits for room, in the end without a link */
 void valve_orders_settle(void);             /* sparse slots, at the next step */
+bool valve_orders_are_over(void);           /* the process exits: nothing of that will end any more */
 void valve_orders_reset(void);
 
 /* announce.c */
