@@ -460,6 +460,8 @@ void valve_register(void)
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
 	if (valve_spawn(keep)) {
+		if (is_offline_wish && valve_settings.is_required)
+			refuse_to_run();
 		valve_link_drop();
 		valve_map_private(0, VALVE_ORDER_RUN);
 		store_release(&valve_shim.state, VALVE_STATE_OFF);
