@@ -171,6 +171,9 @@ class Commands:
         others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != threading.get_native_id()]
         return [(os.sched_getscheduler(tid), len(os.sched_getaffinity(tid))) for tid in others]
 
+    def chdir(self, folder):
+        os.chdir(folder)
+
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)
 
