@@ -260,6 +260,9 @@ void valve_hint_reset_child(void);
 
 /* say.c */
 void valve_say(const char *text); /* one line on stderr, once per text */
+void valve_say_start(void);
+void valve_say_follow(void); /* the program has made another file stderr */
+void valve_say_reset_child(void);
 
 #pragma GCC visibility pop
 #endif

@@ -136,16 +136,23 @@ static bool make_way(int from, int to)
 	return true;
 }
 
+static int heed(int fd)
+{
+	if (fd == STDERR_FILENO)
+		valve_say_follow();
+	return fd;
+}
+
 int dup2(int from, int to)
 {
 	if (!find_real())
 		return (int)syscall(SYS_dup2, from, to);
-	return make_way(from, to) ? real.dup2(from, to) : -1;
+	return make_way(from, to) ? heed(real.dup2(from, to)) : -1;
 }
 
 int dup3(int from, int to, int flags)
 {
 	if (!find_real())
 		return (int)syscall(SYS_dup3, from, to, flags);
-	return make_way(from, to) ? real.dup3(from, to, flags) : -1;
+	return make_way(from, to) ? heed(real.dup3(from, to, flags)) : -1;
 }

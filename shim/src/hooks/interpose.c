@@ -175,6 +175,7 @@ void valve_reset_child(void)
 	valve_hint_reset_child();
 	valve_memory_reset();
 	valve_note_reset();
+	valve_say_reset_child();
 }
 
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */
@@ -189,6 +190,7 @@ static struct {
 __attribute__((constructor)) static void valve_start(void)
 {
 	started_on.bytes = syscall(SYS_sched_getaffinity, 0, sizeof(started_on.mask), started_on.mask);
+	valve_say_start();
 	if (__register_atfork)
 		__register_atfork(NULL, NULL, valve_reset_child, NULL);
 }
