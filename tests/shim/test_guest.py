@@ -79,6 +79,20 @@ def test_a_forked_child_of_an_mps_client_never_passes_for_another_process(world)
     world.daemons[0].client().expect(NOTE, code=NOTE_MPS)
 
 
+def test_an_mps_client_never_passes_for_another_process_because_its_driver_is_new(world):
+    """Names that the shim does not know are noted as well, before the process has a link."""
+    daemon = world.daemon(OFFLINE)
+    puppet = world.puppet(role="offline", CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    puppet.load()
+    for number in range(40):
+        puppet.getproc(f"cuLaunchSomethingNew{number}")
+
+    puppet.cu("cuInit", 0)
+
+    client = daemon.client()
+    until(lambda: client.expect(NOTE).code == NOTE_MPS, "among the notes")
+
+
 def test_an_mps_client_never_passes_for_another_process_with_a_new_daemon(world):
     puppet, client = world.offline(CUDA_MPS_PIPE_DIRECTORY="/nowhere")
     process = Process.begin(puppet)

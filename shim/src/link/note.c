@@ -6,7 +6,9 @@
 
 #include <string.h>
 
-#define NOTES    32
+#define NOTES 32
+#define NAMES \
+	24 /* of them at most are names that a driver newer than we are has: the rest is for what valved acts on */
 #define AGAIN_NS 1000000000u
 
 struct note {
@@ -47,13 +49,13 @@ static bool is_due(const struct note *note, uint32_t generation)
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text)
 {
 	struct note fresh = {.code = code, .h_client = h_client, .h_channel = h_channel};
-	uint32_t i = 0;
+	uint32_t i = 0, room = code == VALVE_NOTE_UNKNOWN_SUBMIT ? NAMES : NOTES;
 
 	strncpy(fresh.text, text, sizeof(fresh.text) - 1);
 	valve_lock(&valve_shim.note_lock);
 	while (i < notes.count && !is_same(&notes.note[i], &fresh))
 		i++;
-	if (i == notes.count && i < NOTES)
+	if (i == notes.count && i < room)
 		notes.note[notes.count++] = fresh;
 	else if (i < notes.count)
 		say_again(&notes.note[i]);
