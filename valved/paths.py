@@ -26,7 +26,7 @@ def run_dir() -> Path:
     """The run folder this process should use."""
     asked = os.environ.get(ENV_RUN_DIR)
     if asked:
-        return Path(asked)
+        return Path(asked).absolute()  # the daemon and the programs that hear of it may work elsewhere
     if os.geteuid() == 0 or os.access(SYSTEM_RUN_DIR / LINK_SOCKET, os.F_OK):
         return SYSTEM_RUN_DIR
     runtime = os.environ.get("XDG_RUNTIME_DIR")

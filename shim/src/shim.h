@@ -125,6 +125,16 @@ struct valve_shim {
 extern struct valve_shim valve_shim;
 _Static_assert(offsetof(struct valve_shim, unknown_capture) == 4, "trampoline.S");
 
+static inline bool valve_is_linked(void)
+{
+	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED;
+}
+
+static inline bool valve_is_offline(void)
+{
+	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
+}
+
 /* trampoline.S */
 void valve_slow(void);
 void valve_ptds_detour(void);
@@ -211,6 +221,7 @@ void valve_link_handle(uint16_t type, valve_link_handler *handler);
 /* note.c */
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
 void valve_note_flush(void);
+void valve_note_reset(void);
 
 /* link/session.c */
 void valve_register(void); /* the process opened nvidiactl */
@@ -221,7 +232,6 @@ VALVE_EXPORT int openat64(int folder, const char *path, int flags, ...);
 VALVE_EXPORT int __open_2(const char *path, int flags);
 VALVE_EXPORT int __open64_2(const char *path, int flags);
 VALVE_EXPORT int ioctl(int fd, unsigned long request, ...);
-int valve_real_ioctl(int fd, unsigned long request, void *argument);
 
 int valve_capture_uvm_fd(void); /* the file on which channels were registered; -1: none */
 
@@ -250,6 +260,9 @@ void valve_hint_reset_child(void);
 
 /* say.c */
 void valve_say(const char *text); /* one line on stderr, once per text */
+void valve_say_start(void);
+void valve_say_follow(void); /* the program has made another file stderr */
+void valve_say_reset_child(void);
 
 #pragma GCC visibility pop
 #endif

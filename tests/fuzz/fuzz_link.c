@@ -109,16 +109,16 @@ static void check_stops(uint64_t ended_ns)
 	const volatile struct valve_control *page = VALVE_CONTROL;
 	uint64_t now = kernel_now(), lease_ns = page->lease_ns ? page->lease_ns : LEASE_NS;
 
-	if (is_linked() && valved.stops && !session.may_run && page->order == VALVE_ORDER_STOP &&
+	if (valve_is_linked() && valved.stops && !session.may_run && page->order == VALVE_ORDER_STOP &&
 	    VALVE_REGION->order_done == page->order_seq)
 		CHECK(is_off_or_refused());
-	if (is_linked() && page->order == VALVE_ORDER_HOLD && page->gate_epoch % 2)
+	if (valve_is_linked() && page->order == VALVE_ORDER_HOLD && page->gate_epoch % 2)
 		CHECK(valve_launches_wait());
-	if (!is_linked() && page->online_registered && !page->draining && page->heartbeat_ns &&
+	if (!valve_is_linked() && page->online_registered && !page->draining && page->heartbeat_ns &&
 	    now > page->heartbeat_ns + lease_ns + TICK_NS)
 		CHECK(process.is_off || valve_launches_wait());
 	if (ended_ns && ended_ns == ended_grant() && !page->draining &&
-	    (is_linked() || page->online_registered))
+	    (valve_is_linked() || page->online_registered))
 		CHECK(is_off_or_refused());
 }
 
@@ -132,15 +132,15 @@ static void check_offline(bool waited, bool was_off, bool was_linked, uint32_t g
 	CHECK(!was_off || process.is_off || process.may || process.may_enable ||
 	      (was_linked && VALVE_CONTROL->order != VALVE_ORDER_STOP));
 	CHECK(!valve_shim.self_stopped || is_off_or_refused());
-	CHECK(is_linked() || valve_shim.state == VALVE_STATE_UNLINKED);
-	valved.refused &= !is_linked();
+	CHECK(valve_is_linked() || valve_shim.state == VALVE_STATE_UNLINKED);
+	valved.refused &= !valve_is_linked();
 	CHECK(!valved.refused || process.is_off || valve_launches_wait() || process.blind);
 }
 
 static void take_turn(bool inside)
 {
 	uint32_t generation = valve_shim.link_generation;
-	bool was_linked = is_linked(), waited = valve_launches_wait(), was_off = process.is_off;
+	bool was_linked = valve_is_linked(), waited = valve_launches_wait(), was_off = process.is_off;
 	uint64_t ended_ns = ended_grant(), began_ns = kernel_now();
 
 	process.may = is_allowed();
@@ -202,7 +202,7 @@ static void settle(void)
 	}
 	CHECK(kernel_now() - began_ns < SETTLE_NS);
 	CHECK(!process.is_off && !process.failures && !valve_launches_wait());
-	CHECK(is_linked() || valve_shim.state == VALVE_STATE_OFF);
+	CHECK(valve_is_linked() || valve_shim.state == VALVE_STATE_OFF);
 }
 
 static void begin(void)
@@ -215,7 +215,7 @@ static void begin(void)
 	come(1);
 	process.whole = true;
 	start(VALVE_ROLE_OFFLINE);
-	CHECK(is_linked());
+	CHECK(valve_is_linked());
 }
 
 static void end(void)

@@ -124,6 +124,12 @@ class Commands:
     def close_range(self, first, last):
         return LIBC.close_range(ctypes.c_uint(first), ctypes.c_uint(last), 0)
 
+    def close_range_in_a_table_of_its_own(self, first):
+        """On a thread that then ends, as before an exec: the other threads keep their files."""
+        thread = threading.Thread(target=lambda: LIBC.close_range(ctypes.c_uint(first), ctypes.c_uint(2**32 - 1), 2))
+        thread.start()
+        thread.join()
+
     def closefrom(self, first):
         LIBC.closefrom(first)
 
@@ -164,6 +170,9 @@ class Commands:
         """(policy, number of cores) of every other thread."""
         others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != threading.get_native_id()]
         return [(os.sched_getscheduler(tid), len(os.sched_getaffinity(tid))) for tid in others]
+
+    def chdir(self, folder):
+        os.chdir(folder)
 
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 from fake_daemon import (
     CHANNEL_ADD,
@@ -42,6 +45,7 @@ from rmkit import (
 )
 
 TSG, OTHER_TSG, FIRST, SECOND, COPY_CHANNEL = 0x5C000006, 0x5C000007, 0x5C000008, 0x5C00000A, 0x5C000019
+FILLING = range(0x5C001000, 0x5C001000 + 600)  # messages about so many channels do not fit into a socket
 
 
 @pytest.fixture(params=["online", "offline"])
@@ -391,6 +395,54 @@ def test_a_schedule_call_waits_while_the_gate_is_closed(world):
     waiting[1][0].ack(waiting[1][1])
 
     until(lambda: world.gate_calls() == ["schedule"], "the call went through")
+
+
+def test_more_threads_than_can_wait_never_spin_until_the_gate_opens(world):
+    waiting = []
+
+    def hold_back(client, message):
+        if message.type == SCHEDULE_WAIT:
+            waiting.append((client, message))
+        return message.type == SCHEDULE_WAIT
+
+    puppet, _ = world.offline(world.daemon(2, on_message=hold_back))
+    made = Process.begin(puppet)
+    made.group(TSG)
+    for _ in range(33):
+        puppet.control_in_background(made.ctl, made.client, TSG, 0xA06C0101, "010000")
+    until(lambda: len(waiting) == 32, "as many ask as can")
+
+    def rest():
+        tasks = Path(f"/proc/{puppet.process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in tasks)
+
+    until(rest, "no thread is busy with waiting")
+    for client, message in waiting[:32]:
+        client.ack(message)
+    until(lambda: len(waiting) == 33, "the last one asks, too")
+    waiting[32][0].ack(waiting[32][1])
+    until(lambda: world.gate_calls() == ["schedule"] * 33, "every call went through")
+
+
+def test_a_channel_is_never_left_out_because_valved_did_not_read_for_a_while(world):
+    """A waiting thread gives up after two seconds. What it could not even send is told later."""
+    daemon = world.daemon(2)
+    goes_on = threading.Event()
+    puppet, client = world.offline(daemon)
+    made = Process.begin(puppet)
+    for handle in FILLING:
+        made.channel(made.device, handle, engine=GR0)
+        made.register(handle)
+        client.expect(CHANNEL_ADD, h_channel=handle)
+    daemon.on_message = lambda *_: not goes_on.wait()
+
+    for handle in FILLING:
+        made.free(handle)  # each says so, and waits for nothing: the socket is full
+    made.channel(made.device, FIRST, engine=GR0)
+    made.register(FIRST)
+    goes_on.set()
+
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
 
 
 def test_an_applications_own_enable_waits_for_the_gate_too(offline):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, ONLINE, until
+from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, NOTE, NOTE_MPS, OFFLINE, ONLINE, until
 from rmkit import GR0, Process
 
-FIRST = 0x5C000008
+FIRST, SECOND = 0x5C000008, 0x5C00000A
 
 
 def test_a_process_that_opens_no_driver_gets_no_thread_and_no_descriptor(world):
@@ -69,6 +69,44 @@ def test_a_forked_child_that_never_takes_up_cuda_rings_nobodys_bell(world):
     assert (client.bells(), client.submitted()) == (0, 0)
 
 
+def test_a_forked_child_of_an_mps_client_never_passes_for_another_process(world):
+    """Its channels are the MPS server's: valved must know that before it sees one."""
+    puppet, client = world.offline(CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    client.expect(NOTE, code=NOTE_MPS)
+
+    puppet.fork_and("open", "/dev/nvidiactl")
+
+    world.daemons[0].client().expect(NOTE, code=NOTE_MPS)
+
+
+def test_an_mps_client_never_passes_for_another_process_because_its_driver_is_new(world):
+    """Names that the shim does not know are noted as well, before the process has a link."""
+    daemon = world.daemon(OFFLINE)
+    puppet = world.puppet(role="offline", CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    puppet.load()
+    for number in range(40):
+        puppet.getproc(f"cuLaunchSomethingNew{number}")
+
+    puppet.cu("cuInit", 0)
+
+    client = daemon.client()
+    until(lambda: client.expect(NOTE).code == NOTE_MPS, "among the notes")
+
+
+def test_an_mps_client_never_passes_for_another_process_with_a_new_daemon(world):
+    puppet, client = world.offline(CUDA_MPS_PIPE_DIRECTORY="/nowhere")
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    world.daemons[0].close()
+    heir = world.daemon(OFFLINE).client()
+
+    heir.expect(CHANNEL_ADD, h_channel=FIRST)
+    assert [message.code for message in heir.seen if message.type == NOTE] == [NOTE_MPS], "before its first channel"
+
+
 def test_a_process_that_closes_every_number_keeps_its_link(world):
     puppet, client = world.online()
 
@@ -102,6 +140,21 @@ def test_a_range_that_is_closed_never_takes_the_link_along(world, way):
     client.gate(1)
     puppet.launch(1)
     assert (client.bells(), client.gone.is_set()) == (1, False)
+
+
+def test_a_thread_that_leaves_the_table_of_files_never_takes_a_channel_along(world):
+    puppet, client = world.online()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    puppet.close_range_in_a_table_of_its_own(3)
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    assert client.none_of(CHANNEL_DEL)
 
 
 @pytest.mark.parametrize("way", ["dup2", "dup3"])

@@ -185,6 +185,11 @@ class Commands:
     def reset_context(self):
         return self.cuda.call("cuDevicePrimaryCtxReset_v2", self.cuda.device)
 
+    def reset_context_at_exit(self):
+        """As a destructor of the program would: after what is registered from here on."""
+        reset = ctypes.cast(self.cuda.library.cuDevicePrimaryCtxReset_v2, c_void_p)
+        return getattr(self.own, "__cxa_atexit")(reset, c_void_p(self.cuda.device), None)
+
     def begin(self, name, *arguments):
         """Runs a command on a thread of its own; `end` waits for it."""
         box = []

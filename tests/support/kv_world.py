@@ -116,10 +116,6 @@ class World:
         """The next range that a client announced."""
         return pool.born.get(timeout=LONG_S)
 
-    def memory_objects(self) -> int:
-        """Physical allocations that exist on the node, whoever holds them."""
-        return len(self.emulator.state().memory)
-
     def close(self) -> None:
         for engine in self.engines:
             if engine.process.poll() is None:

@@ -41,7 +41,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def folder_of(config: Path | None) -> Path:
     """The environment names the run folder, else the file does, else it is this user's usual one."""
     asked = configured_folder(config) if not os.environ.get(ENV_RUN_DIR) else ""
-    return Path(asked) if asked else run_dir()
+    return Path(asked).absolute() if asked else run_dir()
 
 
 def configured_folder(config: Path | None) -> str:

@@ -153,7 +153,7 @@ void *valve_launch_slow(struct valve_entry *entry)
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
 	if ((load_relaxed(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {
-		if (load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE)
+		if (valve_is_offline())
 			hold();
 		else
 			valve_ring();

@@ -16,7 +16,8 @@
 #include <stdarg.h>
 #include <string.h>
 
-#define OBJECTS 8192
+#define OBJECTS           8192
+#define INTERRUPTED_TRIES 16
 
 static uint32_t uvm_fd;                   /* and 1, of the file with the channels; 0: none yet */
 static struct rm_object objects[OBJECTS]; /* untouched pages until a driver is opened */
@@ -87,9 +88,37 @@ static bool find_real(void)
 	return load_relaxed(&found);
 }
 
-int valve_real_ioctl(int fd, unsigned long request, void *argument)
+/* A call of our own: no hook sees it. The kernel takes its power lock interruptibly, before it does anything: EINTR means "not
+ * tried". */
+static int call_driver(int fd, uint32_t nr, void *argument, uint32_t bytes)
 {
-	return real.ioctl(fd, request, argument);
+	int result = -1;
+
+	for (int tries = 0; tries < INTERRUPTED_TRIES && result; tries++) {
+		result = real.ioctl(fd, NV_IOWR(nr, bytes), argument);
+		if (result && errno != EINTR)
+			break;
+	}
+	return result;
+}
+
+uint32_t valve_rm_control(int fd, struct rm_name object, uint32_t command, void *params, uint32_t bytes)
+{
+	struct nvos54_control call = {.hClient = object.h_client,
+	                              .hObject = object.handle,
+	                              .cmd = command,
+	                              .params = (uintptr_t)params,
+	                              .paramsSize = bytes};
+
+	return call_driver(fd, NV_ESC_RM_CONTROL, &call, sizeof(call)) ? NV_ERR_INVALID_STATE : call.status;
+}
+
+uint32_t valve_rm_free(int fd, struct rm_name object, uint32_t h_parent)
+{
+	struct nvos00_free call = {
+	        .hRoot = object.h_client, .hObjectParent = h_parent, .hObjectOld = object.handle};
+
+	return call_driver(fd, NV_ESC_RM_FREE, &call, sizeof(call)) ? NV_ERR_INVALID_STATE : call.status;
 }
 
 /* ---- open ---- */

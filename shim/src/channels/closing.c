@@ -14,6 +14,8 @@
 #ifndef SYS_close_range
 #define SYS_close_range 436
 #endif
+#define RANGE_UNSHARE \
+	2 /* CLOSE_RANGE_UNSHARE: in a table of this thread's own; the others go on with the files */
 #define RANGE_CLOEXEC 4 /* CLOSE_RANGE_CLOEXEC: closes nothing yet */
 
 VALVE_EXPORT int close(int fd);
@@ -103,7 +105,7 @@ int close_range(unsigned first, unsigned last, int flags)
 {
 	if (first > last || valve_tls.inside)
 		return (int)syscall(SYS_close_range, first, last, flags);
-	if (!(flags & RANGE_CLOEXEC) && first <= INT_MAX)
+	if (!(flags & (RANGE_UNSHARE | RANGE_CLOEXEC)) && first <= INT_MAX)
 		end_watched_range((int)first, last < INT_MAX ? (int)last : INT_MAX);
 	return close_around(first, last, flags);
 }
@@ -134,16 +136,23 @@ static bool make_way(int from, int to)
 	return true;
 }
 
+static int heed(int fd)
+{
+	if (fd == STDERR_FILENO)
+		valve_say_follow();
+	return fd;
+}
+
 int dup2(int from, int to)
 {
 	if (!find_real())
 		return (int)syscall(SYS_dup2, from, to);
-	return make_way(from, to) ? real.dup2(from, to) : -1;
+	return make_way(from, to) ? heed(real.dup2(from, to)) : -1;
 }
 
 int dup3(int from, int to, int flags)
 {
 	if (!find_real())
 		return (int)syscall(SYS_dup3, from, to, flags);
-	return make_way(from, to) ? real.dup3(from, to, flags) : -1;
+	return make_way(from, to) ? heed(real.dup3(from, to, flags)) : -1;
 }

@@ -11,34 +11,19 @@
 #include <errno.h>
 #include <string.h>
 
-#define GID_BINARY        2u
-#define INTERRUPTED_TRIES 16
-
 static const struct {
 	uint32_t branch, entries;
 } lists[] = {NV_FB_INFO_TABLE};
 
-/* EINTR: the kernel has not tried. */
 static bool ask(int fd, const struct rm_wish *wish, uint32_t command, void *params, uint32_t bytes)
 {
-	struct nvos54_control call = {.hClient = wish->h_client,
-	                              .hObject = wish->h_subdevice,
-	                              .cmd = command,
-	                              .params = (uintptr_t)params,
-	                              .paramsSize = bytes};
-
-	for (int tries = 0; tries < INTERRUPTED_TRIES; tries++) {
-		if (valve_real_ioctl(fd, NV_IOWR(NV_ESC_RM_CONTROL, sizeof(call)), &call) == 0)
-			return call.status == NV_OK;
-		if (errno != EINTR)
-			break;
-	}
-	return false;
+	return valve_rm_control(fd, (struct rm_name){wish->h_client, wish->h_subdevice}, command, params,
+	                        bytes) == NV_OK;
 }
 
 static bool find_uuid(int fd, struct rm_wish *wish)
 {
-	struct nv2080_gpu_gid_info gid = {.flags = GID_BINARY};
+	struct nv2080_gpu_gid_info gid = {.flags = RM_GID_BINARY};
 
 	if (wish->has_uuid)
 		return true;
@@ -96,8 +81,7 @@ bool valve_keep_refuses(int fd, const struct rm_call *call, struct rm_wish *wish
 	bool refuses = false;
 
 	wish->bytes = 0;
-	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE || valve_tls.pool_depth ||
-	    load_relaxed(&valve_shim.state) == VALVE_STATE_OFF)
+	if (!valve_is_offline() || valve_tls.pool_depth || load_relaxed(&valve_shim.state) == VALVE_STATE_OFF)
 		return false;
 	if (!decode(call, wish) || !find_uuid(fd, wish))
 		wish->bytes = 0;
@@ -112,15 +96,14 @@ bool valve_keep_refuses(int fd, const struct rm_call *call, struct rm_wish *wish
 /* Two processes may have found the same memory free. Whoever sees too little now gives back what it has just got. */
 void valve_keep_check(int fd, const struct rm_wish *wish)
 {
-	struct nvos00_free call = {.hRoot = wish->h_client, .hObjectParent = wish->h_parent};
+	struct rm_name made = {.h_client = wish->h_client};
 	int saved_errno = errno;
 	uint32_t status;
 
 	memcpy(&status, (const void *)(uintptr_t)wish->status_at, sizeof(status));
 	if (status == NV_OK && leaves_too_little(fd, wish, 0)) {
-		memcpy(&call.hObjectOld, (const void *)(uintptr_t)wish->handle_at, sizeof(call.hObjectOld));
-		if (valve_real_ioctl(fd, NV_IOWR(NV_ESC_RM_FREE, sizeof(call)), &call) == 0 &&
-		    call.status == NV_OK)
+		memcpy(&made.handle, (const void *)(uintptr_t)wish->handle_at, sizeof(made.handle));
+		if (valve_rm_free(fd, made, wish->h_parent) == NV_OK)
 			answer_full(wish);
 	}
 	errno = saved_errno;

@@ -23,16 +23,6 @@ static bool captures(void)
 	return rm_is_known_branch(&valve_rm);
 }
 
-static bool is_linked(void)
-{
-	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED;
-}
-
-static bool is_offline(void)
-{
-	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
-}
-
 /* ---- what valved does not know yet: one message per call, chosen under the lock, sent outside ---- */
 
 enum report_kind { REPORT_NONE, REPORT_CLIENT, REPORT_CHANNEL, REPORT_NOTE };
@@ -197,7 +187,9 @@ void valve_capture_report(bool wait)
 	struct report report;
 
 	store_relaxed(&valve_shim.untold, 0);
-	while (is_linked() && captures() && next_report(&report)) {
+	if (valve_rm.is_mps) /* before its channels: they are never gated */
+		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
+	while (valve_is_linked() && captures() && next_report(&report)) {
 		int err = send_report(&report, wait);
 
 		if (was_not_sent(err)) {
@@ -210,8 +202,6 @@ void valve_capture_report(bool wait)
 	}
 	if (valve_rm.incomplete)
 		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
-	if (valve_rm.is_mps)
-		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
 	if (load_relaxed(&valve_shim.self_stopped))
 		valve_self_gate_join();
 }
@@ -275,7 +265,7 @@ static void tell_end(const struct rm_object *object)
 	message.device_instance = device ? device->instance : 0;
 	if (device)
 		memcpy(message.gpu_uuid, device->uuid, sizeof(device->uuid));
-	if (is_linked())
+	if (valve_is_linked())
 		valve_link_send(&message, sizeof(message), VALVE_LINK_CHANNEL_DEL, -1);
 }
 
@@ -312,9 +302,9 @@ static void wait_for_gate(const struct rm_call *call)
 
 	for (;;) {
 		struct valve_link_schedule message = {.h_client = call->h_client, .h_object = call->h_object};
-		int err = is_linked() ? valve_link_request(&message, sizeof(message),
-		                                           VALVE_LINK_SCHEDULE_WAIT, -1, HOLD_SLICE_MS)
-		                      : -ENOTCONN;
+		int err = valve_is_linked() ? valve_link_request(&message, sizeof(message),
+		                                                 VALVE_LINK_SCHEDULE_WAIT, -1, HOLD_SLICE_MS)
+		                            : -ENOTCONN;
 
 		if (err == -ETIMEDOUT || err == -EBUSY || err == -EAGAIN)
 			continue; /* the gate is closed: ask again, the answer may have been lost */
@@ -341,8 +331,8 @@ void valve_report_before(uint32_t request, const void *argument, struct rm_call 
 	tell_ends(call->free_number);
 	valve_unlock(&valve_shim.capture_lock);
 	if (call->is_enable && captures()) {
-		valve_capture_report(is_offline());
-		if (is_offline() && is_linked())
+		valve_capture_report(valve_is_offline());
+		if (valve_is_offline() && valve_is_linked())
 			wait_for_gate(call);
 	}
 	errno = saved_errno;
@@ -366,10 +356,10 @@ void valve_report_after(int fd, const struct rm_call *call, bool ok)
 	valve_lock(&valve_shim.capture_lock);
 	rm_after(&valve_rm, fd, call, ok);
 	valve_unlock(&valve_shim.capture_lock);
-	if (call->is_enable && is_offline() && is_linked())
+	if (call->is_enable && valve_is_offline() && valve_is_linked())
 		send_done(call->h_client, call->h_object);
 	if (valve_shim.state != VALVE_STATE_NEW)
-		valve_capture_report(is_offline());
+		valve_capture_report(valve_is_offline());
 	errno = saved_errno;
 }
 
@@ -394,6 +384,6 @@ void valve_report_uvm(uint32_t request, const void *argument)
 	valve_lock(&valve_shim.capture_lock);
 	rm_after_uvm(&valve_rm, request, argument);
 	valve_unlock(&valve_shim.capture_lock);
-	valve_capture_report(is_offline());
+	valve_capture_report(valve_is_offline());
 	errno = saved_errno;
 }

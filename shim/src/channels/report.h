@@ -12,4 +12,12 @@ VALVE_HIDDEN void valve_report_after(int fd, const struct rm_call *call, bool ok
 VALVE_HIDDEN void valve_report_uvm(uint32_t request, const void *argument);
 VALVE_HIDDEN void valve_report_closing(int fd);
 
+/* capture.c: calls of our own. The RM status; where the kernel did not make the call, one that is no success. */
+struct rm_name {
+	uint32_t h_client, handle;
+};
+VALVE_HIDDEN uint32_t valve_rm_control(int fd, struct rm_name object, uint32_t command, void *params,
+                                       uint32_t bytes);
+VALVE_HIDDEN uint32_t valve_rm_free(int fd, struct rm_name object, uint32_t h_parent);
+
 #endif

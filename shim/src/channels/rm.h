@@ -11,6 +11,8 @@
 
 #include "nvrm.h"
 
+#define RM_GID_BINARY 2u /* the form in which a GPU UUID is 16 bytes */
+
 enum rm_kind { RM_NONE, RM_CLIENT, RM_DEVICE, RM_SUBDEVICE, RM_SPACE, RM_SHARE, RM_GROUP, RM_CHANNEL };
 
 struct rm_object {
@@ -55,7 +57,6 @@ struct rm_call {
 	uint32_t nr, size;
 	const void *argument;
 	uint32_t h_client, h_object; /* FREE, CONTROL */
-	uint32_t command;            /* CONTROL */
 	uint32_t free_number;        /* FREE */
 	uint32_t is_enable;          /* may enable channels: SCHEDULE(1), or the application's own enable */
 };

@@ -98,7 +98,6 @@ void rm_before(struct rm_map *map, uint32_t request, const void *argument, struc
 	           rm_fetch_argument(map, call, &body.control, sizeof(body.control))) {
 		call->h_client = body.control.hClient;
 		call->h_object = body.control.hObject;
-		call->command = body.control.cmd;
 		look_for_enable(map, &body.control, call);
 	}
 }

@@ -105,8 +105,8 @@ static void after_gid(struct rm_map *map, const struct nvos54_control *control)
 	struct rm_object *subdevice = rm_find(map, control->hClient, control->hObject);
 	struct nv2080_gpu_gid_info info;
 
-	if (!subdevice || !rm_fetch(map, &info, control->params, sizeof(info)) || info.flags != 2 ||
-	    info.length != 16)
+	if (!subdevice || !rm_fetch(map, &info, control->params, sizeof(info)) ||
+	    info.flags != RM_GID_BINARY || info.length != 16)
 		return; /* other forms: text, or a longer hash */
 	learn_uuid(map, rm_device_of(map, subdevice), info.data);
 }

@@ -10,16 +10,13 @@
  * A list that was refused is issued again in halves, as valved does (valved/native/reach_rm.c says why): one channel that ends
  * just now must not leave the others as they were.
  */
-#include <errno.h>
 #include <string.h>
 
 #include "ownfd.h"
 #include "report.h"
 
-#define INTERRUPTED_TRIES 16
-#define GID_BINARY        2u       /* the form of rmcontrol.c */
-#define RETRY_FIRST_NS    2000000u /* doubled at each failure in a row ... */
-#define RETRY_TIMES       7u       /* ... so many times: 256 ms */
+#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
+#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
 
 enum result { MISSED, SWITCHED, STALE, ENDED };
 
@@ -78,22 +75,10 @@ static bool fill_batch(bool disable, enum valve_gate_set set, const struct rm_ob
 	return list->numChannels > 0;
 }
 
-/* The kernel takes its power lock interruptibly, before it does anything: EINTR means "not tried". */
 static uint32_t control(uint32_t command, void *params, uint32_t bytes)
 {
-	struct nvos54_control call = {.hClient = batch.h_client,
-	                              .hObject = batch.h_subdevice,
-	                              .cmd = command,
-	                              .params = (uintptr_t)params,
-	                              .paramsSize = bytes};
-
-	for (int tries = 0; tries < INTERRUPTED_TRIES; tries++) {
-		if (valve_real_ioctl(batch.fd, NV_IOWR(NV_ESC_RM_CONTROL, sizeof(call)), &call) == 0)
-			return call.status;
-		if (errno != EINTR)
-			break;
-	}
-	return NV_ERR_INVALID_STATE;
+	return valve_rm_control(batch.fd, (struct rm_name){batch.h_client, batch.h_subdevice}, command,
+	                        params, bytes);
 }
 
 /* Asked in another way the driver knows no such channel either, and it is not the subdevice that it does not know. Before
@@ -101,7 +86,7 @@ static uint32_t control(uint32_t command, void *params, uint32_t bytes)
 static bool has_ended(uint32_t at)
 {
 	struct nv2080_fifo_channel_unique_id query = {.numChannels = 1};
-	struct nv2080_gpu_gid_info gid = {.flags = GID_BINARY};
+	struct nv2080_gpu_gid_info gid = {.flags = RM_GID_BINARY};
 
 	query.hClients[0] = batch.list.hClientList[at];
 	query.hChannels[0] = batch.list.hChannelList[at];

@@ -15,6 +15,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -24,8 +25,9 @@
 /* dlsym moved from libdl to libc in 2.34 under a new version; the old one exists in both (README.md). */
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 
-#define CUDA_PART "libvalve-cuda.so"
-#define CPU_BITS  8192
+#define CUDA_PART   "libvalve-cuda.so"
+#define CPU_BITS    8192
+#define STACK_BYTES (1u << 20)
 
 struct valve_shim valve_shim;
 
@@ -172,6 +174,8 @@ void valve_reset_child(void)
 	valve_contexts_reset();
 	valve_hint_reset_child();
 	valve_memory_reset();
+	valve_note_reset();
+	valve_say_reset_child();
 }
 
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */
@@ -186,6 +190,7 @@ static struct {
 __attribute__((constructor)) static void valve_start(void)
 {
 	started_on.bytes = syscall(SYS_sched_getaffinity, 0, sizeof(started_on.mask), started_on.mask);
+	valve_say_start();
 	if (__register_atfork)
 		__register_atfork(NULL, NULL, valve_reset_child, NULL);
 }
@@ -206,25 +211,47 @@ static void *begin(void *run)
 	return ((void *(*)(void *))(uintptr_t)run)(NULL);
 }
 
+/* By name: before glibc 2.34 these live in libpthread, which a process with CUDA has and others need not. */
+#define PTHREAD_CALLS(X)                                                                    \
+	X(pthread_create, (pthread_t *, const pthread_attr_t *, void *(*)(void *), void *)) \
+	X(pthread_attr_init, (pthread_attr_t *))                                            \
+	X(pthread_attr_getstacksize, (const pthread_attr_t *, size_t *))                    \
+	X(pthread_attr_setstacksize, (pthread_attr_t *, size_t))                            \
+	X(pthread_attr_setdetachstate, (pthread_attr_t *, int))                             \
+	X(pthread_attr_destroy, (pthread_attr_t *))
+
+/*
+ * The stack is what the program's threads have, or the least that driver calls are known to do with: a program with many threads
+ * may have set the usual size to a few pages (ulimit -s, pthread_setattr_default_np).
+ */
 int valve_spawn(void *(*run)(void *))
 {
-	/* By name: before glibc 2.34 these live in libpthread, which a process with CUDA has and others need not. */
-	int (*create)(unsigned long *, const void *, void *(*)(void *), void *);
-	int (*detach)(unsigned long);
+	struct {
+#define X(name, parameters) int(*name) parameters;
+		PTHREAD_CALLS(X)
+#undef X
+	} call;
+	bool all_there = true;
 	sigset_t all, before;
-	unsigned long thread;
+	pthread_attr_t how;
+	pthread_t thread;
+	size_t bytes = 0;
 	int err;
 
-	create = (int (*)(unsigned long *, const void *, void *(*)(void *), void *))dlsym(RTLD_DEFAULT,
-	                                                                                  "pthread_create");
-	detach = (int (*)(unsigned long))dlsym(RTLD_DEFAULT, "pthread_detach");
-	if (!create || !detach)
+#define X(name, parameters)                                        \
+	call.name = (int(*) parameters)dlsym(RTLD_DEFAULT, #name); \
+	all_there &= call.name != NULL;
+	PTHREAD_CALLS(X)
+#undef X
+	if (!all_there || call.pthread_attr_init(&how))
 		return -ENOSYS;
+	call.pthread_attr_setdetachstate(&how, PTHREAD_CREATE_DETACHED);
+	if (!call.pthread_attr_getstacksize(&how, &bytes) && bytes < STACK_BYTES)
+		call.pthread_attr_setstacksize(&how, STACK_BYTES);
 	sigfillset(&all);
 	sigprocmask(SIG_SETMASK, &all, &before); /* per thread on Linux; the new thread inherits it */
-	err = create(&thread, NULL, begin, (void *)(uintptr_t)run);
+	err = call.pthread_create(&thread, &how, begin, (void *)(uintptr_t)run);
 	sigprocmask(SIG_SETMASK, &before, NULL);
-	if (!err)
-		detach(thread);
+	call.pthread_attr_destroy(&how);
 	return -err;
 }

@@ -16,7 +16,6 @@
 #include "hooks.h"
 #define GATE_EPOCH     64 /* offset of valve_control.gate_epoch */
 #define ENTRY_BYTES    32
-#define ENTRY_HANDLER  16
 #define ENTRY_TARGET   24
 #define TLS_FENCED     8
 #define TRAMPOLINE     64 /* bytes of one pool trampoline */

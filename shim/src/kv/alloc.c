@@ -15,6 +15,8 @@
 #define ONLINE_SILENCE_MS  5000
 #define OFFLINE_SILENCE_MS 600000
 
+#define EXIT_LOOK_NS 20000000u /* how soon a free sees that the process exits */
+
 #define CALL(entry, ...) (((valve_call)(entry)->target)(__VA_ARGS__))
 
 static uint32_t silent_generation; /* of the link whose valved did not answer in time */
@@ -78,6 +80,8 @@ static int announce(struct valve_range *range)
 	valve_announce_describe(range, 0, &message);
 	err = valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
 	                             is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS, &range->progress);
+	if (err == -EBUSY) /* it read nothing all that time */
+		err = -ETIMEDOUT;
 	if (err == -ETIMEDOUT && !is_offline())
 		store_relaxed(&silent_generation, generation);
 	return err;
@@ -101,22 +105,24 @@ static int close_holes(struct valve_range *range)
 	return err;
 }
 
-/* Waits until no order works on it. The memory goes back to the driver, or to the pool if it holds the handles. */
+/* Waits until no order works on it. The memory goes back to the driver, or to the pool if it holds the handles. At process exit
+ * nobody is left to say that a zeroing has ended. */
 static void destroy(struct valve_range *range)
 {
 	CUcontext before = NULL;
+	uint32_t clearing;
 
 	for (;;) {
-		uint32_t clearing;
-
 		valve_lock(&range->lock);
 		clearing = load_acquire(&range->clearing);
-		if (!clearing)
+		if (!clearing || valve_orders_are_over())
 			break;
 		valve_unlock(&range->lock);
-		futex_wait(&range->clearing, clearing, 0);
+		futex_wait(&range->clearing, clearing, EXIT_LOOK_NS);
 	}
 	valve_place_enter(range->place, &before);
+	if (clearing)
+		valve_cu.cuCtxSynchronize();
 	valve_vmm_empty(range);
 	valve_cu.cuCtxSetCurrent(before);
 	valve_unlock(&range->lock);

@@ -236,13 +236,12 @@ static void correct(size_t *available, size_t *total, CUdevice device)
 	const volatile struct valve_kv_free *told = told_of(device);
 	uint64_t keep = told ? load_relaxed(&told->keep_bytes) : 0;
 	uint64_t budget = load_relaxed(&VALVE_CONTROL->kv_budget_bytes);
-	uint64_t held = valve_ranges_bytes(device);
 
 	if (available && is_linked && (valve_shim.daemon_features & VALVE_FEATURE_KV_FREE))
 		*available = less(*available + (told ? load_acquire(&told->bytes) : 0),
-		                  held - valve_ranges_backed_bytes(device) + keep);
+		                  valve_ranges_bare_bytes(device) + keep);
 	else if (available && is_linked && budget)
-		*available = less(budget, held);
+		*available = less(budget, valve_ranges_bytes(device));
 	else if (available)
 		*available = less(*available, keep);
 	if (total)

@@ -200,7 +200,7 @@ uint32_t valve_range_backed(const struct valve_range *range);
 bool valve_ranges_are_whole(void);
 bool valve_range_look(uint64_t address, struct valve_range_view *out);
 uint64_t valve_ranges_bytes(int device);
-uint64_t valve_ranges_backed_bytes(int device);
+uint64_t valve_ranges_bare_bytes(int device);
 void valve_ranges_reset(void);
 
 /* vmm.c. Precondition of all: the range's lock is held and its context is current */
@@ -236,6 +236,7 @@ void valve_orders_report(uint64_t number, uint32_t generation, struct valve_outc
 int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
                       uint32_t generation); /* 0 or -errno; waits for room, in the end without a link */
 void valve_orders_settle(void);             /* sparse slots, at the next step */
+bool valve_orders_are_over(void);           /* the process exits: nothing of that will end any more */
 void valve_orders_reset(void);
 
 /* announce.c */

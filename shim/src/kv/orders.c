@@ -31,6 +31,7 @@ static struct orders {
 	uint32_t step_wanted;
 	uint32_t step_granted; /* futex word: a thread waits in valve_kv_step */
 	uint32_t at_work, stopping;
+	uint32_t is_over; /* the thread has ended: no order and no zeroing does any more */
 	uint32_t trials;
 	uint32_t settle_due; /* sparse slots of a dead valved: their old handles are to go */
 	struct valve_queued *queue;
@@ -273,9 +274,10 @@ void valve_kv_step(void)
 	if (!load_acquire(&orders.step_wanted) || load_relaxed(&VALVE_REGION->capture_depth))
 		return;
 	valve_places_drain();
-	store_release(&orders.step_granted, 1);
+	exchange_full(&orders.step_granted,
+	              1); /* full: it is taken back at the thread's end, or we see that end */
 	valve_orders_wake();
-	while (load_acquire(&orders.step_granted))
+	while (load_acquire(&orders.step_granted) && !valve_orders_are_over())
 		futex_wait(&orders.step_granted, 1, 0);
 }
 
@@ -307,14 +309,16 @@ static void *serve(void *unused)
 
 	(void)unused;
 	valve_tls.pool_depth = 1;
-	while (!load_acquire(&orders.stopping)) {
+	for (;;) {
 		uint32_t bell = load_acquire(&orders.bell);
 		bool moved, rests;
 
+		exchange_full(&orders.at_work, 1); /* full: stop() waits for us, or we see that it came */
+		if (load_acquire(&orders.stopping))
+			break;
 		/* Else another thread's capture would forbid our calls. */
 		if (!is_relaxed)
 			is_relaxed = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED) >= 0;
-		store_release(&orders.at_work, 1);
 		moved = work();
 		rests = !valve_announce_ends() && !valve_announce_rest() && !valve_zeroings() &&
 		        !orders.trials;
@@ -323,16 +327,26 @@ static void *serve(void *unused)
 		if (!moved)
 			futex_wait(&orders.bell, bell, rests ? 0 : nap_ns);
 	}
+	/* Destructors that run after stop() free memory and join threads: nobody waits for this one any more. */
+	exchange_full(&orders.is_over, 1);
+	store_release(&orders.step_granted, 0);
+	futex_wake(&orders.step_granted, INT32_MAX);
+	store_release(&orders.at_work, 0);
 	return NULL;
 }
 
 /* At exit the driver is torn down under us: let the call in progress end, unless it waits for a gate. */
 static void stop(void)
 {
-	store_release(&orders.stopping, 1);
+	exchange_full(&orders.stopping, 1);
 	valve_orders_wake();
 	for (int i = 0; i < EXIT_WAIT && load_acquire(&orders.at_work); i++)
 		sleep_ns(RETRY_NS);
+}
+
+bool valve_orders_are_over(void)
+{
+	return load_acquire(&orders.is_over);
 }
 
 int valve_orders_start(void)

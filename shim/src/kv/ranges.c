@@ -274,15 +274,16 @@ uint64_t valve_ranges_bytes(int device)
 	return bytes;
 }
 
-/* Of those, what has memory; a slot that changes meanwhile counts either way. */
-uint64_t valve_ranges_backed_bytes(int device)
+/* Of those, what has no memory yet; a slot that changes meanwhile counts either way. */
+uint64_t valve_ranges_bare_bytes(int device)
 {
 	uint64_t bytes = 0;
 
 	valve_lock(&book.lock);
 	for (uint32_t i = 0; i < book.used; i++)
 		if (is_there(&book.range[i]) && book.range[i].place->device == device)
-			bytes += (uint64_t)valve_range_backed(&book.range[i]) * book.range[i].handle_bytes;
+			bytes += (uint64_t)(book.range[i].slots - valve_range_backed(&book.range[i])) *
+			         book.range[i].handle_bytes;
 	valve_unlock(&book.lock);
 	return bytes;
 }

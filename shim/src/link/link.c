@@ -216,7 +216,7 @@ static int send_expecting(void *message, uint32_t bytes, const int *fds, uint32_
 	*reply = take_reply(header->seq);
 	link = valve_own(VALVE_OWN_LINK);
 	if (!*reply)
-		err = -EBUSY;
+		err = -EAGAIN; /* as many threads wait as can: the same as a full socket */
 	else
 		err = link < 0 ? -ENOTCONN : valve_packet_send(link, message, bytes, fds, count);
 	if (err && *reply)
@@ -245,7 +245,7 @@ int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int
 	return valve_link_request_fds(message, bytes, type, &fd, fd >= 0, timeout_ms, NULL);
 }
 
-/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. */
+/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. -EBUSY: it was never sent. */
 int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                            int timeout_ms, const uint32_t *progress)
 {
@@ -256,8 +256,8 @@ int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const i
 	fill_header(message, bytes, type);
 	while ((err = send_expecting(message, bytes, fds, count, &reply)) == -EAGAIN) {
 		if (milliseconds_left(deadline_ns) == 0)
-			return -ETIMEDOUT; /* -EAGAIN would be valved's own answer (KV_STEP) */
-		sleep_ns(1000000);         /* a full socket: valved is slow, and offline may wait */
+			return -EBUSY; /* -EAGAIN would be valved's own answer (KV_STEP) */
+		sleep_ns(1000000);     /* a full socket: valved is slow, and offline may wait */
 	}
 	if (err)
 		return err;

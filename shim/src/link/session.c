@@ -47,11 +47,6 @@ static struct {
 	uint64_t lost_ns;   /* when the link broke, or was first missed */
 } session;
 
-static bool is_offline(void)
-{
-	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
-}
-
 /* ---- orders ---- */
 
 static uint32_t carry_out(uint32_t order)
@@ -131,7 +126,7 @@ static void lose_link(void)
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
 	valve_orders_wake(); /* it waits for a step no more: the orders of the valved that is gone leave the queue */
 	session.lost_ns = now_ns();
-	if (!is_offline())
+	if (!valve_is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
 	else if (valve_launches_wait())
 		valve_launches_hold();
@@ -156,14 +151,9 @@ static bool waits_for_leave(void)
 
 /* ---- what the driver refused of a stop or of its end is tried again ---- */
 
-static bool is_linked(void)
-{
-	return load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;
-}
-
 static bool may_try_again(void)
 {
-	return is_offline() && valve_self_gate_owes() &&
+	return valve_is_offline() && valve_self_gate_owes() &&
 	       (load_relaxed(&valve_shim.self_stopped) || session.released);
 }
 
@@ -171,7 +161,7 @@ static bool may_try_again(void)
  * known, until the lease is over or a valved is back. */
 static bool must_ask_again(void)
 {
-	return is_offline() && valve_self_gate_owes() && !may_try_again() && is_linked();
+	return valve_is_offline() && valve_self_gate_owes() && !may_try_again() && valve_is_linked();
 }
 
 static uint64_t until_again_ns(uint64_t most_ns)
@@ -190,7 +180,7 @@ static void try_again(void)
 
 	if (may_try_again() && now_ns() >= valve_self_gate_due_ns())
 		valve_self_gate(disable, disable ? VALVE_GATE_ALL : VALVE_GATE_HELD);
-	if (!disable && is_offline() && valve_self_gate_owes() >= TELL_AFTER)
+	if (!disable && valve_is_offline() && valve_self_gate_owes() >= TELL_AFTER)
 		valve_note(VALVE_NOTE_NOT_ENABLED, 0, 0,
 		           "the driver refused to enable channels; the shim tries again");
 }
@@ -254,21 +244,21 @@ static int take_ack(const struct valve_link_header *packet, int length, struct v
 
 static void check_lease(void)
 {
-	if (!is_offline() || session.refused)
+	if (!valve_is_offline() || session.refused)
 		return;
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!session.released)
 			release_own_channels();
-		if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+		if (!valve_is_linked())
 			valve_orphan_check(session.lost_ns);
 		return;
 	}
-	if (is_linked() || load_relaxed(&VALVE_CONTROL->online_registered))
+	if (valve_is_linked() || load_relaxed(&VALVE_CONTROL->online_registered))
 		session.released = false; /* a drain was called off, or a service came after a hang */
 	valve_until_check(session.released, &session.stopped);
 	if (!is_lease_over())
 		return;
-	if (is_linked()) {
+	if (valve_is_linked()) {
 		session.ask_seq = 0;
 		valve_link_receive(); /* what it took from us from outside is heard before the socket goes */
 		lose_link(); /* valved hangs; when it is back, a new conversation sorts out which channels are on */
@@ -287,7 +277,7 @@ static void check_lease(void)
 /* No longer than granted time goes on. */
 static uint64_t bounded_ns(uint64_t most_ns)
 {
-	if (!is_offline() || session.refused || session.released)
+	if (!valve_is_offline() || session.refused || session.released)
 		return most_ns;
 	return valve_until_rest_ns(most_ns);
 }
@@ -299,7 +289,7 @@ static int rest_ms(void)
 	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
 	uint64_t quarter_ms = lease_ns / 4000000u;
 
-	if (!is_offline())
+	if (!valve_is_offline())
 		return LOOK_MS;
 	return quarter_ms < REST_MIN_MS   ? REST_MIN_MS
 	       : quarter_ms > REST_MAX_MS ? REST_MAX_MS
@@ -326,7 +316,7 @@ static void serve(void)
 		lose_link();
 	else if (count > 0 && (ready[0].revents & POLLOUT))
 		valve_capture_report(false);
-	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
+	if (valve_is_linked())
 		ask_to_run();
 }
 
@@ -354,7 +344,7 @@ static uint64_t retry_ns(void)
 /* A valved is there and does not want us. What was never its own, or is online, passes through. */
 static void take_refusal(int answer)
 {
-	if (is_offline()) {
+	if (valve_is_offline()) {
 		session.refused = true;
 		if (!session.stopped)
 			stop_own_channels("valved refuses this offline process: it is stopped until a valved "
@@ -390,8 +380,8 @@ static void reconnect(void)
 	session.linked_ns = now_ns();
 	valve_capture_forget_reports();
 	store_release(&valve_shim.state, VALVE_STATE_LINKED);
+	valve_note_flush(); /* first: no channel of an MPS client is ever gated */
 	valve_capture_report(false);
-	valve_note_flush();
 	valve_watcher_start();
 	valve_orders_wake(); /* it tells of KV memory that is mapped here */
 	obey();
@@ -470,6 +460,8 @@ void valve_register(void)
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
 	if (valve_spawn(keep)) {
+		if (is_offline_wish && valve_settings.is_required)
+			refuse_to_run();
 		valve_link_drop();
 		valve_map_private(0, VALVE_ORDER_RUN);
 		store_release(&valve_shim.state, VALVE_STATE_OFF);

@@ -44,20 +44,40 @@ static uint64_t orphan_ns(void)
 	return seconds * 1000000000ull;
 }
 
-/* `folder` NULL: this place is not asked. A path that does not fit stays empty, and connecting says so. */
+/* A path that does not fit stays empty. */
+static bool join(struct sockaddr_un *address, const char *here, const char *folder, const char *tail)
+{
+	const char *const parts[] = {here, *here ? "/" : "", folder, tail};
+	size_t length = 0;
+
+	for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
+		size_t more = strlen(parts[i]);
+
+		if (length + more >= sizeof(address->sun_path)) {
+			address->sun_path[0] = 0;
+			return false;
+		}
+		memcpy(address->sun_path + length, parts[i], more + 1);
+		length += more;
+	}
+	return true;
+}
+
+/* `folder` NULL: this place is not asked. A program may go elsewhere before it looks for a valved again, so a folder is named
+ * from the root, where that fits. */
 static void add_place(const char *folder, const char *tail)
 {
-	struct valve_place_of_socket *place = &valve_settings.place[valve_settings.places];
-	size_t length = folder ? strlen(folder) : 0;
+	struct sockaddr_un *address = &valve_settings.place[valve_settings.places].address;
+	char here[sizeof(address->sun_path)];
 
 	if (!folder)
 		return;
 	valve_settings.places++;
-	place->address.sun_family = AF_UNIX;
-	if (length + strlen(tail) >= sizeof(place->address.sun_path))
+	address->sun_family = AF_UNIX;
+	if (*folder != '/' && syscall(SYS_getcwd, here, sizeof(here)) > 0 && *here == '/' &&
+	    join(address, here, folder, tail))
 		return;
-	memcpy(place->address.sun_path, folder, length);
-	memcpy(place->address.sun_path + length, tail, strlen(tail) + 1);
+	join(address, "", folder, tail);
 }
 
 /* The order of valved/paths.py: VALVE_RUN_DIR, /run/valve, the user's run folder, and nothing else. */

@@ -61,8 +61,7 @@ uint64_t valve_until_rest_ns(uint64_t most_ns)
 	uint32_t gpu;
 
 	if (over.until_ns) /* nothing clears it without a link */
-		return most_ns < LOOK_NS || load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED ? most_ns
-		                                                                                  : LOOK_NS;
+		return most_ns < LOOK_NS || !valve_is_linked() ? most_ns : LOOK_NS;
 	end_ns = first_end(&gpu);
 	if (!end_ns)
 		return most_ns;
@@ -81,8 +80,7 @@ static void stop(uint64_t end_ns, uint32_t gpu, bool *stopped)
 		store_relaxed(&valve_shim.self_stopped, 1);
 		over.was_stopped = *stopped;
 		*stopped = over.stopped = true;
-		if (valve_self_gate(true, VALVE_GATE_ALL) &&
-		    load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+		if (valve_self_gate(true, VALVE_GATE_ALL) && !valve_is_linked())
 			valve_launches_hold();
 		over.until_ns = end_ns;
 		over.gpu = gpu;
@@ -99,8 +97,7 @@ static void drop(bool *stopped)
 		if (load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_STOP)
 			valve_self_gate_hand_over();
 		/* else its order RUN ends the stop; without a link that does not come, and the next valved is asked */
-		*stopped = load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED &&
-		           load_relaxed(&valve_shim.self_stopped);
+		*stopped = !valve_is_linked() && load_relaxed(&valve_shim.self_stopped);
 	}
 	valve_until_forget();
 }
@@ -108,7 +105,7 @@ static void drop(bool *stopped)
 /* `released`: no service needs our channels off. */
 void valve_until_check(bool released, bool *stopped)
 {
-	bool is_linked = load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;
+	bool is_linked = valve_is_linked();
 	uint64_t end_ns = over.until_ns ? end_of(over.gpu) : 0;
 	uint32_t gpu = 0;
 

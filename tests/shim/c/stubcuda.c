@@ -234,7 +234,7 @@ static void *lookup(const char *name, int version, uint64_t flags)
 {
 	if (!strcmp(name, "cuLaunchKernel"))
 		return flags & 2 ? (void *)internal_launch_ptsz : (void *)internal_launch;
-	if (!strcmp(name, "cuGraphLaunch") || !strcmp(name, "cuLaunchSomethingNew") ||
+	if (!strcmp(name, "cuGraphLaunch") || !strncmp(name, "cuLaunchSomethingNew", 20) ||
 	    !strcmp(name, "cuStreamBeginSomethingNew") || !strcmp(name, "cuMemcpyBatchAsync"))
 		return (void *)internal_launch;
 	if (!strcmp(name, "cuGetProcAddress"))

@@ -1,0 +1,186 @@
+"""What a program never notices of us: its stderr, the stacks of threads, its exit, want of a thread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_daemon import LONG_S, OFFLINE, ONLINE, RUN, STOP, until
+from kv_pool import BACK, CREATE, ELASTIC, MIB, QUARANTINE, ZERO, Entry
+
+H = 2 * MIB
+REFUSED_VERSION = 1
+EXIT_NO_DAEMON = 69
+TOLD = "another version"
+
+
+def begin(world, way):
+    """A program that the shim has something to say to: a valved of another version is there."""
+    world.daemon(ONLINE).refusal = REFUSED_VERSION
+    file = world.folder / "file"
+    return file, subprocess.Popen(
+        [world.libraries.compile("mute"), way, file],
+        env=world.environment(role="offline"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("way", ["gone", "full"])
+def test_a_message_never_ends_nor_holds_up_a_program_whose_stderr_nobody_reads(world, way):
+    _, program = begin(world, way)
+
+    assert program.communicate()[0] == "alive\n"
+    assert program.returncode == 0
+
+
+@pytest.mark.parametrize("way", ["data", "journal", "connection"])
+def test_a_message_never_goes_into_a_file_that_has_got_the_number_of_stderr(world, way):
+    file, program = begin(world, way)
+
+    assert program.communicate()[0] == "alive\n"
+    assert program.returncode == 0, "the other end of its connection has heard nothing"
+    assert not file.exists() or file.read_bytes() == b""
+
+
+def test_a_message_goes_to_what_the_program_has_made_its_stderr(world):
+    file, program = begin(world, "made so")
+
+    until(lambda: file.exists() and TOLD in file.read_text(), "it is said")
+    program.communicate()
+    assert file.read_text().count(TOLD) == 1
+
+
+TINY = """
+#define _GNU_SOURCE
+#include <limits.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <unistd.h>
+extern int cuInit(unsigned flags), cuDevicePrimaryCtxRetain(void **out, int device);
+int main(void) {
+	pthread_attr_t tiny;
+	char line[8];
+	void *context;
+	if (pthread_attr_init(&tiny) || pthread_attr_setstacksize(&tiny, PTHREAD_STACK_MIN))
+		return 1;
+	if (pthread_setattr_default_np(&tiny) || cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0))
+		return 1;
+	return read(0, line, sizeof(line)) < 0;
+}
+"""
+
+
+def stack_bytes(task: Path) -> int:
+    """Of the mapping in which this thread's stack pointer lies, once it sleeps in a system call."""
+    words: list[str] = []
+
+    def sleeps() -> bool:
+        words[:] = (task / "syscall").read_text().split()
+        return words[0] != "running"
+
+    until(sleeps)
+    at = int(words[-2], 16)
+    for line in (task / "maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= at < last:
+            return last - first
+    return 0
+
+
+def test_a_program_of_tiny_stacks_never_gives_our_threads_one(world, tmp_path):
+    """Driver calls run on them."""
+    source = tmp_path / "tiny.c"
+    source.write_text(TINY)
+    cuda = world.libraries.cuda
+    subprocess.run(["cc", source, "-o", tmp_path / "tiny", f"-L{cuda}", "-l:libcuda.so.1", "-lpthread"], check=True)
+    daemon = world.daemon(ONLINE, watch=1)
+    program = subprocess.Popen([tmp_path / "tiny"], env=world.environment(), stdin=subprocess.PIPE)
+    client = daemon.client()
+
+    until(lambda: client.region.watcher_ns, "the watcher is there, too")
+    tasks = Path(f"/proc/{program.pid}/task").iterdir()
+    sizes = [stack_bytes(task) for task in tasks if task.name != str(program.pid)]
+    program.communicate()
+
+    assert len(sizes) == 2
+    assert min(sizes) >= MIB
+    assert program.returncode == 0
+
+
+NO_THREADS = """
+#include <errno.h>
+int pthread_create(void *thread, const void *how, void *run, void *with) {
+	(void)thread, (void)how, (void)run, (void)with;
+	return EAGAIN;
+}
+"""
+
+
+def test_a_program_that_requires_valved_never_runs_without_it_for_want_of_a_thread(world, tmp_path):
+    source = tmp_path / "none.c"
+    source.write_text(NO_THREADS)
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", tmp_path / "none.so"], check=True)
+    world.daemon(OFFLINE)
+    program = world.libraries.compile("errno", f"-L{world.libraries.cuda}", "-l:libcuda.so.1")
+    environment = world.environment(role="offline", VALVE_REQUIRE="1")
+    environment["LD_PRELOAD"] += f":{tmp_path / 'none.so'}"
+
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+    assert (done.returncode, done.stdout) == (EXIT_NO_DAEMON, "")
+
+
+def test_a_program_that_goes_elsewhere_never_loses_the_next_valved(world, monkeypatch):
+    """VALVE_RUN_DIR was said from the folder in which it began."""
+    monkeypatch.chdir(world.folder.parent)
+    puppet, client = world.online(VALVE_RUN_DIR=world.folder.name)
+    client.gate(0)
+
+    puppet.chdir("/")
+    world.daemons[0].close()
+
+    assert world.daemon(ONLINE).client().gone.is_set() is False
+
+
+# -- exit --
+
+
+def leaving(kv_world):
+    """An offline engine whose context is destroyed by a destructor, at the very end of its exit. A slot of its memory
+    is being zeroed, for which the gate would have to open."""
+    world = kv_world(OFFLINE)
+    pool = world.begin()
+    engine, client = world.engine()
+    engine.reset_context_at_exit()
+    engine.alloc(8 * H, ELASTIC)
+    number = world.range_of(pool).range
+    pool.order(client, QUARANTINE, number, [Entry(0)])
+    obey(client, STOP)
+    before = world.emulator.state().used_bytes()
+    pool.send(client, BACK, number, [Entry(0, 77, CREATE | ZERO)])
+    until(lambda: world.emulator.state().used_bytes() > before, "the order is at work")
+    return engine, client
+
+
+def obey(client, order):
+    seq = client.give_order(order)
+    until(lambda: client.region.order_done == seq, "obeyed")
+
+
+def tasks_of(engine):
+    return len(os.listdir(f"/proc/{engine.process.pid}/task"))
+
+
+def test_an_exit_never_waits_for_a_zeroing_that_nobody_looks_at_any_more(kv_world):
+    engine, client = leaving(kv_world)
+    threads = tasks_of(engine)
+
+    engine.process.stdin.close()
+    until(lambda: tasks_of(engine) < threads, "the memory thread has ended")
+    obey(client, RUN)
+
+    assert engine.process.wait(timeout=LONG_S) == 0
