@@ -135,7 +135,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     bystanders = None
     if config.guard_bystanders and not config.kube.node:  # on a Kubernetes node valved/kube looks, with pods
         who = (books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, leftovers.expected)
-        bystanders = Bystanders(*who, kv.service.see_cards if kv is not None else lambda cards: None)
+        bystanders = Bystanders(*who)
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
     granting = Granting(gate.granting, gating, books, consents.of, leftovers.bar_grants, slices, worths)

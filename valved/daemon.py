@@ -37,7 +37,7 @@ from valved.model.events import EventKind
 from valved.model.ids import Mode
 from valved.node.api import Node
 from valved.node.brake import Brake
-from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, leave_nobody_standing, read_cards, settled
+from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, keep_reading, leave_nobody_standing, settled
 from valved.state import pending
 from valved.state import saved as state
 from valved.state.trace import LineFile
@@ -128,10 +128,9 @@ async def run(
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
-    if daemon.kv is not None:
-        parts["reading the cards"] = partial(read_cards, daemon.kv.service, is_alone=daemon.bystanders is None)
-    if daemon.bystanders is not None:
-        parts["processes that use GPUs without Valve"] = daemon.bystanders.run
+    if daemon.kv is not None or daemon.bystanders is not None:
+        memory = daemon.kv.service if daemon.kv is not None else None
+        parts["reading the cards"] = partial(keep_reading, memory, daemon.bystanders)
     if room is not None:
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]

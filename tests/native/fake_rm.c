@@ -245,6 +245,9 @@ static void before_switch(const struct nvos54_control *call)
 		return;
 	__atomic_add_fetch(lists->bDisable ? &fake_counts.disables : &fake_counts.enables, 1,
 	                   __ATOMIC_RELAXED);
+	if (lists->bDisable && load_relaxed(&fake_rules.forget_at) &&
+	    !__atomic_sub_fetch(&fake_rules.forget_at, 1, __ATOMIC_RELAXED))
+		fake_forget_openers();
 	if (load_relaxed(&fake_rules.work_us))
 		sleep_ns(1000ull * load_relaxed(&fake_rules.work_us));
 	if (!lists->bDisable)

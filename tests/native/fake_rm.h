@@ -26,6 +26,8 @@ struct fake_rules {
 	uint32_t passes;
 	uint32_t hang_query; /* and questions */
 	uint32_t work_us;    /* time that a switch takes */
+	uint32_t
+	        forget_at; /* the so many-th disable from now finds valved's RM clients forgotten; 0: none does */
 };
 
 struct fake_counts {

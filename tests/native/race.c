@@ -5,8 +5,8 @@
  * sanitizer sees both sides of each word.
  *
  * Checked at every launch that found its gate word closed: the GPUs are held, now and until the launch is proven done.
- * At the end each ring is heard, and all channels are on. With HANGS driver calls hang now and then, for longer than the
- * watchdog's patience.
+ * Checked now and then: where a GPU is called stopped, every channel of its plan is off. At the end each ring is heard, all
+ * channels are on, and no order stands. With HANGS driver calls hang now and then, for longer than the watchdog's patience.
  *
  *     race SEED ROUNDS [HANGS]
  */
@@ -166,6 +166,55 @@ static void meddle_with_grants(struct valve_gate *gate, const int32_t *service, 
 		valve_gate_grantable(gate, dice % 4 ? 3 : dice % 3);
 }
 
+/* A process that is stopped by orders, and obeys them at its leisure. */
+struct obeying {
+	struct valve_client *client;
+	struct valve_entry channel;
+	uint32_t seed, quit;
+	pthread_t thread;
+};
+
+static struct obeying obeying; /* on GPU 0 */
+
+static void *obeying_main(void *argument)
+{
+	struct obeying *it = argument;
+
+	while (!load_acquire(&it->quit)) {
+		store_release(&it->client->region->order_done, load_acquire(&it->client->control->order_seq));
+		sleep_ns(next(&it->seed) % 100000);
+	}
+	return NULL;
+}
+
+static void begin_obeying(struct valve_gate *gate, uint32_t seed)
+{
+	int doorbell;
+
+	obeying.seed = seed;
+	obeying.client = connect(gate, 400, VALVE_ROLE_OFFLINE, -1, &doorbell);
+	obeying.channel = (struct valve_entry){.client = obeying.client,
+	                                       .reach = VALVE_REACH_HOLD,
+	                                       .h_client = 0xC1EE0000,
+	                                       .h_channel = 1,
+	                                       .fd = -1};
+	if (pthread_create(&obeying.thread, NULL, obeying_main, &obeying) != 0)
+		abort();
+}
+
+static bool end_obeying(struct valve_gate *gate)
+{
+	bool is_let = load_full(&obeying.client->control->order) == VALVE_ORDER_RUN &&
+	              load_full(&obeying.client->control->gate_epoch) % 2 == 0;
+
+	store_release(&obeying.quit, 1);
+	pthread_join(obeying.thread, NULL);
+	valve_client_free(gate, obeying.client);
+	if (!is_let)
+		fprintf(stderr, "an order stands that nothing needs\n");
+	return is_let;
+}
+
 struct offline {
 	struct valve_client *client;
 	uint32_t h_client, h_subdevice, count;
@@ -200,11 +249,13 @@ static uint32_t name_channels(const struct offline *offline, uint32_t from, uint
 /* What is new is stopped now if the GPU is; what left is run, however late. */
 static void change_channels(struct valve_gate *gate, struct offline *offline, uint32_t gpu, uint32_t wanted)
 {
-	struct valve_entry all[CHANNELS], more[CHANNELS], fewer[CHANNELS];
+	struct valve_entry all[CHANNELS + 1], more[CHANNELS], fewer[CHANNELS];
 	uint32_t count = name_channels(offline, 0, wanted, all),
 	         come = name_channels(offline, offline->count, wanted, more),
 	         gone = name_channels(offline, wanted, offline->count, fewer);
 
+	if (gpu == 0 && wanted && obeying.client)
+		all[count++] = obeying.channel;
 	valve_arm(gate, gpu, all, count, more, come, fewer, gone, NULL);
 	offline->count = wanted;
 }
@@ -229,6 +280,48 @@ static void come_and_leave(struct valve_gate *gate, const struct offline *there,
 	valve_client_free(gate, one.client);
 	close(one.fd);
 	fake_free_channel(one.h_client, 0x5C000000);
+}
+
+/* A channel is freed without a word, and made anew with its numbers. */
+static void lose_one(struct valve_gate *gate, struct offline *offline, uint32_t gpu, uint32_t dice)
+{
+	uint32_t h_channel = 0x5C000000 + (offline->count ? dice % offline->count : 0),
+	         count = offline->count;
+	struct valve_gone gone[GONE];
+
+	if (!count)
+		return;
+	fake_free_channel(offline->h_client, h_channel);
+	sleep_ns(dice % 2000000);
+	if (dice % 2)
+		valve_gpu_gone(gate, gpu, gone, GONE);
+	change_channels(gate, offline, gpu, 0); /* the caller forgets it, and what it is to run with it */
+	fake_channel(offline->h_client, h_channel, gpu);
+	change_channels(gate, offline, gpu, count);
+}
+
+/* Nothing opened the GPU in between if it was closed no more often. */
+static bool is_stopped(struct valve_gate *gate, uint32_t gpu, uint64_t *closings)
+{
+	uint64_t holders = load_full(&gate->gpu[gpu].holders);
+
+	*closings = holders >> 32;
+	return holders_count(holders) && valve_gpu_state(gate, gpu) == VALVE_GPU_STOPPED;
+}
+
+static void must_be_off(struct valve_gate *gate, const struct offline *offline, uint32_t gpu)
+{
+	uint64_t before, after;
+	uint32_t on = 0;
+
+	if (!is_stopped(gate, gpu, &before))
+		return;
+	for (uint32_t i = 0; i < offline->count; i++)
+		on += fake_is_on(offline->h_client, 0x5C000000 + i) == 1;
+	if (on && is_stopped(gate, gpu, &after) && before == after) {
+		fprintf(stderr, "GPU %u is called stopped, and %u channels are on\n", gpu, on);
+		abort();
+	}
 }
 
 static void hang(uint32_t stops, uint32_t enables)
@@ -309,10 +402,23 @@ static bool meddle(struct valve_gate *gate, const int32_t *service, struct offli
 		valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
 	if (dice % 29 == 0)
 		come_and_leave(gate, &offline[dice % OFFLINE], dice % OFFLINE);
+	if (dice % 31 == 0)
+		lose_one(gate, &offline[dice % OFFLINE], dice % OFFLINE, next(seed));
 	valve_gate_alive(gate);
 	if (dice % 17 == 0)
 		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
 	return woken;
+}
+
+/* What is late is tried again every 256 ms. */
+static bool is_all_on(struct valve_gate *gate)
+{
+	for (uint32_t i = 0; i < 10000 && fake_off_count(); i++)
+		sleep_ns(1000000);
+	if (valve_gate_settle(gate, 10000000000ull) == 0 && fake_off_count() == 0)
+		return true;
+	fprintf(stderr, "channels left off: %u\n", fake_off_count());
+	return false;
 }
 
 int main(int argc, char **argv)
@@ -320,7 +426,7 @@ int main(int argc, char **argv)
 	struct valve_config config = {
 	        .lease_ns = 5000000,
 	        .hang_ns = argc > 3 ? 1000000 : 2000000000,
-	        .order_ns = 1000000,
+	        .order_ns = argc > 3 ? 1000000 : 20000000000,
 	};
 	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
 	         rounds = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
@@ -357,6 +463,7 @@ int main(int argc, char **argv)
 			abort();
 	}
 	begin_hook(gate, &hook, service[0], seed + 99);
+	begin_obeying(gate, seed + 77);
 	for (uint32_t round = 0; round < rounds; round++) {
 		uint32_t count, dice = next(&seed);
 
@@ -364,6 +471,8 @@ int main(int argc, char **argv)
 		meddle_with_grants(gate, service, dice);
 		if (hangs)
 			hang(dice % 31 < 4, dice % 37 < 3);
+		for (uint32_t g = 0; g < OFFLINE; g++)
+			must_be_off(gate, &offline[g], g);
 		count = valve_stamps_take(gate, stamps, 64);
 		for (uint32_t i = 0; i < count; i++)
 			seen[stamps[i].kind]++;
@@ -377,18 +486,14 @@ int main(int argc, char **argv)
 	for (uint32_t s = 0; s < 2; s++)
 		valve_service_free(gate, service[s]);
 	fake_refuse_enables(0);
-	for (uint32_t i = 0; i < 10000 && fake_off_count();
-	     i++) /* what is late is tried again every 256 ms */
-		sleep_ns(1000000);
-	if (valve_gate_settle(gate, 10000000000ull) != 0 || fake_off_count() != 0) {
-		fprintf(stderr, "channels left off: %u\n", fake_off_count());
+	if (!is_all_on(gate))
 		return 1;
-	}
 	for (uint32_t g = 0; g < OFFLINE; g++) {
 		change_channels(gate, &offline[g], g, 0);
 		valve_client_free(gate, offline[g].client);
 		close(offline[g].fd);
 	}
+	heard &= end_obeying(gate);
 	printf("woken %u gates %lu holds %lu refused %lu failed %lu rings %lu grants %lu broken %lu\n", woken,
 	       seen[VALVE_STAMP_GATE], seen[VALVE_STAMP_HOLD], seen[VALVE_STAMP_WAKE_REFUSED],
 	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gates import FakeDriver, Rig, gate_rig, wait_until
+from gates import SETTINGS, FakeDriver, Rig, Workload, gate_rig, wait_until
 from native_world import NativeWorld
 
 from valved.machine.ports import StampKind, WakeOutcome
@@ -111,6 +112,48 @@ def test_an_enable_that_was_refused_is_never_left_at_that(rig: Rig) -> None:
 
     rig.wait_gated(0, False)
     assert workload.on() == 1
+
+
+@pytest.fixture
+def came_late(driver: FakeDriver) -> Iterator[tuple[Rig, Workload]]:
+    """A channel came to a stopped GPU while the driver hung: its mail lies there, and its sender has gone on."""
+    with gate_rig(driver, replace(SETTINGS, hang_ns=1_000_000_000)) as rig:
+        other, workload = rig.offline(), rig.offline()
+        rig.online(7, {0})
+        rig.wait_gated(0)
+        rig.driver.rules.hang_query = 1
+        other.add()
+        workload.add()
+        yield rig, workload
+
+
+def test_a_gpu_is_never_called_stopped_before_a_channel_is_off_that_came_while_the_driver_hung(
+    came_late: tuple[Rig, Workload],
+) -> None:
+    rig, workload = came_late
+    tried = rig.driver.counts.disables
+    rig.driver.rules.hang = 1
+    rig.driver.rules.hang_query = 0
+    wait_until(lambda: rig.driver.counts.disables > tried and rig.driver.counts.hanging, "its stop is under way")
+
+    assert workload.on() == 1
+    assert not rig.gate.is_stopped(ZERO)
+
+    rig.driver.rules.hang = 0
+    rig.wait_gated(0)
+    assert workload.on() == 0
+
+
+def test_a_channel_that_came_while_the_driver_hung_never_runs_on_because_its_stop_was_refused(
+    came_late: tuple[Rig, Workload],
+) -> None:
+    rig, workload = came_late
+    rig.driver.rules.fail_disable, rig.driver.rules.fail_times = REFUSED, 6
+
+    rig.driver.rules.hang_query = 0
+
+    wait_until(lambda: workload.on() == 0, "it is stopped after all")
+    rig.wait_gated(0)
 
 
 # Under the services

@@ -19,7 +19,7 @@ SEEDS = (1, 20261, 77)
 @pytest.fixture(scope="module", params=sorted(FLAGS))
 def race(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("race") / f"race-{request.param}"
-    native = sorted((repository / "valved/native").glob("*.c"))
+    native = sorted((repository / "valved/native").rglob("*.c"))
     ours = [repository / "tests/native" / name for name in ("race.c", "fake_rm.c")]
     compile_c(out, native + ours, *FLAGS[request.param])
     return out

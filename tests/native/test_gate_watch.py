@@ -105,7 +105,7 @@ def test_a_doorbell_that_is_muted_while_the_watchdog_looks_is_never_deaf_for_eve
     repository: Path, tmp_path: Path
 ) -> None:
     """tests/native/deaf.c keeps the listener half way through the muting until the watchdog has looked."""
-    native = sorted((repository / "valved/native").glob("*.c"))
+    native = sorted((repository / "valved/native").rglob("*.c"))
     ours = [repository / "tests/native" / name for name in ("deaf.c", "fake_rm.c")]
     compile_c(tmp_path / "deaf", native + ours, "-fsanitize=address,undefined", "-O1", "-g", "-Wl,--wrap=epoll_ctl")
     environment = {**os.environ, "LD_PRELOAD": ""}

@@ -20,7 +20,7 @@ def test_no_call_that_fails_leaves_a_descriptor_of_the_gate_open_or_lets_go_of_o
     repository: Path, tmp_path: Path, number: int
 ) -> None:
     """The first call fails in the first round, the second in the second. A leak of memory ends it, too."""
-    native = sorted((repository / "valved/native").glob("*.c"))
+    native = sorted((repository / "valved/native").rglob("*.c"))
     ours = [repository / "tests/native" / name for name in ("starve.c", "fake_rm.c")]
     compile_c(tmp_path / "starve", native + ours, *FLAGS, *(f"-Wl,--wrap={name}" for name in WRAPPED))
     environment = {**os.environ, "LD_PRELOAD": ""}

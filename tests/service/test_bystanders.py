@@ -138,3 +138,24 @@ def test_a_process_that_nobody_hears_is_never_passed_over_because_nvml_says_the_
     rig.world.register.leave(here, "link closed")  # and computes on
     rig.look(process.pid)
     assert rig.guarded() == [0]
+
+
+def test_no_card_stays_closed_because_one_look_failed_half_way(rig, monkeypatch):
+    """The next look sees the same and does what was left undone."""
+    rig.world.processes.add(500)
+    rig.look(500)
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(rig.world.gating), "set_standing", fail)
+        with pytest.raises(OSError, match="no memory"):
+            rig.look()
+    assert calls
+
+    rig.look()
+
+    assert rig.guarded() == []

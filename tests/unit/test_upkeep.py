@@ -172,3 +172,39 @@ def test_a_daemon_that_nobody_finds_any_more_never_ends_without_its_last_word(tm
         assert done.returncode != 0
         assert "the run folder was removed" in done.stderr
         assert done.stdout == "let go\n"  # no frozen process stands for ever: the file that names it is gone
+
+
+def read_for(monkeypatch, memory, guard):
+    """Readings of the cards in three beats."""
+    readings, beats = [], iter(range(3))
+
+    async def beat(_):
+        if next(beats, None) is None:
+            raise EOFError
+
+    monkeypatch.setattr(upkeep, "beat_of", beat)
+    with pytest.raises((EOFError, OSError)):
+        asyncio.run(upkeep.read_cards(memory, guard, lambda: readings.append(1) or {}))
+    return len(readings)
+
+
+def test_no_card_is_asked_twice_in_a_beat_because_two_want_to_know(monkeypatch):
+    seen, looked = [], []
+    memory = types.SimpleNamespace(is_in_use=True, see_cards=seen.append)
+    guard = types.SimpleNamespace(needs_cards=lambda beat: True, look=looked.append)
+
+    assert read_for(monkeypatch, memory, guard) == 4
+    assert (len(seen), len(looked)) == (4, 4)
+    assert read_for(monkeypatch, None, types.SimpleNamespace(needs_cards=lambda beat: False)) == 0
+
+
+def test_memory_is_never_left_without_figures_because_the_guard_fails(monkeypatch):
+    def fail(_):
+        raise OSError("no descriptor left")
+
+    seen = []
+    memory = types.SimpleNamespace(is_in_use=True, see_cards=seen.append)
+
+    read_for(monkeypatch, memory, types.SimpleNamespace(needs_cards=lambda beat: True, look=fail))
+
+    assert seen == [{}]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +37,14 @@ class GateClient:
     service: ServiceId
     fds: ClientFds
     is_given_up: bool = False
+    losses: int = 0  # how often the driver said of channels that they had ended, and nobody had told us
     rm_clients: dict[int, RmNumbers] = field(default_factory=dict)
 
 
-Place = tuple[int, bool, ClientId, int, int]  # in a plan: neighbours share a step (gate.h, struct valve_entry)
+_WRAP = 1 << 32  # plans are numbered in so many
+LOSSES = 3  # before a client gets lists of its own: a stop may come while it says that it frees a channel
+
+Place = tuple[int, bool, bool, ClientId, int, int]  # in a plan: neighbours share a step (gate.h, struct valve_entry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class ArmedChannel:
     client: ClientId
     reach: Reach
     app_disabled: bool = False
+    is_apart: bool = False  # in lists of its client alone, behind those of the others
+    since: int = 0  # the number of the last plan before it was reported, or changed
 
     @property
     def is_armed(self) -> bool:
@@ -71,7 +77,24 @@ class ArmedChannel:
 
     @property
     def place(self) -> Place:
-        return LADDER.index(self.reach), self.is_kept_off, self.client, self.ref.h_client, self.ref.h_channel
+        ref, rung = self.ref, LADDER.index(self.reach)
+        return rung, self.is_apart, self.is_kept_off, self.client, ref.h_client, ref.h_channel
+
+
+def entry_of(channel: ArmedChannel, holder: GateClient) -> dict[str, Any]:
+    """A struct valve_entry. `holder`: whose channel it is."""
+    numbers, by_fd = holder.rm_clients[channel.ref.h_client], channel.reach is Reach.CHANNEL_FD
+    return {
+        "client": holder.native,
+        "reach": LADDER.index(channel.reach),
+        "h_client": channel.ref.h_client,
+        "h_channel": channel.ref.h_channel,
+        "fd": numbers.fd if by_fd else -1,
+        "h_target": channel.ref.h_client if by_fd else 0,
+        "h_subdevice": numbers.h_subdevice if by_fd else 0,
+        "keep_off": int(channel.is_kept_off),
+        "apart": int(channel.is_apart),
+    }
 
 
 class GpuPlan:
@@ -141,6 +164,19 @@ class ArmedChannels:
         for channel in mine:
             self.pop(client, channel.ref.h_client, channel.ref.h_channel)
         return mine
+
+    def forget(self, gpu: GpuIndex, gone: Iterable[Any]) -> set[ClientId]:
+        """Channels of plans that ended by the driver's word (struct valve_gone); not what its client told since, which
+        is another channel of the same numbers. Returns whose were here.
+        """
+        losers = set[ClientId]()
+        for one in gone:
+            channel = self.get(ClientId(one.client), one.h_client, one.h_channel)
+            if channel is None or channel.ref.gpu != gpu or not 0 < (one.plan - channel.since) % _WRAP < _WRAP // 2:
+                continue
+            self.pop(channel.client, one.h_client, one.h_channel)
+            losers.add(channel.client)
+        return losers
 
     def of(self, client: ClientId) -> list[ArmedChannel]:
         return list(self._of.get(client, {}).values())

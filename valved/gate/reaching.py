@@ -14,7 +14,7 @@ from typing import Any
 from valve_abi import Feature
 
 from valved.gate import readings
-from valved.gate.armed import LADDER, ArmedChannel, ArmedChannels, GateClient, RmNumbers, is_worse
+from valved.gate.armed import LADDER, LOSSES, ArmedChannel, ArmedChannels, GateClient, RmNumbers, entry_of, is_worse
 from valved.machine.ports import ArmResult, LeftOff
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.native._gate import ffi, lib
@@ -39,6 +39,7 @@ class NativeChannels:
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was last not used
         self._unsure: list[tuple[Any, set[ChannelRef]]] = []  # the first is the native side's to write
         self._view = ffi.new("struct valve_view *")
+        self._gone = ffi.new("struct valve_gone[]", 128)
 
     def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
         holder = self._clients[client]
@@ -50,6 +51,7 @@ class NativeChannels:
         if holder.is_given_up:
             self._put(ArmedChannel(ref=channel, client=client, reach=Reach.NONE))
             return ArmResult(status=_NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
+        self._forget_gone(channel.gpu)  # what it tells anew is not what ended
         known = self._channels.get(client, channel.h_client, channel.h_channel)
         is_off = known is not None and known.app_disabled and known.ref.cid == channel.cid
         reach = numbers.reach or Reach.CHANNEL_OWN
@@ -71,7 +73,18 @@ class NativeChannels:
         )
 
     def _put(self, channel: ArmedChannel) -> None:
-        self._channels.put(channel, self._entry(channel) if channel.is_armed else None)
+        is_apart = self._clients[channel.client].losses >= LOSSES
+        channel = replace(channel, is_apart=is_apart, since=lib.valve_gate_plans(self._gate))
+        self._channels.put(channel, entry_of(channel, self._clients[channel.client]) if channel.is_armed else None)
+
+    def _forget_gone(self, gpu: GpuIndex) -> None:
+        """What the driver said has ended is in no plan from here on, until its process tells of it anew."""
+        count = lib.valve_gpu_gone(self._gate, gpu, self._gone, len(self._gone))
+        for client in self._channels.forget(gpu, self._gone[0:count]):
+            self._clients[client].losses += 1
+            if self._clients[client].losses == LOSSES:
+                for channel in self._channels.of(client):
+                    self._put(channel)
 
     def _verify(self, channel: ChannelRef) -> int:
         """Does the driver know this channel under the number that the shim was given? 0, or an RM status."""
@@ -125,27 +138,12 @@ class NativeChannels:
     def _try_and_arm(self, entry: ArmedChannel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0
         if not (is_tested or entry.app_disabled or self._is_gated(gpu)):  # else the stop itself is the test
-            native = ffi.new("struct valve_entry *", self._entry(entry))
+            native = ffi.new("struct valve_entry *", entry_of(entry, self._clients[entry.client]))
             status = lib.valve_gpu_try(self._gate, gpu, native)
         if status not in (0, -errno.ETIMEDOUT):
             return status
         self._put(entry)  # also if the driver hangs: the issuer reads the mail when the driver answers
         return self._arm(gpu, stop_now=[entry]) or status
-
-    def _entry(self, channel: ArmedChannel, leaving: GateClient | None = None) -> dict[str, Any]:
-        holder = leaving or self._clients[channel.client]
-        numbers = holder.rm_clients[channel.ref.h_client]
-        by_fd = channel.reach is Reach.CHANNEL_FD
-        return {
-            "client": holder.native,
-            "reach": LADDER.index(channel.reach),
-            "h_client": channel.ref.h_client,
-            "h_channel": channel.ref.h_channel,
-            "fd": numbers.fd if by_fd else -1,
-            "h_target": channel.ref.h_client if by_fd else 0,
-            "h_subdevice": numbers.h_subdevice if by_fd else 0,
-            "keep_off": int(channel.is_kept_off),
-        }
 
     def _arm(
         self,
@@ -156,10 +154,11 @@ class NativeChannels:
         was_off: Any = ffi.NULL,
     ) -> int:
         """Hand the issuer its new list. 0, or what stopping `stop_now` met (only while the GPU is stopped)."""
+        self._forget_gone(gpu)
         plan = self._channels.plan(gpu)
-        stops = _entries(self._entry(channel) for channel in stop_now)
+        stops = _entries(entry_of(channel, self._clients[channel.client]) for channel in stop_now)
         ordered = sorted(run_now, key=lambda channel: channel.place)
-        runs = _entries(self._entry(channel, leaving) for channel in ordered)
+        runs = _entries(entry_of(channel, leaving or self._clients[channel.client]) for channel in ordered)
         return int(lib.valve_arm(self._gate, gpu, plan.entries, len(plan), *stops, *runs, was_off))
 
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None:

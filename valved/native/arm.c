@@ -59,7 +59,7 @@ void mail_reap(struct gpu *gpu)
 	while (mail) {
 		struct mail *next = mail->next;
 
-		if (load_acquire(&mail->done)) {
+		if (load_acquire(&mail->done) == 1) {
 			tell_was(mail);
 			mail_free(mail, false); /* its plan is the issuer's now, or some later mail's `old` */
 		} else {
@@ -87,7 +87,9 @@ static bool send(struct gpu *gpu, struct mail *mail)
 		;
 	issuer_kick(gpu);
 	while (!load_acquire(&mail->done)) {
-		if (is_stuck(gpu))
+		uint32_t sent = 0;
+
+		if (is_stuck(gpu) && compare_swap(&mail->done, &sent, ABANDONED))
 			return false;
 		futex_wait(&mail->done, 0, gpu->gate->config.hang_ns / 4 + 1);
 	}
@@ -164,10 +166,10 @@ int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *
 static int try_order(struct valve_gate *gate, struct valve_client *client)
 {
 	uint32_t seq = order_set(client, ORDER_NO_GPU, VALVE_ORDER_STOP, true, true);
-	int stopped = order_wait(client, seq, gate->config.order_ns), run;
+	int stopped = order_wait(client, seq, now_ns() + gate->config.order_ns), run;
 
 	seq = order_set(client, ORDER_NO_GPU, VALVE_ORDER_STOP, false, false);
-	run = order_wait(client, seq, gate->config.order_ns);
+	run = order_wait(client, seq, now_ns() + gate->config.order_ns);
 	return stopped ? stopped : run;
 }
 
@@ -236,6 +238,8 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 		mail_free(mail, true);
 		return -ENOMEM;
 	}
+	if (mail->stop_now) /* a GPU is not called stopped before they are off */
+		add_fetch(&gpu->unproven, 1);
 	if (!send(gpu, mail)) {
 		if (valve_gpu_gated(gate, index))
 			hold_entries(gpu, stop_now, stop_count);

@@ -97,7 +97,7 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 		return NULL;
 	}
 	client->id = id;
-	client->ringer = &gate->ringer;
+	client->errand.runners = &gate->errands;
 	client->role = role;
 	client->slot = slot;
 	client->generation = ++gate->generation;
@@ -121,11 +121,18 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 	return client;
 }
 
-/* Free what is left of a dropped client once no plan and no mail names it. */
+/* Once no plan and no mail names a dropped client. It may be gone afterwards. */
 void client_reap(struct valve_client *client)
 {
-	if (!client->dropped || client->refs)
-		return;
+	if (client->dropped && !client->refs)
+		errand_do(client, ERRAND_END);
+}
+
+/* What is left of it. By the thread that runs its last errand. */
+void client_end(struct valve_gate *gate, struct valve_client *client)
+{
+	if (client->service >= 0 && client->doorbell >= 0)
+		listener_remove(gate, client);
 	for (uint32_t i = 0; i < MAX_PASSED; i++)
 		close_fd(client->passed[i]);
 	close_fd(client->doorbell);
@@ -137,12 +144,12 @@ void client_reap(struct valve_client *client)
 /* A passed fd keeps the workload's channels and memory alive, so it goes now, even if an ioctl on it still hangs: the
  * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone. Putting a file
  * that is there in its place needs no free number. Where that fails all the same, the file stays until then: a number
- * that is let go is the next stranger's. */
-static void give_up_passed(struct valve_client *client)
+ * that is let go is the next stranger's. By a thread that may be kept: the driver takes down all that hangs on the file. */
+void client_give_up_passed(struct valve_client *client)
 {
 	for (uint32_t i = 0; i < MAX_PASSED; i++) {
 		while (client->passed[i] >= 0 &&
-		       dup3(client->ringer->nothing, client->passed[i], O_CLOEXEC) < 0 &&
+		       dup3(client->errand.runners->ringer.nothing, client->passed[i], O_CLOEXEC) < 0 &&
 		       (errno == EBUSY || errno == EINTR))
 			;
 	}
@@ -154,14 +161,14 @@ void valve_client_free(struct valve_gate *gate, struct valve_client *client)
 	store_full(&gate->client[client->slot], NULL);
 	pthread_mutex_unlock(&gate->roster_lock);
 	if (client->service >= 0) {
-		listener_remove(gate, client);
+		listener_mute(gate, client, true);
 		service_enlist(gate, client, false); /* waits until the listener is out of this client, too */
 		if (client->role == VALVE_ROLE_HOOK)
 			waking_kick(gate); /* no hook moves the end of its slices on */
 	}
 	store_release(&client->dropped, 1); /* pairs with the acquire in late.c */
-	give_up_passed(client);
-	client_reap(client);
+	errand_do(client,
+	          client->refs ? ERRAND_GIVE_UP : ERRAND_END); /* a plan or a mail may name it still */
 }
 
 bool client_has_passed(const struct valve_client *client, int fd)

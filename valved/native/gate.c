@@ -14,8 +14,6 @@
 #include <sys/random.h>
 #include <sys/timerfd.h>
 
-#define CLOSE_NS 2000000000u /* how long close waits for a thread that hangs in the driver */
-
 static int real_open(const char *path, int flags)
 {
 	return open(path, flags);
@@ -97,11 +95,11 @@ static int open_driver(struct valve_gate *gate)
 /* Where the kernel cannot ring, the gate does without. */
 static int open_files(struct valve_gate *gate)
 {
-	gate->rings = bell_open(&gate->ringer);
+	gate->rings = bell_open(&gate->errands.ringer);
 	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
 	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	gate->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-	if (gate->ringer.nothing < 0 || gate->epoll < 0 || gate->wake < 0 || gate->timer < 0)
+	if (gate->errands.ringer.nothing < 0 || gate->epoll < 0 || gate->wake < 0 || gate->timer < 0)
 		return -errno;
 	return stamps_open(&gate->stamps);
 }
@@ -110,6 +108,7 @@ static int start_threads(struct valve_gate *gate)
 {
 	int rc = listener_open(gate);
 
+	rc = rc ? rc : errands_start(gate);
 	for (uint32_t i = 0; i < gate->gpu_count && rc == 0; i++)
 		rc = worker_start(gate, &gate->worker[i], &gate->gpu[i]);
 	for (uint32_t i = 0; i < LISTENERS && rc == 0; i++)
@@ -140,7 +139,7 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 	gate->os.open = gate->os.open ? gate->os.open : real_open;
 	gate->os.ioctl = gate->os.ioctl ? gate->os.ioctl : real_ioctl;
 	pthread_mutex_init(&gate->roster_lock, NULL);
-	gate->ringer.nothing = gate->epoll = gate->wake = gate->timer = gate->stamps.fd = -1;
+	gate->errands.ringer.nothing = gate->epoll = gate->wake = gate->timer = gate->stamps.fd = -1;
 	gate->look_ns = gate->armed_ns = UINT64_MAX;
 	gate->service[0].epoch = first_epoch();
 	for (uint32_t i = 1; i < MAX_SERVICES; i++)
@@ -228,8 +227,10 @@ uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu)
 {
 	uint32_t state = load_full(&gate->gpu[gpu].state); /* pairs with leave_stopped */
 
-	/* The watchdog has told of a failure; that the rest is off is proven again when the call comes back. */
-	if (state == VALVE_GPU_STOPPED && load_acquire(&gate->gpu[gpu].flight) % 4 > FLIGHT_OUT)
+	/* The watchdog has told of a failure; that the rest is off is proven again when the call comes back. Or channels
+	 * came that are not off yet, and their sender has given the mail up. */
+	if (state == VALVE_GPU_STOPPED &&
+	    (load_acquire(&gate->gpu[gpu].flight) % 4 > FLIGHT_OUT || load_acquire(&gate->gpu[gpu].unproven)))
 		return VALVE_GPU_FAILED;
 	return state;
 }
@@ -265,15 +266,6 @@ uint32_t valve_gate_turning(struct valve_gate *gate)
 	return 0;
 }
 
-static bool join(pthread_t thread)
-{
-	struct timespec until;
-
-	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_sec += (time_t)(CLOSE_NS / 1000000000u);
-	return pthread_timedjoin_np(thread, NULL, &until) == 0;
-}
-
 static void free_gpu(struct valve_gate *gate, struct gpu *gpu)
 {
 	mail_discard(gpu);
@@ -281,7 +273,8 @@ static void free_gpu(struct valve_gate *gate, struct gpu *gpu)
 	rm_close(&gate->os, &gpu->own);
 }
 
-/* Precondition: no client and no service is left. -EBUSY: a thread hangs in the driver; its memory is left alone. */
+/* Precondition: no client and no service is left. -EBUSY: a thread hangs in the driver, or a client keeps it; its memory is
+ * left alone. */
 int valve_gate_close(struct valve_gate *gate)
 {
 	uint64_t one = 1;
@@ -294,16 +287,18 @@ int valve_gate_close(struct valve_gate *gate)
 	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		issuer_kick(&gate->gpu[i]);
 	for (uint32_t i = 0; i < gate->gpu_count + LISTENERS; i++)
-		joined &= !gate->worker[i].started || join(gate->worker[i].thread);
-	joined &= !gate->watchdog || join(gate->watchdog);
+		joined &= !gate->worker[i].started || thread_join(gate->worker[i].thread);
+	joined &= !gate->watchdog || thread_join(gate->watchdog);
 	if (!joined)
 		return -EBUSY;
 	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		free_gpu(gate, &gate->gpu[i]);
+	if (!errands_end(gate))
+		return -EBUSY;
 	for (uint32_t i = 0; i < MAX_SERVICES; i++)
 		free(gate->service[i].clients);
 	stamps_close(&gate->stamps);
-	bell_close(&gate->ringer);
+	bell_close(&gate->errands.ringer);
 	close_fd(gate->wake);
 	close_fd(gate->timer);
 	close_fd(gate->epoll);

@@ -97,7 +97,7 @@ enum valve_reach {
 	VALVE_REACH_HOLD = 3, /* order HOLD: the shim holds launches */
 };
 
-/* One channel to arm. Entries of one plan come sorted by (reach, keep_off, client, h_target). */
+/* One channel to arm. Entries of one plan come sorted by (reach, apart, keep_off, client, h_target). */
 struct valve_entry {
 	struct valve_client *client;
 	uint32_t reach;
@@ -105,6 +105,13 @@ struct valve_entry {
 	int32_t fd;                     /* VALVE_REACH_FD: the passed fd; else -1 */
 	uint32_t h_target, h_subdevice; /* VALVE_REACH_FD: whose name the call is made in; else 0 */
 	uint32_t keep_off;              /* 1: a stop includes it, a run does not (rungs OWN and FD) */
+	uint32_t apart;                 /* 1: no list has it together with channels of another client */
+};
+
+/* A channel that has ended, by the driver's word; whose it was, and the plan that named it. */
+struct valve_gone {
+	uint64_t client;
+	uint32_t h_client, h_channel, plan;
 };
 
 enum valve_gpu_state {
@@ -256,6 +263,9 @@ void valve_door_close(
 int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
 /* 0: the file is nvidiactl, and this RM client of it has this subdevice on the card with this UUID. Else why not. */
 int valve_rm_owns(int fd, uint32_t h_client, uint32_t h_subdevice, uint32_t gpu_id, const uint8_t *uuid);
+uint32_t valve_gate_plans(struct valve_gate *gate); /* the number of the newest plan: they are counted */
+/* Each is handed out once. Where too many came meanwhile some are not: the next stop that names them finds them again. */
+uint32_t valve_gpu_gone(struct valve_gate *gate, uint32_t gpu, struct valve_gone *out, uint32_t max);
 int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count, uint32_t *was_off);

@@ -17,6 +17,7 @@
 #ifndef VALVE_NATIVE_INTERNAL_H
 #define VALVE_NATIVE_INTERNAL_H
 
+#include "errands/errands.h"
 #include "gate.h"
 #include "nvrm.h"
 #include "region.h"
@@ -33,6 +34,7 @@ enum {
 	MAX_PASSED = 16, /* nvidiactl fds that one client may hand over */
 	STAMPS = 4096,
 	CHUNK = NV2080_DISABLE_CHANNELS_MAX,
+	GONE = 128,
 };
 
 /* One RM client of our own: root, device and subdevice behind one nvidiactl fd. */
@@ -58,7 +60,8 @@ struct plan_step {
 	const struct reach_ops *ops;
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
-	uint32_t order_seq;                /* orders: what order_done must reach */
+	uint32_t order_seq, plan;          /* orders: what order_done must reach; the number of its plan */
+	uint64_t order_ns;                 /* when the order was given */
 	uint64_t refused;                  /* issuer's: pairs of `off` that the stop under way was refused */
 	bool keep_off;                     /* `on` stays empty: the application switched these off itself */
 	struct valve_client *owner[CHUNK]; /* of each channel */
@@ -69,7 +72,7 @@ struct plan_step {
  * only ever drops stale channels from it: enable walks the very list that was disabled.
  * `next` is the issuer's: the step at which an enable goes on that was cut. */
 struct plan {
-	uint32_t generation, steps, next, clients;
+	uint32_t steps, next, clients;
 	struct valve_client **client; /* kept alive; one for each run of neighbours, also of dropped ones */
 	struct plan_step step[];
 };
@@ -98,7 +101,7 @@ struct mail {
 	struct plan *old;            /* out: the plan that this one replaced */
 	uint32_t was_off, *was; /* out: whether something of that one may be off; where its sender hears it */
 	int status;             /* out */
-	uint32_t done;          /* futex: issuer sets 1 when the mail was carried out */
+	uint32_t done;          /* futex: 1 once it was carried out; 2: its sender no longer waits for that */
 };
 
 /* A flight is whatever an issuer does in the driver, as the watchdog sees it: the word is (number << 2 | state). */
@@ -108,6 +111,7 @@ enum flight_state { FLIGHT_NONE = 0, FLIGHT_OUT = 1, FLIGHT_LOST = 2, FLIGHT_HEL
 #define SEAT_ASLEEP 1u
 #define SEAT_LENT   2u
 #define SEAT_NEXT   4u
+#define ABANDONED   2u /* mail.done */
 
 struct gpu {
 	struct valve_gate *gate;
@@ -115,6 +119,8 @@ struct gpu {
 	struct valve_gpu_info info;
 	struct rm_client own; /* the issuer's alone, from its start to its end */
 	uint32_t closings;    /* issuer's alone: how many it has seen */
+	uint32_t unproven;    /* mails that stop something and were not carried out yet */
+	uint32_t owes_word;   /* issuer's alone: that all is off after all, once that is proven */
 	bool owed;            /* issuer's alone: something is off that its plan, or the next one, is to run */
 	uint32_t tried;       /* issuer's alone: the target that ... */
 	uint32_t failures;    /* ... was missed so many times in a row, ... */
@@ -146,7 +152,9 @@ struct gpu {
 	struct mail *spent;    /* issuer pushes, caller takes all */
 	struct mail *late;     /* issuer's alone: answered, but what it was to run now was refused */
 	uint32_t late_failures;
-	uint64_t late_ns; /* and is not tried again before then */
+	uint64_t late_ns;              /* and is not tried again before then */
+	uint32_t gone_head, gone_tail; /* a ring: the issuer fills it, the caller empties it */
+	struct valve_gone gone[GONE];
 };
 
 struct client_list {
@@ -198,15 +206,9 @@ struct service {
 	uint64_t grants, broken, granted_ns, answers[VALVE_GRANT_ANSWERS];
 };
 
-/* What rings order eventfds without ever waiting (bell.c). */
-struct ringer {
-	unsigned long context; /* 0: this kernel has no such thing, and orders are not rung */
-	int nothing;           /* always there: what a passed number names once its file is given up */
-};
-
 struct valve_client {
 	uint64_t id;
-	const struct ringer *ringer;
+	struct errand errand;
 	uint32_t role, slot, generation;
 	int32_t service; /* index, -1 for none; listener reads it */
 	struct valve_control *control;
@@ -228,7 +230,7 @@ struct valve_client {
 
 	uint32_t refs;          /* caller's alone: plan entries and mails that name this client */
 	uint32_t dropped;       /* caller writes, before its passed files go; issuers read */
-	int passed[MAX_PASSED]; /* caller's alone */
+	int passed[MAX_PASSED]; /* caller's alone until it drops the client */
 	uint64_t gaps_seen;
 };
 
@@ -256,7 +258,7 @@ struct worker {
 struct valve_gate {
 	struct valve_config config;
 	struct valve_os os;
-	struct ringer ringer;
+	struct errands errands;
 	int rings; /* 0, or why not */
 	char version[64];
 	char refusal[96]; /* why nothing may be issued; empty when something may */
@@ -305,7 +307,7 @@ bool rm_speaks(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_
 
 /* own.c */
 bool own_revived(struct gpu *gpu);
-bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_client, uint32_t h_channel);
+uint64_t own_confirms(struct gpu *gpu, const struct plan_step *step, uint64_t stale);
 int own_unique_id(struct gpu *gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid);
 
 /* late.c: issuer's alone */
@@ -321,7 +323,7 @@ int walk_run(struct gpu *gpu, struct plan *plan);
 extern const struct reach_ops reach_own, reach_fd, reach_self, reach_hold;
 int step_issue(struct gpu *gpu, const struct plan_step *step, struct nv2080_fifo_disable_channels *params);
 uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again);
-int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns);
+int order_wait(const struct valve_client *client, uint32_t seq, uint64_t until_ns);
 void order_release(struct gpu *gpu, struct plan *plan);
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
 void order_leave(struct gpu *gpu, const struct plan *leaving);
@@ -334,12 +336,8 @@ void plan_free(struct plan *plan);
 bool plan_names(const struct plan *plan, const struct valve_client *client, uint32_t *from);
 bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel);
 void plan_drop(struct plan_step *step, uint32_t at);
+void plan_lose(struct gpu *gpu, struct plan_step *step, uint32_t at);
 uint32_t plan_channels(const struct plan *plan);
-
-/* bell.c */
-int bell_open(struct ringer *ringer);
-void bell_close(struct ringer *ringer);
-void bell_ring(const struct ringer *ringer, int eventfd);
 
 /* issuer.c */
 bool issuer_borrow(struct gpu *gpu);
@@ -359,6 +357,8 @@ void listener_remove(struct valve_gate *gate, const struct valve_client *client)
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute);
 
 /* worker.c */
+void hurry(const struct valve_config *config);
+bool thread_join(pthread_t thread);
 int thread_start(pthread_t *thread, void *(*body)(void *), void *argument);
 int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu);
 

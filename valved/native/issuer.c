@@ -203,12 +203,16 @@ static void recover(struct gpu *gpu, int status)
 {
 	struct valve_stamp stamp = {.kind = VALVE_STAMP_GATE, .gpu = gpu->index};
 
+	gpu->owes_word = false;
 	if (gpu->state != VALVE_GPU_STOPPED)
 		return;
 	if (status) {
 		store_release(&gpu->state, VALVE_GPU_FAILED);
 		return;
 	}
+	gpu->owes_word = load_full(&gpu->unproven);
+	if (gpu->owes_word)
+		return;
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
 	stamp_push(&gpu->gate->stamps, &stamp, true);
@@ -236,20 +240,27 @@ static void take_plan(struct gpu *gpu, struct mail *mail)
 
 static void answer(struct gpu *gpu, struct mail *mail)
 {
+	int failure;
+
 	at_point(gpu->gate, VALVE_POINT_MAIL);
 	mail->was_off |= gpu->owed;
 	take_off(gpu, now_ns());
 	mail->status = mail_carry_out(gpu, mail);
+	failure = mail->kind == MAIL_PLAN ? mail->status : 0;
+	if (mail->kind == MAIL_PLAN && mail->stop_now)
+		add_fetch(&gpu->unproven, UINT32_MAX);
 	at_point(gpu->gate, VALVE_POINT_MAIL);
-	if (land(gpu))
-		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
+	if (land(gpu) || gpu->owes_word)
+		recover(gpu, failure);
 	while (plan_channels(mail->run_now) && gpu_is_awaited(gpu)) {
 		follow(gpu); /* which cut it; and its client, which the rest may need, goes with the answer */
 		issuer_run(gpu, mail->run_now, NULL);
 	}
 	if (!late_keep(gpu, mail))
 		mail_spend(gpu, mail);
-	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */
+	/* Pairs with the caller's acquire: all of the above is final. */
+	if (swap(&mail->done, 1) == ABANDONED && failure)
+		recover(gpu, failure);
 	futex_wake(&mail->done);
 }
 

@@ -175,7 +175,8 @@ void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mu
 	}
 }
 
-/* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */
+/* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. May wait for as long as it likes: it
+ * can keep the lock of the eventfd, which muting does not take. */
 void listener_remove(struct valve_gate *gate, const struct valve_client *client)
 {
 	epoll_ctl(gate->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);

@@ -11,9 +11,7 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 
 	if (step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu))
 		rc = step_issue(gpu, step, lists);
-	return rm_is_stale(rc) && !own_believes(gpu, step, lists->hClientList[0], lists->hChannelList[0])
-	               ? NV_ERR_INVALID_STATE
-	               : rc;
+	return rm_is_stale(rc) && !own_confirms(gpu, step, 1) ? NV_ERR_INVALID_STATE : rc;
 }
 
 static bool is_open(const struct gpu *gpu)

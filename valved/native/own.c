@@ -23,21 +23,26 @@ bool own_revived(struct gpu *gpu)
 	return rm_open(&gpu->gate->os, &info, &gpu->own) == 0;
 }
 
-/* A status that says "stale": does it speak of the channel? Asked in the name of the client that made the call. Where
- * that one has no say any more (a workload's file without its client), through our own client. */
-bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_client, uint32_t h_channel)
+/* Pairs whose status said "stale": which of them are channels that ended? Asked afterwards, in the name of the client that made
+ * the call: one that has a say now had it then. Where it has none any more (a workload's file without its client), through our
+ * own client. */
+uint64_t own_confirms(struct gpu *gpu, const struct plan_step *step, uint64_t stale)
 {
+	const struct nv2080_fifo_disable_channels *list = &step->off;
 	uint32_t cid;
-	int rc;
 
 	if (step->ops == &reach_own)
-		return own_speaks(gpu);
-	if (rm_speaks(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice))
-		return true;
+		return stale && own_speaks(gpu) ? stale : 0;
+	if (!stale || rm_speaks(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice))
+		return stale;
 	if (gpu->info.status || !gpu->gate->branch || !gpu->gate->branch->has_unique_id)
-		return false;
-	rc = rm_unique_id(&gpu->gate->os, &gpu->own, h_client, h_channel, &cid);
-	return rm_is_stale(rc) && own_speaks(gpu);
+		return 0;
+	for (uint32_t at = 0; at < list->numChannels; at++)
+		if ((stale & 1ull << at) &&
+		    !rm_is_stale(rm_unique_id(&gpu->gate->os, &gpu->own, list->hClientList[at],
+		                              list->hChannelList[at], &cid)))
+			stale &= ~(1ull << at);
+	return own_speaks(gpu) ? stale : 0;
 }
 
 /* The driver's number of a channel. Only a client that still means something is believed that there is none. */

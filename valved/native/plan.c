@@ -18,6 +18,8 @@ static bool shares_step(const struct valve_entry *a, const struct valve_entry *b
 {
 	if (a->reach != b->reach || a->keep_off != b->keep_off)
 		return false;
+	if ((a->apart || b->apart) && a->client != b->client)
+		return false;
 	if (a->reach == VALVE_REACH_OWN)
 		return true;
 	if (a->reach == VALVE_REACH_FD)
@@ -101,7 +103,9 @@ struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32
 		}
 	}
 	plan->steps = steps;
-	plan->generation = ++gpu->gate->generation;
+	gpu->gate->generation++;
+	for (uint32_t i = 0; i < steps; i++)
+		plan->step[i].plan = gpu->gate->generation;
 	return plan;
 }
 
@@ -158,6 +162,38 @@ void plan_drop(struct plan_step *step, uint32_t at)
 	close_up(step->on.hClientList, at, last);
 	close_up(step->on.hChannelList, at, last);
 	memmove(step->owner + at, step->owner + at + 1, (last - at) * sizeof *step->owner);
+}
+
+/* The driver says that this channel has ended. The caller is told, so that no later plan names it. */
+void plan_lose(struct gpu *gpu, struct plan_step *step, uint32_t at)
+{
+	uint32_t head = load_relaxed(&gpu->gone_head); /* no other thread writes it */
+
+	if (head - load_acquire(&gpu->gone_tail) < GONE) {
+		gpu->gone[head % GONE] =
+		        (struct valve_gone){.client = step->owner[at] ? step->owner[at]->id : 0,
+		                            .h_client = step->off.hClientList[at],
+		                            .h_channel = step->off.hChannelList[at],
+		                            .plan = step->plan};
+		store_release(&gpu->gone_head, head + 1); /* pairs with the acquire in valve_gpu_gone */
+	}
+	plan_drop(step, at);
+}
+
+uint32_t valve_gpu_gone(struct valve_gate *gate, uint32_t index, struct valve_gone *out, uint32_t max)
+{
+	struct gpu *gpu = &gate->gpu[index];
+	uint32_t tail = gpu->gone_tail, count = 0;
+
+	while (count < max && tail != load_acquire(&gpu->gone_head))
+		out[count++] = gpu->gone[tail++ % GONE];
+	store_release(&gpu->gone_tail, tail); /* pairs with the acquire in plan_lose: those cells are free */
+	return count;
+}
+
+uint32_t valve_gate_plans(struct valve_gate *gate)
+{
+	return gate->generation;
 }
 
 uint32_t plan_channels(const struct plan *plan)

@@ -48,7 +48,7 @@ static uint32_t publish(struct valve_client *client, bool again)
 			continue;
 		store_release(&control->order, order); /* the client reads order_seq, then order */
 		seq = add_fetch(&control->order_seq, 1);
-		bell_ring(client->ringer, client->order);
+		errand_do(client, ERRAND_RING);
 		again = false;
 	} while (load_full(&client->orders) != bits);
 	return seq;
@@ -67,13 +67,11 @@ uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order o
 }
 
 /* Wait until the client has carried out order `seq`: its own RM status, or -ETIMEDOUT. */
-int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns)
+int order_wait(const struct valve_client *client, uint32_t seq, uint64_t until_ns)
 {
-	uint64_t until = now_ns() + timeout_ns;
-
 	/* Pairs with the client's release of order_done, after order_status. */
 	while (is_later(seq, load_acquire(&client->region->order_done))) {
-		if (now_ns() > until)
+		if (now_ns() > until_ns)
 			return -ETIMEDOUT;
 		sleep_ns(POLL_NS);
 	}
@@ -83,20 +81,23 @@ int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout
 
 static int begin_self(struct gpu *gpu, struct plan_step *step, bool stop)
 {
+	step->order_ns = now_ns();
 	step->order_seq = order_set(step->owner[0], gpu->index, VALVE_ORDER_STOP, stop, stop);
 	return 0;
 }
 
 static int begin_hold(struct gpu *gpu, struct plan_step *step, bool stop)
 {
+	step->order_ns = now_ns();
 	step->order_seq = order_set(step->owner[0], gpu->index, VALVE_ORDER_HOLD, stop, false);
 	return 0;
 }
 
-/* No thread waits for RUN: a client that is late to resume harms only itself. */
+/* All have their orders by now, and their time runs side by side: those that are silent take no longer than one. No thread waits
+ * for RUN: a client that is late to resume harms only itself. */
 static int finish_order(struct gpu *gpu, struct plan_step *step)
 {
-	return order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns);
+	return order_wait(step->owner[0], step->order_seq, step->order_ns + gpu->gate->config.order_ns);
 }
 
 const struct reach_ops reach_self = {"channel-self", begin_self, NULL, finish_order};

@@ -6,12 +6,14 @@
  * Partial failure. What the driver has done with the rest of a list when it refuses one pair is not documented, and
  * may differ between firmware versions. So nothing is assumed: disable and enable are idempotent, a refused list is
  * issued again in halves until the pairs that are refused alone are found, and those that are merely stale (freed
- * between arm and gate) are dropped from the plan. A refusal that is not staleness ends the search at once, because
- * it concerns every pair alike. One stale channel among 64 of one client costs 13 calls, once. If all pairs of a list
- * look stale, the caller itself may be what is gone, and nothing is dropped before that is ruled out (own.c).
+ * between arm and gate) are dropped from the plan, and no later plan names them. A refusal that is not staleness ends the
+ * search at once, because it concerns every pair alike. One stale channel among 64 costs 13 calls, once, whether they are of one
+ * client or of 64. What looks stale may be so because the caller itself is gone, and nothing is dropped before that is ruled out
+ * (own.c).
  *
  * A client decides how many pairs of its own are refused. So a stop searches no list before all lists were issued, and
- * what was refused was issued again client by client: no client keeps channels of another one on.
+ * what was refused was issued again in parts, until no client keeps channels of another one on. One that frees channels
+ * without a word again and again gets lists of its own (valve_entry.apart).
  */
 #include "internal.h"
 
@@ -75,21 +77,16 @@ static uint64_t pairs(uint32_t from, uint32_t count)
 	return count ? UINT64_MAX >> (64 - count) << from : 0;
 }
 
-/* What came of a list. Precondition: it was issued, and searched where it was refused. */
-static int conclude(struct gpu *gpu, struct plan_step *step, const lists *params, int rc, uint64_t stale)
+/* What came of a list. Precondition: it was issued, and searched where it was refused. -ECANCELED: what is stale is not known. */
+static int conclude(struct gpu *gpu, struct plan_step *step, int rc, uint64_t stale)
 {
-	uint32_t count = params->numChannels;
+	uint64_t gone = rc == -ECANCELED ? 0 : own_confirms(gpu, step, stale);
 
-	if (rc == -ECANCELED)
-		return rc; /* what is stale is not known: the caller itself may be what is gone */
-	if (rc == 0 && count && stale == pairs(0, count) &&
-	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
-		return NV_ERR_INVALID_STATE; /* of the caller's: no channel is said to be gone */
-	for (uint32_t at = count; at-- > 0;) {
-		if (stale & 1ull << at)
-			plan_drop(step, at);
+	for (uint32_t at = step->off.numChannels; at-- > 0;) {
+		if (gone & 1ull << at)
+			plan_lose(gpu, step, at);
 	}
-	return rc;
+	return rc || gone == stale ? rc : NV_ERR_INVALID_STATE; /* the caller itself is what is gone */
 }
 
 /* ---- enable ---- */
@@ -111,17 +108,17 @@ static int attempt(struct gpu *gpu, const struct plan_step *step, lists *params,
 static int enable(struct gpu *gpu, struct plan_step *step)
 {
 	lists *params = &step->on;
-	uint64_t stale, all = pairs(0, params->numChannels);
+	uint64_t stale;
 	int rc;
 
-	if (!all)
+	if (!params->numChannels)
 		return 0;
 	rc = attempt(gpu, step, params, &stale);
-	if (rc == 0 && stale == all && is_cut(gpu, params))
+	if (rc == 0 && stale && is_cut(gpu, params))
 		rc = -ECANCELED;
-	if (rc == 0 && stale == all && step->ops == &reach_own && own_revived(gpu))
+	if (rc == 0 && stale && step->ops == &reach_own && own_revived(gpu))
 		rc = attempt(gpu, step, params, &stale);
-	return conclude(gpu, step, params, rc, stale);
+	return conclude(gpu, step, rc, stale);
 }
 
 /* ---- stop ---- */
@@ -147,14 +144,36 @@ static uint32_t same_client(const struct plan_step *step, uint32_t from)
 	return to - from;
 }
 
-/* Clients whose pairs alone are not refused have nothing to do with it. */
+/* How many pairs are the first half of these, in whole clients; all of them are one client's. */
+static uint32_t first_half(const struct plan_step *step, uint32_t from, uint32_t count)
+{
+	uint32_t half = same_client(step, from), next = half;
+
+	while (next < count && next <= count / 2) {
+		half = next;
+		next += same_client(step, from + next);
+	}
+	return half;
+}
+
+/* Precondition: [from, from + count) was refused as a whole. Clients whose pairs alone are not refused have nothing to do
+ * with it: they are found in halves, since as a rule one is to blame. */
+static void issue_halves(struct gpu *gpu, struct plan_step *step, uint32_t from, uint32_t count)
+{
+	uint32_t half = first_half(step, from, count), sizes[2] = {half, count - half};
+
+	for (int side = 0; side < 2 && half < count; from += sizes[side++]) {
+		if (issue_part(gpu, step, &step->off, from, sizes[side]))
+			issue_halves(gpu, step, from, sizes[side]);
+		else
+			step->refused &= ~pairs(from, sizes[side]);
+	}
+}
+
 static void issue_apart(struct gpu *gpu, struct plan_step *step)
 {
-	for (uint32_t from = 0, count; step->refused && from < step->off.numChannels; from += count) {
-		count = same_client(step, from);
-		if (count < step->off.numChannels && !issue_part(gpu, step, &step->off, from, count))
-			step->refused &= ~pairs(from, count);
-	}
+	if (step->refused)
+		issue_halves(gpu, step, 0, step->off.numChannels);
 }
 
 /* What is refused of the others. */
@@ -190,15 +209,14 @@ static int finish(struct gpu *gpu, struct plan_step *step)
 	if (!step->refused)
 		return 0;
 	rc = search_apart(gpu, step, &stale);
-	if (rc == 0 && stale == pairs(0, step->off.numChannels) && step->ops == &reach_own &&
-	    own_revived(gpu)) {
+	if (rc == 0 && stale && step->ops == &reach_own && own_revived(gpu)) {
 		int single = issue_whole(gpu, step);
 
 		issue_apart(gpu, step);
 		rc = search_apart(gpu, step, &stale);
 		rc = single ? single : rc;
 	}
-	return conclude(gpu, step, &step->off, rc, stale);
+	return conclude(gpu, step, rc, stale);
 }
 
 const struct reach_ops reach_own = {"channel-own", begin, issue_apart, finish};

@@ -31,7 +31,7 @@ static void tell(struct valve_client *client, uint32_t gpu, uint64_t until_ns)
 		remember(client, until_ns);
 	store_full(word, until_ns); /* pairs with the claim: region.h */
 	if (until_ns)
-		bell_ring(client->ringer, client->order); /* its session sleeps for longer than a grant */
+		errand_do(client, ERRAND_RING); /* its session sleeps for longer than a grant */
 }
 
 void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns)

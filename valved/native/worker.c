@@ -13,6 +13,7 @@
 
 #define NICE     (-20)
 #define SLICE_NS 100000u /* the shortest that Linux takes */
+#define JOIN_S   2       /* how long close waits for a thread that hangs in the driver */
 
 /* struct sched_attr: its name and header depend on the libc */
 struct policy {
@@ -31,7 +32,7 @@ struct policy {
  *
  * A thread that wakes beside others waits for the end of the slice of the one that runs there (some 3 ms), however nice it is.
  * Unless its own slice is shorter: then Linux, from 6.12 on, lets it run at once. */
-static void hurry(const struct valve_config *config)
+void hurry(const struct valve_config *config)
 {
 	struct sched_param param = {.sched_priority = (int)config->fifo_priority};
 	struct policy normal = {.size = sizeof normal, .runtime = SLICE_NS};
@@ -72,6 +73,15 @@ int thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
 	if (rc)
 		*thread = 0;
 	return -rc;
+}
+
+bool thread_join(pthread_t thread)
+{
+	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += JOIN_S;
+	return pthread_timedjoin_np(thread, NULL, &until) == 0;
 }
 
 int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu)

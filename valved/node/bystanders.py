@@ -7,23 +7,19 @@ without the shim is found the same way, and is stopped by a signal. On a Kuberne
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valved.clients.identity import identify
 from valved.gate.wake import GateService
-from valved.machine.cards import CardReader, CardUse
-from valved.machine.clock import beat_of
 from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, Books, ProcessClaim
 
-LOOK_S = 1.0  # while there is offline work to stop
-REST_S = 5.0  # before that: nobody is hurt yet, and NVML takes locks of the driver
+REST_BEATS = 5  # while there is no offline work to stop: nobody is hurt yet, and NVML takes locks of the driver
 LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart of valved its shim comes back by itself
 UNHEARD = "uses the GPU without Valve (start it with valve run --online -- CMD)"
 NOT_CONNECTED = "uses the GPU, was started with Valve and is not connected to valved"
@@ -39,7 +35,6 @@ class Bystanders:
     _gpus: Sequence[GpuInfo]
     _freeze: Freeze
     _expected: Callable[[], set[ProcessId]]  # owners of channels that a predecessor left: they come back, or are let go
-    _seen: Callable[[Mapping[bytes, CardUse]], None] = lambda cards: None  # who needs the same figures
 
     def __post_init__(self) -> None:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
@@ -51,25 +46,15 @@ class Bystanders:
         """Why the guard closes this GPU; nothing where it does not."""
         return "; ".join(self._users.get(gpu, ()))
 
-    async def run(self) -> None:
-        """For as long as valved lives. In a thread: NVML may take milliseconds."""
-        reader, loop = CardReader(), asyncio.get_running_loop()
-        try:
-            while True:
-                cards = await loop.run_in_executor(None, reader.look)
-                self.look({uuid: card.by_pid for uuid, card in cards.items()})
-                self._seen(cards)
-                has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
-                has_offline |= any(self._books.with_role(Role.OFFLINE))
-                await beat_of(LOOK_S if has_offline else REST_S)
-        finally:
-            reader.close()
+    def needs_cards(self, beat: int) -> bool:
+        has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
+        return beat % REST_BEATS == 0 or has_offline or any(self._books.with_role(Role.OFFLINE))
 
     def look(self, cards: Mapping[bytes, Mapping[int, int]]) -> None:
         """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""
         if (asked := (self._books.revision, cards)) == self._found_none:
             return
-        self._found_none = asked
+        self._found_none, has_found = None, False
         # A hook alone stops and hears nothing.
         shims = (client for client in self._books.clients.values() if client.role is not Role.HOOK)
         watched = {client.process.pid for client in shims}  # a number is its process's until its client has left
@@ -82,7 +67,7 @@ class Bystanders:
             for pid in cards[gpu.uuid]:
                 if pid in watched:
                     continue
-                self._found_none = None
+                has_found = True
                 try:
                     started = self._processes.start_time(pid)
                 except PermissionError:  # it is there: one of ours that hides itself by now, or a stranger
@@ -100,11 +85,11 @@ class Bystanders:
                 else:
                     users.append(f"{name} {UNHEARD if claim is None else NOT_CONNECTED}")
             self._set(gpu.index, tuple(users))
-        if any(self._users.values()):  # on a card that does not answer
-            self._found_none = None
         self._stop(ungated)
         self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
         self.has_looked |= all(gpu.uuid in cards for gpu in self._gpus)
+        if not has_found and not any(self._users.values()):  # also on a card that does not answer
+            self._found_none = asked  # last: what failed before is done anew
 
     def _set(self, gpu: GpuIndex, users: tuple[str, ...]) -> None:
         if users == self._users.get(gpu, ()):

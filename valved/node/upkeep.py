@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
-from valved.machine.cards import CardReader
+from valved.machine.cards import CardReader, CardUse
 from valved.machine.clock import Clock, Ticker, beat_of
 from valved.machine.ports import GatePort
 from valved.node.brake import Brake
+from valved.node.bystanders import Bystanders
 from valved.node.handover import Handover
 from valved.state.saved import RunFolder
 
@@ -147,16 +148,24 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def read_cards(memory: KvService, *, is_alone: bool) -> None:
-    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds. `is_alone`: nobody
-    else (node/bystanders.py) passes on what the cards say."""
-    reader = CardReader()
+async def read_cards(
+    memory: KvService | None, guard: Bystanders | None, look: Callable[[], Mapping[bytes, CardUse]]
+) -> None:
+    """What the cards say, once for all who need it, while one does. In a thread: NVML may take milliseconds."""
     beats = 0
-    try:
-        while True:
-            if memory.is_in_use or (is_alone and memory.needs_cards(beats)):
-                memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
-            beats += 1
-            await beat_of(CARDS_S)
-    finally:
-        reader.close()
+    while True:
+        is_due = memory is not None and (memory.is_in_use or memory.needs_cards(beats))
+        if is_due or (guard is not None and guard.needs_cards(beats)):
+            cards = await asyncio.get_running_loop().run_in_executor(None, look)
+            with contextlib.ExitStack() as parts:  # from the last to the first: neither goes without because one fails
+                if memory is not None:
+                    parts.callback(memory.see_cards, cards)
+                if guard is not None:
+                    parts.callback(guard.look, {uuid: card.by_pid for uuid, card in cards.items()})
+        beats += 1
+        await beat_of(CARDS_S)
+
+
+async def keep_reading(memory: KvService | None, guard: Bystanders | None) -> None:
+    with contextlib.closing(CardReader()) as reader:
+        await read_cards(memory, guard, reader.look)

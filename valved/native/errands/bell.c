@@ -45,8 +45,8 @@ static void reap(const struct ringer *ringer)
 		;
 }
 
-/* Any thread. Without a context, or if all fails, the word in the control page stands and the process is not rung: the
- * order runs into its deadline. */
+/* Without a context, or if all fails, the word in the control page stands and the process is not rung: the order runs
+ * into its deadline. */
 void bell_ring(const struct ringer *ringer, int eventfd)
 {
 	struct iocb look = {
