@@ -121,7 +121,7 @@ def test_a_gate_waits_for_the_mapping_that_came_before_it(emulator: Emulator) ->
         emulator.set(map_us=500_000, map_locked_us=500_000)
 
         mapped = mapping.process.start("ioctl", fd=mapping.uvm, request=33, arg=arg.hex())
-        emulator.wait(lambda state: state.raw["api_lock"]["writer"], "the mapping holds the lock")
+        emulator.wait(lambda state: state.raw["api_lock"]["writer"] or mapped.done(), "the mapping holds the lock")
         gate = gating.start_gate(gating.pairs, on=False)
         wait([mapped, gate], timeout=200)
         page = emulator.process(mapping.process.pid)

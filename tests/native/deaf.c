@@ -4,15 +4,12 @@
  * by the linker (test_gate_watch.py).
  */
 #include "fake_rm.h"
-#include "internal.h"
+#include "peers.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
 
-enum { PATIENCE_MS = 5000, BEATS = 3 };
+enum { PATIENCE_MS = 60000, BEATS = 3 };
 
 struct ringer_client {
 	struct valve_client *client;
@@ -30,7 +27,8 @@ int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event)
 {
 	int rc;
 
-	if (op != EPOLL_CTL_MOD || event->events || load_acquire(&ends)) /* a goodbye mutes, too */
+	if (op != EPOLL_CTL_MOD || event->events || load_acquire(&ends) || /* a goodbye mutes, too */
+	    load_acquire(&mutings)) /* a second one may fall into its end, which stops its heartbeat */
 		return __real_epoll_ctl(epoll, op, fd, event);
 	for (uint32_t i = 0; i < BEATS; i++) {
 		uint64_t before = load_acquire(&idle.client->control->heartbeat_ns);
@@ -43,38 +41,11 @@ int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event)
 	return rc;
 }
 
-static int memory(size_t bytes)
-{
-	int fd = memfd_create("deaf", MFD_CLOEXEC);
-
-	if (fd < 0 || ftruncate(fd, (off_t)bytes) < 0)
-		abort();
-	return fd;
-}
-
-static struct valve_client *connect(struct valve_gate *gate, uint32_t role, int32_t service, int doorbell)
-{
-	static uint64_t id;
-	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
-	struct valve_client *client = valve_client_new(gate, ++id, role, service, 0, control, region,
-	                                               doorbell, eventfd(0, EFD_CLOEXEC));
-
-	if (!client || mprotect(client->region, VALVE_REGION_BYTES, PROT_READ | PROT_WRITE) < 0)
-		abort();
-	store_relaxed(&client->region->slot_offset, VALVE_SLOT_OFFSET);
-	store_relaxed(&client->region->slot_count, 2);
-	store_release(&client->region->magic, VALVE_REGION_MAGIC);
-	close(control);
-	close(region);
-	return client;
-}
-
 static void begin(struct valve_gate *gate, struct ringer_client *it, uint32_t gpus)
 {
 	it->service = valve_service_new(gate, gpus + 1);
 	valve_service_gpus(gate, it->service, gpus);
-	it->doorbell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	it->client = connect(gate, VALVE_ROLE_ONLINE, it->service, it->doorbell);
+	it->client = peer_new(gate, gpus + 1, VALVE_ROLE_ONLINE, it->service, &it->doorbell);
 }
 
 static void end(struct valve_gate *gate, struct ringer_client *it)
@@ -83,17 +54,9 @@ static void end(struct valve_gate *gate, struct ringer_client *it)
 	valve_service_free(gate, it->service);
 }
 
-static void ring(const struct ringer_client *it)
-{
-	uint64_t one = 1;
-
-	if (write(it->doorbell, &one, sizeof one) < 0)
-		abort();
-}
-
 static void wake(struct valve_gate *gate, const struct ringer_client *it)
 {
-	if (valve_wake(gate, it->service) != VALVE_WOKEN || valve_gate_settle(gate, 10000000000ull))
+	if (valve_wake(gate, it->service) != VALVE_WOKEN || valve_gate_settle(gate, PATIENCE_MS * 1000000ull))
 		abort();
 }
 
@@ -105,27 +68,27 @@ int main(void)
 	struct valve_entry channel = {.reach = VALVE_REACH_OWN, .h_channel = 0x5C000000};
 	uint32_t h_subdevice;
 	bool heard = false;
-	int file;
+	int file, doorbell;
 
 	fake_reset();
 	gate = valve_gate_open(&config, fake_machine());
 	begin(gate, &idle, 0);
 	begin(gate, &other, 1);
-	channel.client = offline = connect(gate, VALVE_ROLE_OFFLINE, -1, eventfd(0, EFD_CLOEXEC));
+	channel.client = offline = peer_new(gate, 3, VALVE_ROLE_OFFLINE, -1, &doorbell);
 	channel.h_client = fake_client(&file, &h_subdevice, 0);
 	fake_channel(channel.h_client, channel.h_channel, 0);
 	valve_arm(gate, 0, &channel, 1, &channel, 1, NULL, 0, NULL);
 	wake(gate, &other);
 	store_relaxed(&fake_rules.hang, 1);
-	ring(&other);
+	peer_ring(other.doorbell);
 	while (!__atomic_load_n(&fake_counts.hanging, __ATOMIC_RELAXED))
 		sleep_ns(100000);
 	while (!load_acquire(&mutings))
-		ring(&idle); /* its service holds: each is for nothing */
-	if (valve_wake(gate, idle.service) != VALVE_WOKEN)
-		abort();
+		peer_ring(idle.doorbell);                     /* its service holds: each is for nothing */
+	while (valve_wake(gate, idle.service) != VALVE_WOKEN) /* a ring from before may be heard just now */
+		sleep_ns(100000);
 	for (uint32_t i = 0; i < PATIENCE_MS && !heard; i++) {
-		ring(&idle);
+		peer_ring(idle.doorbell);
 		sleep_ns(1000000);
 		heard = load_full(&idle.client->control->gate_epoch) % 2 == 0;
 	}

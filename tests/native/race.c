@@ -11,15 +11,12 @@
  *     race SEED ROUNDS [HANGS]
  */
 #include "fake_rm.h"
-#include "internal.h"
+#include "peers.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
 
-enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70 };
+enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70, PATIENCE_MS = 60000 };
 
 struct online {
 	struct valve_client *client;
@@ -37,35 +34,6 @@ static uint32_t next(uint32_t *seed)
 	*seed ^= *seed >> 17;
 	*seed ^= *seed << 5;
 	return *seed;
-}
-
-static int memory(size_t bytes)
-{
-	int fd = memfd_create("race", MFD_CLOEXEC);
-
-	if (fd < 0 || ftruncate(fd, (off_t)bytes) < 0)
-		abort();
-	return fd;
-}
-
-/* The gate maps regions read-only; this client needs the same address writable. */
-static struct valve_client *connect(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
-                                    int *doorbell)
-{
-	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
-	struct valve_client *client;
-
-	*doorbell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-	client = valve_client_new(gate, id, role, service, 0, control, region, *doorbell,
-	                          eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-	if (!client || mprotect(client->region, VALVE_REGION_BYTES, PROT_READ | PROT_WRITE) < 0)
-		abort();
-	store_relaxed(&client->region->slot_offset, VALVE_SLOT_OFFSET);
-	store_relaxed(&client->region->slot_count, 2);
-	store_release(&client->region->magic, VALVE_REGION_MAGIC);
-	close(control);
-	close(region);
-	return client;
 }
 
 static uint64_t *counter(const struct online *online)
@@ -92,7 +60,6 @@ static void must_be_held(const struct online *online)
 static void launch(struct online *online)
 {
 	struct valve_region *region = online->client->region;
-	uint64_t one = 1;
 	uint32_t word;
 
 	store_full(counter(online), ++online->submitted);
@@ -104,8 +71,7 @@ static void launch(struct online *online)
 	store_relaxed(&region->rung_epoch, word);
 	store_relaxed(&region->launch_ns, now_ns());
 	online->rings++;
-	if (write(online->doorbell, &one, sizeof one) < 0)
-		abort();
+	peer_ring(online->doorbell);
 }
 
 static void *online_main(void *argument)
@@ -126,15 +92,13 @@ static void *hook_main(void *argument)
 {
 	struct online *hook = argument;
 	struct valve_region *region = hook->client->region;
-	uint64_t one = 1;
 
 	while (!load_acquire(&hook->quit)) {
 		uint32_t dice = next(&hook->seed);
 
 		store_relaxed(&region->grant_until_ns, dice % 4 ? now_ns() + dice % 4000000 : 0);
 		store_release(&region->grant_seq, load_relaxed(&region->grant_seq) + 1);
-		if (write(hook->doorbell, &one, sizeof one) < 0)
-			abort();
+		peer_ring(hook->doorbell);
 		sleep_ns(next(&hook->seed) % 300000);
 	}
 	return NULL;
@@ -145,7 +109,7 @@ static void begin_hook(struct valve_gate *gate, struct online *hook, int32_t ser
 	valve_gate_grantable(gate, 3);
 	valve_service_consent(gate, service, 2000000, 0);
 	hook->seed = seed;
-	hook->client = connect(gate, 300, VALVE_ROLE_HOOK, service, &hook->doorbell);
+	hook->client = peer_new(gate, 300, VALVE_ROLE_HOOK, service, &hook->doorbell);
 	if (pthread_create(&hook->thread, NULL, hook_main, hook) != 0)
 		abort();
 }
@@ -192,7 +156,7 @@ static void begin_obeying(struct valve_gate *gate, uint32_t seed)
 	int doorbell;
 
 	obeying.seed = seed;
-	obeying.client = connect(gate, 400, VALVE_ROLE_OFFLINE, -1, &doorbell);
+	obeying.client = peer_new(gate, 400, VALVE_ROLE_OFFLINE, -1, &doorbell);
 	obeying.channel = (struct valve_entry){.client = obeying.client,
 	                                       .reach = VALVE_REACH_HOLD,
 	                                       .h_client = 0xC1EE0000,
@@ -223,7 +187,7 @@ struct offline {
 
 static void begin_offline(struct valve_gate *gate, struct offline *offline, uint64_t id, uint32_t gpu)
 {
-	offline->client = connect(gate, id, VALVE_ROLE_OFFLINE, -1, &offline->doorbell);
+	offline->client = peer_new(gate, id, VALVE_ROLE_OFFLINE, -1, &offline->doorbell);
 	offline->h_client = fake_client(&offline->fd, &offline->h_subdevice, gpu);
 	offline->passed = -1;
 }
@@ -342,7 +306,7 @@ static void stop_late_and_less(struct valve_gate *gate, const int32_t *service, 
 	while (load_relaxed(&gate->gpu[0].flight) % 4 != FLIGHT_HELD)
 		sleep_ns(100000);
 	hang(0, 0);
-	valve_gate_settle(gate, 10000000000ull);
+	valve_gate_settle(gate, PATIENCE_MS * 1000000ull);
 	change_channels(gate, offline, 0, 0);
 	fake_channel(offline->h_client, 0x5C000001, 0);
 	valve_hold(gate, service[1]);
@@ -352,7 +316,7 @@ static void stop_late_and_less(struct valve_gate *gate, const int32_t *service, 
 static bool is_heard(struct online *online)
 {
 	launch(online);
-	for (uint32_t i = 0; i < 10000; i++) {
+	for (uint32_t i = 0; i < PATIENCE_MS; i++) {
 		if (load_full(&online->client->control->gate_epoch) % 2 == 0)
 			return true;
 		sleep_ns(1000000);
@@ -406,16 +370,16 @@ static bool meddle(struct valve_gate *gate, const int32_t *service, struct offli
 		lose_one(gate, &offline[dice % OFFLINE], dice % OFFLINE, next(seed));
 	valve_gate_alive(gate);
 	if (dice % 17 == 0)
-		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
+		valve_client_free(gate, peer_new(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
 	return woken;
 }
 
 /* What is late is tried again every 256 ms. */
 static bool is_all_on(struct valve_gate *gate)
 {
-	for (uint32_t i = 0; i < 10000 && fake_off_count(); i++)
+	for (uint32_t i = 0; i < PATIENCE_MS && fake_off_count(); i++)
 		sleep_ns(1000000);
-	if (valve_gate_settle(gate, 10000000000ull) == 0 && fake_off_count() == 0)
+	if (valve_gate_settle(gate, PATIENCE_MS * 1000000ull) == 0 && fake_off_count() == 0)
 		return true;
 	fprintf(stderr, "channels left off: %u\n", fake_off_count());
 	return false;
@@ -425,8 +389,8 @@ int main(int argc, char **argv)
 {
 	struct valve_config config = {
 	        .lease_ns = 5000000,
-	        .hang_ns = argc > 3 ? 1000000 : 2000000000,
-	        .order_ns = argc > 3 ? 1000000 : 20000000000,
+	        .hang_ns = argc > 3 ? 1000000 : 60000000000,
+	        .order_ns = argc > 3 ? 1000000 : 60000000000,
 	};
 	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
 	         rounds = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
@@ -458,7 +422,7 @@ int main(int argc, char **argv)
 		online[i].gpus = i % 2 ? 2 : 0; /* the other service's GPUs change */
 		online[i].seed = seed + 7 * i + 1;
 		online[i].client =
-		        connect(gate, 200 + i, VALVE_ROLE_ONLINE, service[i % 2], &online[i].doorbell);
+		        peer_new(gate, 200 + i, VALVE_ROLE_ONLINE, service[i % 2], &online[i].doorbell);
 		if (pthread_create(&online[i].thread, NULL, online_main, &online[i]) != 0)
 			abort();
 	}

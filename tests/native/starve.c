@@ -160,7 +160,7 @@ static void live(void)
 		valve_client_free(gate, client);
 	valve_service_free(gate, service);
 	open_door();
-	valve_gate_settle(gate, 10000000000ull);
+	valve_gate_settle(gate, 60000000000ull);
 	if (valve_gate_close(gate))
 		exit(1);
 }

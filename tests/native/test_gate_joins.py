@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import time
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from gates import Rig
+import pytest
+from gates import Rig, compile_c
+from instructions import instructions_of
 from native_world import NativeWorld
 
 from valved.abi.link import Channel, LinkType, RmClient
 from valved.model.ids import ClientId, GpuIndex
-
-
-def steps(call: Callable[[], object]) -> int:
-    """Python instructions that it takes: what load does not change."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 class Joining:
@@ -56,7 +38,7 @@ class Joining:
         for _ in range(processes - 1):
             self.process(channels)
         client, like, _ = self.process(channels)
-        return steps(lambda: self.more(client, like, channels, channels + 1))
+        return instructions_of(lambda: self.more(client, like, channels, channels + 1))
 
 
 def test_a_channel_that_comes_never_costs_more_where_many_are(rig: Rig, tmp_path: Path) -> None:
@@ -70,23 +52,27 @@ def test_a_channel_that_comes_never_costs_more_where_many_are(rig: Rig, tmp_path
     native.close()
 
 
-def arming_s(rig: Rig, gpu: int) -> float:
-    """CPU time of all threads, while the plan of a GPU is replaced; the least of many."""
-    spent = []
-    for _ in range(40):
-        began_s = time.process_time()
-        assert rig.gate.channels._arm(GpuIndex(gpu)) == 0
-        spent.append(time.process_time() - began_s)
-    return min(spent)
+@pytest.fixture(scope="module")
+def work(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], int]:
+    """Basic blocks that the gate's threads run to replace the plan of so many processes of so many channels."""
+    program = tmp_path_factory.mktemp("work") / "work"
+    native = sorted((repository / "valved/native").rglob("*.c"))
+    ours = [repository / "tests/native" / name for name in ("work.c", "fake_rm.c")]
+    compile_c(program, native + ours, "-O1", "-fsanitize-coverage=trace-pc")
+
+    def run(processes: int, channels: int) -> int:
+        environment = {**os.environ, "LD_PRELOAD": ""}
+        command = [program, str(processes), str(channels)]
+        return int(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
+
+    return run
 
 
-def test_a_plan_of_many_processes_never_costs_its_issuer_more_than_one_of_one_process(rig: Rig) -> None:
+def test_a_plan_of_many_processes_never_costs_its_issuer_more_than_one_of_one_process(
+    work: Callable[[int, int], int],
+) -> None:
     """An edge waits for a plan that comes meanwhile."""
-    rig.offline(gpu=0).add(1024)
-    for _ in range(128):
-        rig.offline(gpu=1).add(8)
-
-    assert arming_s(rig, 1) < 3 * arming_s(rig, 0)
+    assert work(128, 8) < 1.5 * work(1, 1024)
 
 
 def test_a_report_of_the_ways_never_costs_more_where_many_channels_are(rig: Rig, tmp_path: Path) -> None:
@@ -94,9 +80,9 @@ def test_a_report_of_the_ways_never_costs_more_where_many_channels_are(rig: Rig,
     native = NativeWorld(tmp_path, rig)
     joining = Joining(native)
     joining.process(4)
-    few = steps(lambda: rig.gate.channels.reach(GpuIndex(0)))
+    few = instructions_of(lambda: rig.gate.channels.reach(GpuIndex(0)))
     joining.cost(10, 24)
-    many = steps(lambda: rig.gate.channels.reach(GpuIndex(0)))
+    many = instructions_of(lambda: rig.gate.channels.reach(GpuIndex(0)))
 
     assert many <= few
     native.close()

@@ -311,8 +311,8 @@ def test_offline_work_that_stopped_itself_as_its_end_moved_on_runs_again(scene: 
 
 
 def test_a_claim_that_is_never_done_never_keeps_a_gpu_from_being_stopped(driver: FakeDriver) -> None:
-    """The end moves on under it, and the issuer waits for its stop while channels run."""
-    most_ns, settings = 200 * MS, replace(SETTINGS, order_ns=20_000 * MS)
+    """The end moves on under it, and the issuer waits for its stop while channels run: longer than this test would."""
+    most_ns, settings = 200 * MS, replace(SETTINGS, order_ns=FAR)
     with gate_rig(driver, settings) as rig:
         scene = sliced(rig)
         scene.grants.consent(SERVICE, most_ns, 0)
@@ -325,11 +325,12 @@ def test_a_claim_that_is_never_done_never_keeps_a_gpu_from_being_stopped(driver:
             return scene.until()[0] > claim
 
         wait_until(moves_on, "the end has moved on")
-        begun_ns = time.monotonic_ns()
         rig.gate.put_service(ServiceId(1), GPU)
 
-        scene.wait_off()
-        assert time.monotonic_ns() - begun_ns < settings.order_ns // 2
+        try:
+            scene.wait_off()
+        finally:
+            scene.work[0].region["until_done"] = claim  # the gate enables it as it closes
 
 
 def test_two_gpus_are_shared_together_or_not_at_all(rig: Rig) -> None:

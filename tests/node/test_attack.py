@@ -9,10 +9,8 @@ import contextlib
 import os
 import random
 import socket
-import statistics
 import struct
 import threading
-import time
 
 from node_rig import Online, service
 from stranger import Stranger
@@ -100,17 +98,10 @@ class Attacker(threading.Thread):
         return []
 
 
-def greet_ms(node):
-    began = time.monotonic()
-    Stranger(node).sock.close()
-    return (time.monotonic() - began) * 1e3
-
-
 def test_whatever_is_said_on_the_link_an_online_service_is_served(node):
     online = Online(node, "chat")
     online.wait_ready()
     online.launch(us=100)
-    alone = [greet_ms(node) for _ in range(15)]
     state = node.emulator.state()
     known = sorted({word for c in state.channels for word in (c.h_client, c.h_channel, c.cid, c.tsg)})
     ending = threading.Event()
@@ -118,27 +109,21 @@ def test_whatever_is_said_on_the_link_an_online_service_is_served(node):
     for attacker in attackers:
         attacker.start()
 
-    beside = []
     for _ in range(ROUNDS):
         before, launched, done = online.launch(us=2_000)
         assert before < launched < done, f"ATTACK_SEED={SEED}"
         assert not node.emulator.state().disabled, f"ATTACK_SEED={SEED}"
-        beside += [greet_ms(node) for _ in range(3)]
+        Stranger(node).sock.close()  # is welcomed beside them
     node.wait_for(lambda: all(attacker.said > 20 * ROUNDS for attacker in attackers), "the attack was one")
     ending.set()
     for attacker in attackers:
         attacker.join()
 
     said, out = sum(a.said for a in attackers), sum(a.thrown_out for a in attackers)
-    slow = statistics.median(beside) / statistics.median(alone)
-    print(
-        f"seed {SEED}: {said} messages, thrown out {out} times; HELLO p50 {statistics.median(alone):.2f} ms alone, "
-        f"{statistics.median(beside):.2f} ms beside them ({slow:.1f} times), worst {max(beside):.1f} ms"
-    )
+    print(f"seed {SEED}: {said} messages, thrown out {out} times")
     assert node.valved.poll() is None, f"ATTACK_SEED={SEED}"
     assert "Traceback" not in (node.folder / "valved.log").read_text(errors="replace"), f"ATTACK_SEED={SEED}"
     node.wait_for(lambda: len(node.status().clients) == 1, "the strangers are forgotten")
     assert service(node, "chat") is not None
     assert [gpu.channels for gpu in node.status().gpus] == [0]
     online.launch(us=100)
-    assert slow < 200, f"ATTACK_SEED={SEED}"

@@ -33,6 +33,7 @@ from valved.kube.follower import Follower
 from valved.machine.cards import CardUse
 from valved.metrics import render
 from valved.model.ids import Mode, Role
+from valved.policy.report_rate import RateSettings
 
 # Slots
 
@@ -524,6 +525,7 @@ def test_a_pause_that_a_restart_found_is_lifted_only_when_everybody_was_heard(tm
 async def test_a_paused_node_says_so_whatever_its_bucket_holds(tmp_path):
     async with kube_node(tmp_path) as node:
         await until(lambda: node.api.reports and node.api.reports[-1]["phase"] == "Harvesting", 60)
+        node.room.reports._settings = RateSettings(period_ns=3600 * 10**9)
         node.room.reports.rate = replace(node.room.reports.rate, tokens=0.0)
         node.room.api.brake.sink.put(fleet_pause())
         await until(lambda: node.api.reports[-1]["phase"] == "Paused", 60)

@@ -61,7 +61,8 @@ def test_a_valved_that_dies_in_granted_time_leaves_nothing_running_after_it(worl
 
     world.daemons[0].close()
 
-    until(lambda: world.gate_calls() == [call(process, "disable", FIRST)], "it stopped itself")
+    stop = call(process, "disable", FIRST)  # twice where the machine let the time end before valved
+    until(lambda: set(world.gate_calls()) == {stop}, "it stopped itself")
     heir = world.daemon(OFFLINE).client()
     heir.expect(CHANNEL_ADD, h_channel=FIRST)
     assert world.gate_calls()[-1] == call(process, "enable", FIRST), "the next valved has it as it has any other"

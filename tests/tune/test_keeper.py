@@ -44,7 +44,7 @@ class Scene:
         self.engine = type("Restarted", (FakeEngine,), {"port": self.port, **more})()
 
     def until(self, condition, what):
-        for _ in range(2000):
+        for _ in range(6000):
             if condition():
                 return
             time.sleep(0.01)

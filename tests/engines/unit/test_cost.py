@@ -1,19 +1,18 @@
-"""What the hook adds to a step of 1,024 requests and what an event of 1,000 blocks takes: printed, held to limits.
+"""What the hook adds to a step of 1,024 requests and what an event of 1,000 blocks takes, in Python instructions.
 
-In the thread's own CPU time, the best of several rounds. The budgets are 100 us and 5 ms; a test fails only at five
-times that, because a slow or crowded machine must not decide it. What it prints is the figure to look at.
+They are the same on every machine. `valve bench hook` measures times.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from instructions import instructions_of
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_tensor import tensor
@@ -27,7 +26,6 @@ from valve_hook.vllm.engine import VllmEngine
 from valve_tools.bench.hook import measure
 
 REQUESTS, BLOCKS_EACH, BLOCK_TOKENS = 1024, 200, 16
-STEP_LIMIT_NS, EVENT_LIMIT_NS = 5 * 100_000, 5 * 5_000_000
 
 
 @pytest.fixture
@@ -72,22 +70,22 @@ def step(scheduler: ToyScheduler, names) -> tuple[SimpleNamespace, SimpleNamespa
     return output, SimpleNamespace(sampled_token_ids=[[7]] * len(names), req_id_to_index={}, pooler_output=None)
 
 
-def test_a_step_of_1024_requests_costs_little(world):
+def test_a_step_never_looks_at_each_of_its_requests(world):
     _, scheduler, names = world
     hook = scheduler._valve
     hook.before_schedule()
     took = []
     for _ in range(60):
         output, result = step(scheduler, names)
-        began = time.thread_time_ns()
-        hook.before_schedule()
-        hook.after_schedule(output)
-        hook.before_update(output, result)
-        took.append(time.thread_time_ns() - began)
-    took.sort()
-    print(f"\nhook: {took[0] / 1e3:.0f} us at best, {took[30] / 1e3:.0f} us at the median, {REQUESTS} requests")
 
-    assert took[0] < STEP_LIMIT_NS
+        def calls(output=output, result=result):
+            hook.before_schedule()
+            hook.after_schedule(output)
+            hook.before_update(output, result)
+
+        took.append(instructions_of(calls))
+
+    assert max(took) < REQUESTS
 
 
 def test_a_step_in_which_nothing_happened_never_asks_the_table_or_the_ledger(world, monkeypatch):
@@ -175,7 +173,7 @@ def test_a_look_that_failed_is_never_taken_for_a_quiet_one(world, monkeypatch):
     assert not hook.is_quiet()
 
 
-def test_sglang_finds_whom_1000_lost_pages_hit_quickly():
+def test_sglang_never_walks_the_page_table_for_whom_1000_lost_pages_hit():
     """From the page table, with two steps in flight and fifty requests whose rows have changed under them."""
     slots = tensor(range(BLOCK_TOKENS, BLOCK_TOKENS * (REQUESTS * BLOCKS_EACH + 1))).reshape(REQUESTS, -1)
     length, names = BLOCKS_EACH * BLOCK_TOKENS, [f"request-{number}" for number in range(REQUESTS)]
@@ -190,17 +188,16 @@ def test_sglang_finds_whom_1000_lost_pages_hit_quickly():
     for _ in range(6):
         for row in range(REQUESTS - 50, REQUESTS):
             ledger.keep(row)
-        began = time.thread_time_ns()
-        judgement = ledger.judge(lost, REQUESTS * BLOCKS_EACH + 1)
-        took.append(time.thread_time_ns() - began)
-    print(f"\nsglang: whom 1,000 lost pages hit: {min(took) / 1e6:.1f} ms at best, {max(took) / 1e6:.1f} ms at worst")
+        found = []
+        took.append(instructions_of(lambda: found.append(ledger.judge(lost, REQUESTS * BLOCKS_EACH + 1))))  # noqa: B023
+    (judgement,) = found
 
     assert judgement.running == dict.fromkeys(names[:5], 0)
     assert judgement.left == frozenset()
-    assert min(took) < 2 * EVENT_LIMIT_NS
+    assert max(took) < REQUESTS * BLOCKS_EACH  # pages
 
 
-def test_an_event_of_1000_blocks_is_handled_quickly(world):
+def test_an_event_of_1000_blocks_never_walks_all_the_others(world):
     """Two steps in flight; all affected requests are preempted by a stand-in, the rest is the hook's own work."""
     node, scheduler, names = world
     hook = scheduler._valve
@@ -217,15 +214,13 @@ def test_an_event_of_1000_blocks_is_handled_quickly(world):
         for _ in range(2):
             hook.after_schedule(step(scheduler, names)[0])
         node.take(list(range(1 + attempt * 1000, 1001 + attempt * 1000)))
-        began = time.thread_time_ns()
-        hook.before_schedule()
-        took.append(time.thread_time_ns() - began)
+        took.append(instructions_of(hook.before_schedule))
         while hook.ledger.in_flight:
             hook.ledger.believe(hook.ledger.in_flight[0])
-    print(f"\nevent of 1,000 blocks: {min(took) / 1e6:.1f} ms at best, {max(took) / 1e6:.1f} ms at worst")
 
     assert hook.reconciler.receipts.hit_requests > 0
-    assert min(took) < EVENT_LIMIT_NS
+    # The first takes in what the link's thread had not noted yet. A loop over all blocks takes more for each.
+    assert max(took[1:]) < 4 * REQUESTS * BLOCKS_EACH
 
 
 class PriorityQueue:
