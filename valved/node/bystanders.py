@@ -7,7 +7,6 @@ without the shim is found the same way, and is stopped by a signal. On a Kuberne
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,18 +51,18 @@ class Bystanders:
         return "; ".join(self._users.get(gpu, ()))
 
     async def run(self) -> None:
-        """For as long as valved lives. In a thread: NVML may take milliseconds."""
-        reader, loop = CardReader(), asyncio.get_running_loop()
+        """For as long as valved lives."""
+        reader = CardReader()
         try:
             while True:
-                cards = await loop.run_in_executor(None, reader.look)
+                cards = await reader.read()
                 self.look({uuid: card.by_pid for uuid, card in cards.items()})
                 self._seen(cards)
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
                 has_offline |= any(self._books.with_role(Role.OFFLINE))
                 await beat_of(LOOK_S if has_offline else REST_S)
         finally:
-            reader.close()
+            reader.leave()
 
     def look(self, cards: Mapping[bytes, Mapping[int, int]]) -> None:
         """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""

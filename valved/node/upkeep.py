@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
@@ -28,6 +29,7 @@ BEAT_NS = 500_000_000
 LATE_S = 2.0 - BEAT_NS / 1e9  # main.LOOP_NS is counted from the beat before
 TELL_S = 5.0
 AGAIN_S = 1.0  # after a failure
+WELL_S = 60.0  # one that ran so long before it failed again is told again
 SETTLE_S, SETTLE_LOOK_S = 1.0, 0.001
 EXIT_FAILED = 1
 
@@ -128,13 +130,18 @@ async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Calla
     """Run this for as long as valved lives. What fails is told and begun anew: a task that died without a word takes
     everything with it that it did.
     """
+    told = ""
     while True:
+        began_s = time.monotonic()
         try:
             await make()
             return
         except Exception as error:  # a defect, or a machine in trouble: neither ends the rest
-            log.exception("task failed", extra={"facts": {"task": name}})
-            tell(f"{name} failed and begins anew: {type(error).__name__}: {error}")
+            text = f"{name} failed and begins anew: {type(error).__name__}: {error}"
+            if text != told or time.monotonic() - began_s > WELL_S:
+                told = text
+                log.exception("task failed", extra={"facts": {"task": name}})
+                tell(text)
             await asyncio.sleep(AGAIN_S)
 
 
@@ -148,15 +155,15 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 async def read_cards(memory: KvService, *, is_alone: bool) -> None:
-    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds. `is_alone`: nobody
-    else (node/bystanders.py) passes on what the cards say."""
+    """Free memory of the cards, while memory is managed. `is_alone`: nobody else (node/bystanders.py) passes on what
+    they say."""
     reader = CardReader()
     beats = 0
     try:
         while True:
             if memory.is_in_use or (is_alone and memory.needs_cards(beats)):
-                memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
+                memory.see_cards(await reader.read())
             beats += 1
             await beat_of(CARDS_S)
     finally:
-        reader.close()
+        reader.leave()
