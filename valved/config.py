@@ -42,6 +42,8 @@ Window: TypeAlias = Annotated[float, Meta(ge=0.001, le=MONTH_S)]
 Lease: TypeAlias = Annotated[float, Meta(ge=0.01, le=HOUR_S)]
 Patience: TypeAlias = Annotated[float, Meta(ge=0.001, le=24 * HOUR_S)]
 OrNever: TypeAlias = Annotated[float, Meta(ge=0.0, le=MONTH_S)]
+Tick: TypeAlias = Annotated[float, Meta(ge=1.0, le=HOUR_S * 1000)]  # more often takes the whole loop
+Report: TypeAlias = Annotated[float, Meta(ge=1.0, le=24 * HOUR_S)]  # more often takes the API server of the cluster
 Share: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 Ratio: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 Rate: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e6)]
@@ -145,7 +147,7 @@ class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nri_socket: str = ""  # /var/run/nri/nri.sock: inject online containers as the runtime creates them; empty: off
     all_gpu_pods: bool = False  # pods with whole GPUs that say no role are online work, too
     harvest_unallocated: bool = False  # also GPUs that no pod holds: one may be given away at any moment
-    report_s: Patience = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
+    report_s: Report = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
 
 
 class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,7 +188,7 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attach_s: Patience = (
         60.0  # an offline engine that steps without a hook waits so long, then is backed whole or ended
     )
-    tick_ms: Ms = 50.0  # how often books are read when nobody rings
+    tick_ms: Tick = 50.0  # how often books are read when nobody rings
     ranges_per_client: Positive = 1024  # 128 layers, K and V apart, on 4 GPUs
     slots_per_client: Positive = 65536  # handles that the ranges of one client have room for
 
@@ -318,6 +320,8 @@ def check(config: Config) -> None:
     for name, value in effective(config).items():
         if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
             raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"{name} = {value!r}: must be printable text", field=name, next_step=MANUAL)
     _check_order(config)
     group_id(config.group)
     group_id("" if config.view_group == EVERYBODY else config.view_group)

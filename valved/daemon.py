@@ -1,7 +1,7 @@
 """Runs the daemon: start, what runs beside the loop, and the two ends. What it is made of: compose.py.
 
 Order of the start: native gate, books, what a predecessor left, link socket, API. There are two ends. `valve drain
---stop` ends the daemon when no offline process is left. SIGTERM, and SIGUSR2 (sent by `valved --replace`), hand over:
+--stop` ends the daemon when no offline process is left. SIGTERM, SIGHUP and SIGUSR2 (`valved --replace`) hand over:
 offline work on GPUs that online services use is stopped and stays so until a successor is there, so none runs unwatched
 in between; without one it stays stopped by the lease of its shims. Both write the state.
 """
@@ -122,9 +122,8 @@ async def run(
     link.start()
     servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, state.HAND_OVER):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(state.HAND_OVER, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
@@ -215,8 +214,9 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> A
     more, missing = (room.metrics, room.reports.missing) if room is not None else (None, None)
     try:
         return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
-    except OSError as error:  # nobody goes ungated for want of a page
-        daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror or error}")
+    except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
+        why = getattr(error, "strerror", None) or error
+        daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}")
         return None
 
 

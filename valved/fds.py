@@ -44,6 +44,15 @@ def read_if_there(path: Path) -> bytes | None:
         raise
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """For this user alone, whatever its umask says."""
+    with Fds() as fds:
+        fd = fds.own(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        os.fchmod(fd, 0o600)  # one that an older valved made
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+
+
 def names_in(folder: Path) -> list[str]:
     """Sorted; none where there is no folder. To a glob of Python 3.12 a folder that it cannot open is an empty one."""
     try:

@@ -6,18 +6,22 @@ counted, and so are lines that one user causes again and again. The counts stand
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import Protocol
 
 from valved.model.events import Event, EventKind
 
 MOST_LINES = 4096
+MOST_BYTES = 16 << 20  # of the file that `valve up` makes, in a folder that is in memory on most machines
 PARTING_S = 1.0  # how long the end of the process waits for a reader
 BURST, PER_SECOND = 20.0, 2.0  # lines of one kind that one user may cause
 CAUSED_BY_PEERS = frozenset({EventKind.MALFORMED, EventKind.REFUSED})
@@ -72,10 +76,50 @@ class Limiter:
         return True
 
 
+class LogSink(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
+class LogFile:
+    """Standard error, where it is a file that nobody else bounds: at `most` bytes the file becomes NAME.1, and standard
+    output and error go to a new one. One that was deleted is begun anew, too."""
+
+    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        self._path = path
+        self._most = most
+
+    def write(self, text: str) -> None:
+        found = os.fstat(2)
+        if found.st_size > self._most or not found.st_nlink:
+            self._turn()
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def _turn(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for number in (1, 2):
+            os.dup2(fd, number)
+        os.close(fd)
+
+
+def _stream(path: Path) -> LogSink:
+    """`path`: where `valve up` lets standard error go."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(2), path.stat()):
+            return LogFile(path)
+    return sys.stderr
+
+
 class Writer(logging.Handler):
     """Lines through a bounded queue to a thread that may wait for the reader."""
 
-    def __init__(self, stream: TextIO, most: int = MOST_LINES) -> None:
+    def __init__(self, stream: LogSink, most: int = MOST_LINES) -> None:
         super().__init__()
         self._stream = stream
         self._most = most
@@ -122,8 +166,8 @@ class Writer(logging.Handler):
         return "".join(line + "\n" for line in lines)
 
 
-def set_up(level: str) -> None:
-    handler = Writer(sys.stderr)
+def set_up(level: str, path: Path) -> None:
+    handler = Writer(_stream(path))
     handler.setFormatter(JsonFormatter())
     handler.addFilter(Limiter())
     root = logging.getLogger()

@@ -96,8 +96,9 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(options.config, flags)
         if options.node:
             config = msgspec.structs.replace(config, kube=msgspec.structs.replace(config.kube, node=options.node))
-        logs.set_up(config.log_level)
-        folder = state.RunFolder(Path(config.run_dir) if config.run_dir else paths.run_dir())
+        run_dir = Path(config.run_dir) if config.run_dir else paths.run_dir()
+        logs.set_up(config.log_level, run_dir / paths.LOG_FILE)
+        folder = state.RunFolder(run_dir.absolute())
         if options.wait:
             _import_early(config)
             asyncio.run(turn.wait_for_turn(folder, config.metrics_host, config.metrics_port))
@@ -109,8 +110,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
     mode_flag = Mode(options.mode) if options.mode else None
+    try:
+        folder.sign()
+    except OSError as error:  # a full disk: the lock says whose folder this is
+        log.warning(
+            "valved.pid cannot be written: --replace will not find this valved", extra={"facts": {"error": str(error)}}
+        )
     log.info("settings", extra={"facts": {**effective(config), "run_dir": str(folder.path)}})
-    folder.sign()
     gc.freeze()  # what the imports made lives for ever
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_S)

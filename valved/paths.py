@@ -1,12 +1,15 @@
 """Where valved and its clients meet, and where the preload library lies. One place decides, everyone asks it.
 
 The run folder: VALVE_RUN_DIR if set; /run/valve for root or where one exists that we may enter; else a folder of the
-user's own. The shim follows the same order in C (shim/src/link/link.c).
+user's own. The shim follows the same order in C (shim/src/link/settings.c), but never looks in /tmp.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 SYSTEM_RUN_DIR = Path("/run/valve")
@@ -23,14 +26,36 @@ LOG_FILE = "valved.log"
 
 
 def run_dir() -> Path:
-    """The run folder this process should use."""
+    """The run folder this process should use. PermissionError: its name is taken by another user."""
     asked = os.environ.get(ENV_RUN_DIR)
     if asked:
-        return Path(asked).absolute()  # the daemon and the programs that hear of it may work elsewhere
+        return Path(asked).absolute()  # valved and the command that is run may have another folder to start from
     if os.geteuid() == 0 or os.access(SYSTEM_RUN_DIR / LINK_SOCKET, os.F_OK):
         return SYSTEM_RUN_DIR
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "valve") if runtime else Path(f"/tmp/valve-{os.geteuid()}")
+    if runtime:
+        return Path(runtime, "valve")
+    _refuse_strangers(_in_tmp())
+    return _in_tmp()
+
+
+def make(folder: Path) -> None:
+    """A run folder that is there from here on, and ours."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if folder == _in_tmp():  # somebody may have been quicker
+        _refuse_strangers(folder)
+
+
+def _in_tmp() -> Path:
+    return Path(f"/tmp/valve-{os.geteuid()}")
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Everybody may make a folder in /tmp. Its owner decides what is found in it: sockets, links, code of the hook."""
+    with contextlib.suppress(FileNotFoundError):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"another user may write here; set {ENV_RUN_DIR}", str(folder))
 
 
 def preload_library() -> Path:

@@ -167,3 +167,13 @@ def test_a_running_node_is_looked_at_and_changed_from_a_shell() -> None:
     assert spent.stdout.splitlines()[1].split()[:2] == ["other", "ioctl"]
     assert (told.returncode, "has no setting unmap_waits" in told.stderr) == (1, True)
     assert (wrong.returncode, "rpc_us fast" in wrong.stderr) == (1, True)
+
+
+def test_a_node_that_runs_already_is_never_joined_without_a_word(tmp_path: Path) -> None:
+    with node(Options(gpus=1), tmp_path):
+        asked = run("--dir", str(tmp_path), "--gpus", "8", "--set", "rpc_us=1", "--", "true")
+        plain = run("--dir", str(tmp_path), "--", "true")
+
+    assert asked.returncode == 0
+    assert asked.stderr == f"the emulated node in {tmp_path} runs already and is joined: no use for --gpus, --set\n"
+    assert plain.stderr == ""

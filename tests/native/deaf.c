@@ -18,7 +18,7 @@ struct ringer_client {
 };
 
 static struct ringer_client idle, other;
-static uint32_t mutings, ends;
+static uint32_t mutings;
 
 int __real_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event);
 int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event);
@@ -27,8 +27,8 @@ int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event)
 {
 	int rc;
 
-	if (op != EPOLL_CTL_MOD || event->events || load_acquire(&ends) || /* a goodbye mutes, too */
-	    load_acquire(&mutings)) /* a second one may fall into its end, which stops its heartbeat */
+	if (op != EPOLL_CTL_MOD || event->events ||
+	    load_acquire(&mutings)) /* a second one, or a goodbye, may fall into its end, which stops its heartbeat */
 		return __real_epoll_ctl(epoll, op, fd, event);
 	for (uint32_t i = 0; i < BEATS; i++) {
 		uint64_t before = load_acquire(&idle.client->control->heartbeat_ns);
@@ -95,7 +95,6 @@ int main(void)
 	if (!heard)
 		fprintf(stderr, "nobody listens to the doorbell any more\n");
 	store_relaxed(&fake_rules.hang, 0);
-	store_release(&ends, 1);
 	end(gate, &idle);
 	end(gate, &other);
 	valve_arm(gate, 0, NULL, 0, NULL, 0, &channel, 1, NULL);

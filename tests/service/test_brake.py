@@ -233,6 +233,38 @@ def test_a_drain_that_ended_the_daemon_does_not_drain_the_next_one(world):
     assert not second.node.status().draining
 
 
+def test_a_daemon_never_ends_for_a_drain_that_was_taken_back_while_memory_moved(world):
+    turn = world.kv.turn
+    with pytest.raises(StopIteration):
+        turn.mine().send(None)
+    world.node.drain("me", stop=True)
+    assert not world.stopped
+
+    world.node.resume()
+    turn.open()
+
+    assert not world.stopped
+
+
+def test_a_drain_that_the_disk_did_not_take_is_never_on_record(world, monkeypatch):
+    def full(path, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+
+    with pytest.raises(NotNow):
+        world.node.drain("me", stop=False)
+
+    assert [event.reason for event in world.events(EventKind.POLICY)] == []
+
+
+def test_a_gpu_that_is_not_there_is_never_called_unknown_without_those_that_are(world):
+    with pytest.raises(NotFound, match="there is no GPU 9 here") as refused:
+        world.node.explain("gpu", 9)
+
+    assert refused.value.next_step == "there are: gpu0, gpu1"
+
+
 def test_a_policy_change_is_on_record_with_who(world):
     world.node.set_policy(Mode.OBSERVE, {}, 0)
 

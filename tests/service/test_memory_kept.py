@@ -260,3 +260,15 @@ def test_a_job_with_an_older_shim_is_never_passed_over_in_silence(world):
 
     assert ["older" in note for note in notes[old]] == [True]
     assert not notes[new]
+
+
+def test_what_was_reclaimed_before_a_reboot_never_counts_after_it(world):
+    """The clock of this boot began anew: such a reclaim would stay in the last hour until the clock has come as far."""
+    remember(world, plain_mib=30)
+    world.kv.reserve.budget.note([0], world.clock.now_ns())
+
+    same, other = (successor(world, boot=boot, config=world.config) for boot in ("boot", "another"))
+
+    for second, is_same in ((same, True), (other, False)):
+        assert bool(second.kv.reserve.budget.saved()) is is_same
+        assert bool(second.kv.supply.peaks.saved()) is is_same

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 from node_world import World
 
-from valved import metrics
+from valved import daemon, metrics
+from valved.config import Config
 from valved.metrics import MOST_OPEN, Scraped, serve_metrics
 
 PATIENCE_S = 100.0  # ends only a hung test
@@ -95,3 +97,16 @@ def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatc
         now_s[0] += 0.001
 
     assert len(made) * 0.03 <= 0.11 * (now_s[0] - 100.0)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "no such host", "256.0.0.1"])
+def test_a_host_that_is_none_never_costs_more_than_the_metrics(tmp_path, host):
+    notes = []
+    node = World(tmp_path).node
+
+    async def body():
+        config = Config(metrics_host=host, metrics_port=9)
+        return await daemon._start_metrics(config, SimpleNamespace(node=node, note=notes.append), None)
+
+    assert asyncio.run(body()) is None
+    assert f"no metrics on {host}:9" in notes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import types
@@ -247,3 +248,20 @@ def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World,
         asyncio.run(upkeep.Upkeep(None, gating, world.handover, world.brake, ours, has_watch=True).run())
 
     assert told(world) == {"chat": False}
+
+
+def test_a_full_disk_never_gets_a_line_of_the_log_every_two_seconds(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        launched(world, YES)
+        for _ in range(100):
+            world.sharing.refresh()
+    world.sharing.refresh()
+
+    assert caplog.text.count("weights.json cannot be written") == 1
+    assert world.sharing._written

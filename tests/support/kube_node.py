@@ -54,10 +54,10 @@ class Cards:
             for info in world.gate.gpus()
         }
 
-    def look(self):
+    async def read(self):
         return dict(self.uses)
 
-    def close(self):
+    def leave(self):
         pass
 
 

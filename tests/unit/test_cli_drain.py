@@ -14,7 +14,7 @@ from valved.cli import drain
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, STILL_THERE, CliError
 
 SECOND = 1_000_000_000
-GONE = CliError("no valved answers", NOT_RUNNING)
+GONE = CliError("no valved answers", NOT_RUNNING, is_silence=True)
 
 
 def leaver(pid, waits_for="it was asked to end", until_s=60.0):
@@ -107,10 +107,13 @@ def test_who_is_left_of_very_many_is_never_a_wall_of_text(run, capsys):
     assert "and 92 more" in capsys.readouterr().err
 
 
-def test_a_valved_that_is_busy_for_once_never_ends_a_drain():
+@pytest.mark.parametrize(
+    ("code", "ends"), [(FAILED, False), (FAILED, True), (NOT_RUNNING, False)], ids=["busy", "busy, to end", "restarted"]
+)
+def test_a_valved_that_is_silent_for_once_never_ends_a_drain(code, ends):
     before = status(leaver(7))
 
-    def slow():
-        raise CliError("does not answer", FAILED, is_silence=True)
+    def silent():
+        raise CliError("does not answer", code, is_silence=True)
 
-    assert drain.look(SimpleNamespace(status=slow), before, ends=False) is before
+    assert drain.look(SimpleNamespace(status=silent), before, ends=ends) is before

@@ -39,7 +39,7 @@ def test_the_name_of_a_process_never_breaks_a_view_or_vanishes_from_it(name, mon
     memory = node_pb2.Memory(engines=[engine])
     answer = node_pb2.Status(gpus=[gpu], services=[service], clients=[client], memory=memory)
     shown = io.StringIO()
-    monkeypatch.setattr(explain, "Console", lambda **_: Console(file=shown, width=200))
+    monkeypatch.setattr(explain, "Paper", lambda **_: Console(file=shown, width=200))
 
     explain.show(node_pb2.Explanation(summary=f"service 7 {name}", facts=[f"fact {name}"]), 0)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
+from valved.cli import status, top
+from valved.cli.exits import CliError
 from valved.cli.keys import Keys
 from valved.cli.top import ORDERS, WIDTH, History, View, render
 
@@ -137,3 +140,39 @@ def test_a_key_is_heard_and_a_terminal_that_is_gone_is_not_asked_again():
     assert keys.wait(60) == ""
     assert not keys.is_there
     os.close(read)
+
+
+def test_a_view_never_ends_because_valved_is_started_again(monkeypatch):
+    answers = [node_pb2.Status(pid=1), CliError("no valved answers in /run", is_silence=True), node_pb2.Status(pid=2)]
+    shown = []
+    monkeypatch.setattr(
+        top, "stay", lambda live, keys, view, answer, *_: shown.append((answer.pid, view.silence)) or True
+    )
+
+    def status():
+        answer = answers.pop(0)
+        if isinstance(answer, CliError):
+            raise answer
+        return answer
+
+    live = SimpleNamespace(update=lambda *_, **__: None)
+    pressed, connection = SimpleNamespace(is_there=False), SimpleNamespace(status=status)
+    top.follow(live, pressed, connection, SimpleNamespace(sort="id", looks=3, interval=0.0))
+
+    assert shown == [(1, ""), (1, "no valved answers in /run")]
+    assert answers == []
+
+
+def test_a_long_name_never_takes_the_room_of_what_happens():
+    """Names of pods have up to 253 characters, and a user of the API chooses any."""
+    answer = node_pb2.Status()
+    for number in range(2):
+        answer.services.add(
+            id=number, name=f"team/{'x' * 200}-{number}", role=node_pb2.ROLE_ONLINE, state="cooling down"
+        )
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(status.services(answer))
+
+    rows = [line for line in out.getvalue().splitlines() if "team/" in line]
+    assert [row.split()[1].startswith("team/xxx") and row.split()[1][-2:] for row in rows] == ["-0", "-1"]
+    assert all("online" in row and "cooling down" in row for row in rows)

@@ -48,6 +48,8 @@ def test_flags_that_were_not_given_change_nothing(tmp_path):
         ("real time beyond the kernel's", "fifo_priority = 99", "fifo_priority"),
         ("unknown log level", 'log_level = "loud"', "loud"),
         ("a breaker without a budget", "[breaker]\nbudget_share = 0.0", "budget_share"),
+        ("ticks that take the whole loop", "[memory]\ntick_ms = 0.001", "memory.tick_ms"),
+        ("reports that take the API server", "[kube]\nreport_s = 0.001", "kube.report_s"),
         ("not TOML", "mode = ", "TOML"),
     ],
 )
@@ -100,3 +102,13 @@ def test_the_manual_lists_every_setting_with_its_default():
         for name, value in effective(Config()).items()
     }
     assert stated == expected
+
+
+@pytest.mark.parametrize("key", ["run_dir", "trace_file", "metrics_host", "group", "view_group", "log_level"])
+@pytest.mark.parametrize("text", ["\\u0000", "a\\u001b[2Jb", "a\\nb"])
+def test_words_that_no_path_or_name_can_hold_are_never_a_traceback_of_the_start(tmp_path, key, text):
+    path = tmp_path / "valve.toml"
+    path.write_text(f'{key} = "{text}"\n')
+
+    with pytest.raises(ConfigError, match=f"^{key} = .*must be printable text"):
+        load_config(path, {})

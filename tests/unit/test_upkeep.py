@@ -19,19 +19,19 @@ from valved.node import upkeep
 from valved.state.trace import LineFile
 
 
-def test_a_background_task_never_dies_without_a_word(monkeypatch):
+def test_a_background_task_never_dies_without_a_word_nor_says_the_same_without_end(monkeypatch):
     monkeypatch.setattr(upkeep, "AGAIN_S", 0.0)
     told, runs = [], []
 
     async def work():
         runs.append(1)
-        if len(runs) < 3:
-            raise KeyError("gone")
+        if len(runs) < 100:
+            raise KeyError("gone" if len(runs) < 50 else "away")
         await asyncio.Event().wait()
 
     async def main():
         task = asyncio.create_task(upkeep.keep_going("work", work, told.append))
-        while len(runs) < 3:
+        while len(runs) < 100:
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -39,7 +39,7 @@ def test_a_background_task_never_dies_without_a_word(monkeypatch):
 
     asyncio.run(main())
 
-    assert told == ["work failed and begins anew: KeyError: 'gone'"] * 2
+    assert told == [f"work failed and begins anew: KeyError: '{why}'" for why in ("gone", "away")]
 
 
 def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path, monkeypatch):
@@ -152,10 +152,10 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
 
 
 END = """
-import asyncio, types
+import asyncio, pathlib, types
 from valved import logs
 from valved.node.upkeep import Upkeep
-logs.set_up("info")
+logs.set_up("info", pathlib.Path("valved.log"))
 gate = types.SimpleNamespace(is_turning=lambda: False)
 leaving = types.SimpleNamespace(owes_signals=lambda: False)
 go = lambda: print("let go", flush=True)
@@ -182,9 +182,13 @@ def read_for(monkeypatch, memory, guard):
         if next(beats, None) is None:
             raise EOFError
 
+    async def read():
+        readings.append(1)
+        return {}
+
     monkeypatch.setattr(upkeep, "beat_of", beat)
     with pytest.raises((EOFError, OSError)):
-        asyncio.run(upkeep.read_cards(memory, guard, lambda: readings.append(1) or {}))
+        asyncio.run(upkeep.read_cards(memory, guard, read))
     return len(readings)
 
 

@@ -13,17 +13,27 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from valve_kube.options import option
 from valve_tools.emulator.node import Options, environment, shared_node
 
+DEFAULTS: dict[str, Any] = {
+    "gpus": 1,
+    "bytes": 80 << 30,
+    "name": "NVIDIA H100 80GB HBM3 (emulated)",
+    "seed": 1,
+    "set": [],
+    "fault": [],
+}
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/emulator/run", description=__doc__.splitlines()[0] if __doc__ else "")
-    option(parser, "--gpus", 1, "The number of cards.")
-    option(parser, "--bytes", 80 << 30, "The memory of each card in bytes.")
-    option(parser, "--name", "NVIDIA H100 80GB HBM3 (emulated)", "The name of each card.")
-    option(parser, "--seed", 1, "The seed that decides the cards' UUIDs.")
+    option(parser, "--gpus", DEFAULTS["gpus"], "The number of cards.")
+    option(parser, "--bytes", DEFAULTS["bytes"], "The memory of each card in bytes.")
+    option(parser, "--name", DEFAULTS["name"], "The name of each card.")
+    option(parser, "--seed", DEFAULTS["seed"], "The seed that decides the cards' UUIDs.")
     parser.add_argument(
         "--dir", type=Path, help="The folder of the node. Default: VALVE_EMU_DIR of the environment, else a new one."
     )
@@ -60,6 +70,14 @@ def run_command(command: list[str], directory: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
+def joined(options: argparse.Namespace, directory: Path) -> str:
+    """What somebody should know whose card runs already: nothing where only a program is to run on it."""
+    unused = ", ".join(f"--{name}" for name, value in DEFAULTS.items() if getattr(options, name) != value)
+    if options.command and not unused:
+        return ""
+    return f"the emulated node in {directory} runs already and is joined" + (f": no use for {unused}" * bool(unused))
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     known = options.dir or os.environ.get("VALVE_EMU_DIR")
@@ -78,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
             signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # else it ends at once, and the server stays
         if is_ours:
             print((directory / "server.txt").read_text().strip(), file=sys.stderr)
+        elif told := joined(options, directory):
+            print(told, file=sys.stderr)
         if options.command:
             return run_command(options.command, directory.resolve())
         signal.sigwait(ends)

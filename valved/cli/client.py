@@ -18,11 +18,15 @@ Answer = TypeVar("Answer")
 
 DEADLINE_S = 3.0
 """valved answers within milliseconds; one that does not in this time is stuck, and a person should read so."""
-RECONNECT = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
-"""A command that waits for the next valved (`valve events --follow`) looks for it each second."""
+OPTIONS = (
+    # A command that waits for the next valved (`valve events --follow`) looks for it each second.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 256 << 20),  # the status of a node full of processes
+)
 EXITS = {
     grpc.StatusCode.INVALID_ARGUMENT: USAGE,
-    grpc.StatusCode.NOT_FOUND: FAILED,
+    grpc.StatusCode.NOT_FOUND: USAGE,
     grpc.StatusCode.FAILED_PRECONDITION: REFUSED,
     grpc.StatusCode.PERMISSION_DENIED: REFUSED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: REFUSED,
@@ -35,7 +39,7 @@ class NodeClient:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         name = API_SOCKET if may_use(folder) or not may_use(folder, VIEW_SOCKET) else VIEW_SOCKET
-        self._channel = grpc.insecure_channel(f"unix:{folder / name}", options=RECONNECT)
+        self._channel = grpc.insecure_channel(f"unix:{folder / name}", options=OPTIONS)
         self.stub = node_pb2_grpc.NodeStub(self._channel)
 
     def call(self, method: Callable[..., Answer], request: object, *, deadline_s: float = DEADLINE_S) -> Answer:

@@ -15,21 +15,22 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from valve.v1 import node_pb2
 
-from valved.cli import remap, words
+from valved.cli import remap, systemd, words
 from valved.cli.client import ask
-from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError
+from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError, told
+from valved.cli.tables import Paper
 from valved.fds import is_absent
-from valved.paths import preload_library, run_dir
+from valved.paths import API_SOCKET, preload_library, run_dir
 
 FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
 VERSION_FILE = Path("/proc/driver/nvidia/version")
@@ -45,6 +46,7 @@ class Grade(enum.Enum):
 ONLINE = node_pb2.ROLE_ONLINE
 PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
 LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
+CARDS_S = 10.0  # NVML answers within a second
 DCGM = ("nv-hostengine", "dcgm-exporter")
 
 
@@ -125,7 +127,18 @@ def _can_open(path: Path) -> bool:
     return True
 
 
-def check_cards() -> Iterator[Finding]:
+def check_cards() -> list[Finding]:
+    """In a thread: beside a card in trouble NVML may never answer."""
+    found: list[Finding] = []
+    look = threading.Thread(target=lambda: found.extend(attempt(look_at_cards)), daemon=True)
+    look.start()
+    look.join(CARDS_S)
+    if look.is_alive():
+        return [unknown("cards", f"NVML has not answered for {CARDS_S:g} s: the kernel log may name a card in trouble")]
+    return found
+
+
+def look_at_cards() -> Iterator[Finding]:
     """What NVML says of each card: compute mode, MIG, GSP firmware."""
     try:
         import pynvml
@@ -186,6 +199,8 @@ def check_mps() -> Finding:
 
 def check_dcgm(folder: Path = Path("/proc")) -> Finding:
     seen = {comm for comm in map(_comm, folder.glob("[0-9]*/comm")) if comm in DCGM}
+    if not seen and not _comm(folder / "1/comm"):  # hidepid
+        return unknown("DCGM", "this user does not see the processes of others")
     if not seen:
         return fine("DCGM", "no exporter that measures whole cards runs")
     return note(
@@ -226,11 +241,16 @@ def check_glibc() -> Finding:
 
 
 def check_privileges() -> Finding:
-    if os.geteuid() == 0:
+    """Of the valved that is here, else of one that this user would start."""
+    try:
+        owner = (run_dir() / API_SOCKET).stat().st_uid
+    except FileNotFoundError:
+        owner = os.geteuid()
+    if owner == 0:
         return fine("privileges", "root: the gate's threads come first (niceness -20), processes of every user")
     return note(
         "privileges",
-        "not root: the gate's threads wait like any other, only this user's processes",
+        "valved is not root's: the gate's threads wait like any other, only that user's processes",
         "for a serving machine: sudo valve service install",
     )
 
@@ -266,7 +286,8 @@ def judge_valved(answer: Any) -> Finding:
     """Whether the one that runs is the one that is installed."""
     installed = version("valve")
     if answer.version != installed:
-        step = "restart it: sudo systemctl restart valved"
+        has_unit = (systemd.SYSTEM_FOLDER / systemd.UNIT).exists()
+        step = "sudo systemctl restart valved" if has_unit else f"valved --run-dir {run_dir()} --replace"
         return note("valved", f"{answer.version} runs in {run_dir()}, {installed} is installed", step)
     return fine("valved", f"answers in {run_dir()}")
 
@@ -300,7 +321,8 @@ def judge_remap(memory: Any) -> Finding:
     )
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
+Check = Callable[[], "Finding | Iterable[Finding]"]
+CHECKS: tuple[Check, ...] = (
     check_driver,
     check_nodes,
     check_mps,
@@ -321,12 +343,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=doctor)
 
 
+def attempt(check: Check) -> Iterator[Finding]:
+    """What it finds. One that cannot look costs no other."""
+    try:
+        found = check()
+        yield from [found] if isinstance(found, Finding) else found
+    except Exception as error:
+        yield unknown(check.__name__.removeprefix("check_"), f"cannot look: {told(error)}")
+
+
 def doctor(options: argparse.Namespace) -> int:
-    findings = [*(check() for check in CHECKS), *check_valved(), *check_cards()]
+    checks: list[Check] = [*CHECKS, check_valved, check_cards]
+    findings = [found for check in checks for found in attempt(check)]
     if options.json:
         print(json.dumps([{**asdict(item), "verdict": item.verdict.value} for item in findings], indent=2))
     else:
-        console = Console(soft_wrap=True)  # a fix is copied from here: no line of ours breaks it
+        console = Paper(soft_wrap=True)  # a fix is copied from here: no line of ours breaks it
         for item in findings:
             console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {escape(f'{item.check}: {item.what}')}")
             if item.fix:

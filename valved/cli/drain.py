@@ -63,10 +63,10 @@ def look(connection: NodeClient, before: Any, *, ends: bool) -> Any:
     try:
         status = connection.status()
     except CliError as error:
-        if error.is_silence and error.code != NOT_RUNNING:  # a valved that is busy for once drains all the same
-            return before
-        if not ends or error.code != NOT_RUNNING:
+        if not error.is_silence:
             raise
+        if not ends or error.code != NOT_RUNNING:  # it is busy for once, or starts again: the drain outlives both
+            return before
         if alive := [pid for pid in before.offline_pids if runs(pid)]:
             text = f"valved ended before the offline processes {', '.join(map(str, alive))}"
             raise CliError(text, FAILED, "start it again and drain again: valve up, valve drain --stop") from None

@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from valved.cli import words
@@ -14,6 +13,7 @@ from valved.cli.client import node
 from valved.cli.exits import OK
 from valved.cli.record import as_record
 from valved.cli.stream import EventStream
+from valved.cli.tables import Paper
 
 # Each stop and wake, and each channel: hundreds a second at times, and `valve explain` has them.
 MANY = ("gate", "hold", "wake", "wake-refused", "decided", "cooldown", "channel-added", "channel-gone")
@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def events(options: argparse.Namespace) -> int:
-    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    console, errors = Paper(soft_wrap=True), Paper(stderr=True, soft_wrap=True)
     with node() as connection:
         now_ns = connection.status().monotonic_ns
         stream = EventStream(connection, options.kind, lambda text: errors.print(Text(f"valve: {text}")))

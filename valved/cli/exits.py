@@ -9,7 +9,15 @@ NOT_RUNNING = 3  # no valved answers on this node
 REFUSED = 4  # valved understood and said no
 FINDINGS = 5  # doctor found something that must be fixed
 STILL_THERE = 6  # `valve drain`: offline processes are here yet; they stay stopped
+UNREAD = 141  # whoever read the output has closed it, as `head` does: as a shell says of SIGPIPE
 NOT_FOUND = 127  # `valve run`: the command does not exist, as in a shell
+
+
+def told(error: Exception) -> str:
+    """An error in words: of a file by its name, without a number that only a program knows."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 class CliError(Exception):

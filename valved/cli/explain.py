@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console
 from rich.text import Text
 from valve.v1 import node_pb2
 
@@ -16,6 +15,7 @@ from valved.cli.client import NodeClient, node
 from valved.cli.events import line
 from valved.cli.exits import OK, USAGE, CliError
 from valved.cli.stream import EventStream
+from valved.cli.tables import Paper
 
 SUBJECT = r"(gpu|pid|service|reclaim)?[: ]?(\d+)"
 
@@ -89,7 +89,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def reclaims(connection: NodeClient) -> int:
     """The reclaims that valved still knows, with the numbers by which each is explained."""
-    console, now_ns = Console(soft_wrap=True), connection.status().monotonic_ns
+    console, now_ns = Paper(soft_wrap=True), connection.status().monotonic_ns
     found = [line(event, now_ns) for event in EventStream(connection, ["reclaimed"]).kept()]
     for each in found:
         console.print(each)
@@ -100,7 +100,7 @@ def reclaims(connection: NodeClient) -> int:
 
 
 def show(answer: Any, now_ns: int) -> None:
-    console = Console(soft_wrap=True)
+    console = Paper(soft_wrap=True)
     console.print(Text(answer.summary, style="bold"))
     for fact in answer.facts:
         console.print(Text(f"  {fact}"))

@@ -7,12 +7,15 @@ so that the product imports none of its tools.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
+import os
 import sys
 from collections.abc import Collection
 
 from valved.cli import doctor, drain, events, explain, pause, policy, record, run, status, systemd, top, up
-from valved.cli.exits import FAILED, USAGE, CliError
+from valved.cli.exits import FAILED, UNREAD, USAGE, CliError, told
 
 COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
@@ -47,26 +50,46 @@ def build() -> tuple[argparse.ArgumentParser, Collection[str]]:
     return root, commands.choices
 
 
+def dispatch(arguments: list[str]) -> int:
+    extra = plugins()
+    if arguments[:2] == ["explain", "pod"] and "cluster" in extra:
+        return int(extra["cluster"].load()(["explain", *arguments[2:]]))
+    if arguments and arguments[0] in extra:
+        return int(extra[arguments[0]].load()(arguments[1:]))
+    if arguments and arguments[0] in TOOLS:
+        raise CliError(
+            f"`valve {arguments[0]}` comes with valve-tools, which is not installed", USAGE, "pip install valve-tools"
+        )
+    root, known = build()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        names = ", ".join(sorted({*known, *extra, *TOOLS}))
+        raise CliError(f"{arguments[0]}: no such command", USAGE, f"there are: {names}")
+    options = root.parse_args(arguments)
+    return int(options.run(options))
+
+
+def flush() -> None:
+    if sys.stdout is not None:  # closed
+        sys.stdout.flush()
+
+
+def forget_output() -> None:
+    """Nobody takes it: the interpreter must not try again at its end."""
+    try:
+        flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    extra = plugins()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know each character of a name
     try:
-        if arguments[:2] == ["explain", "pod"] and "cluster" in extra:
-            return int(extra["cluster"].load()(["explain", *arguments[2:]]))
-        if arguments and arguments[0] in extra:
-            return int(extra[arguments[0]].load()(arguments[1:]))
-        if arguments and arguments[0] in TOOLS:
-            raise CliError(
-                f"`valve {arguments[0]}` comes with valve-tools, which is not installed",
-                USAGE,
-                "pip install valve-tools",
-            )
-        root, known = build()
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
-            names = ", ".join(sorted({*known, *extra, *TOOLS}))
-            raise CliError(f"{arguments[0]}: no such command", USAGE, f"there are: {names}")
-        options = root.parse_args(arguments)
-        return int(options.run(options))
+        code = dispatch(arguments)
+        flush()
+        return code
     except CliError as error:
         print(f"valve: {error}", file=sys.stderr)
         if error.next_step:
@@ -75,10 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
-        return USAGE
+        forget_output()
+        return UNREAD
     except OSError as error:  # a full disk, say, or a file that is not ours
-        print(f"valve: {error.filename or arguments[0]}: {error.strerror or error}", file=sys.stderr)
+        print(f"valve: {'' if error.filename else f'{arguments[0]}: '}{told(error)}", file=sys.stderr)
+        forget_output()
         return FAILED
 
 

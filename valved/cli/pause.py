@@ -17,7 +17,8 @@ from valve.v1 import node_pb2
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import NOT_RUNNING, OK, CliError
-from valved.paths import DRAIN_FILE, PAUSE_FILE, run_dir
+from valved.model.plain import plain
+from valved.paths import DRAIN_FILE, PAUSE_FILE, make, run_dir
 
 ANSWER_S = 2.0
 
@@ -31,7 +32,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _who() -> str:
     try:
-        return getpass.getuser()
+        return plain(getpass.getuser())  # which believes the environment
     except (KeyError, OSError):
         return f"uid {os.getuid()}"
 
@@ -39,7 +40,7 @@ def _who() -> str:
 def pause(_options: argparse.Namespace) -> int:
     path = _brake()
     try:
-        path.write_text(f"{_who()}\n")
+        path.write_text(f"{_who()}\n", encoding="utf-8")
     except PermissionError:
         return _ask("Pause", node_pb2.PauseRequest(by=_who()))
     except OSError as error:
@@ -91,7 +92,7 @@ def _not_ours(path: Path, error: OSError) -> CliError:
 def _brake() -> Path:
     folder = run_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
     except OSError as error:
         raise _not_ours(folder, error) from None
     return folder / PAUSE_FILE

@@ -20,6 +20,9 @@ from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.cli.stream import EventStream
 from valved.state.trace import read_lines, to_trace_events
 
+Tracked = dict[int, tuple[int, int, dict[str, int]]]
+"""When each client was looked at last, how much it had launched, and what was told of it."""
+
 SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launches
 
 
@@ -40,8 +43,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def record(options: argparse.Namespace) -> int:
     if options.file.is_dir():
         raise CliError(f"{options.file} is a folder", FAILED, "name a file")
-    if options.file.exists() and not options.force:
-        raise CliError(f"{options.file} exists", USAGE, "name another file, or say --force")
+    timeline = options.file.with_name(options.file.name + ".perfetto.json")
+    for path in (options.file, timeline):
+        if path.exists() and not options.force:
+            raise CliError(f"{path} exists", USAGE, "name another file, or say --force")
     samples: list[dict[str, Any]] = []
     with node() as connection:
         names = {service.id: service.name for service in connection.status().services}  # and says so if nobody answers
@@ -52,7 +57,6 @@ def record(options: argparse.Namespace) -> int:
             count = follow(connection, out, options.seconds)
         done.set()
         sampler.join()
-    timeline = options.file.with_name(options.file.name + ".perfetto.json")
     document = to_trace_events(read_lines(options.file), names)
     document["traceEvents"] += [{"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "processes"}}, *samples]
     timeline.write_text(json.dumps(document))
@@ -87,7 +91,8 @@ def follow(connection: NodeClient, out: TextIO, seconds: float) -> int:
 
 def as_record(event: Any) -> dict[str, Any]:
     """One event as a line of proto/trace. Numbers in `detail` travel as text and become numbers again."""
-    detail = {name: int(value) if value.lstrip("-").isdigit() else value for name, value in event.detail.items()}
+    found = {name: words.number(value) for name, value in event.detail.items()}
+    detail = {name: value if found[name] is None else found[name] for name, value in event.detail.items()}
     return {
         "seq": event.seq,
         "t_ns": event.t_ns,
@@ -102,7 +107,7 @@ def as_record(event: Any) -> dict[str, Any]:
 
 def sample(connection: NodeClient, samples: list[dict[str, Any]], done: threading.Event) -> None:
     """Launch rate and busy state per process, as counter tracks of the timeline."""
-    last: dict[int, tuple[int, int]] = {}
+    last: Tracked = {}
     while not done.wait(SAMPLE_S):
         try:
             status = connection.status()
@@ -111,12 +116,14 @@ def sample(connection: NodeClient, samples: list[dict[str, Any]], done: threadin
         samples.extend(tracks(status, last))
 
 
-def tracks(status: Any, last: dict[int, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def tracks(status: Any, last: Tracked) -> Iterator[dict[str, Any]]:
+    """What has changed since the last look: most processes rest most of the time."""
     now_ns = status.monotonic_ns
     for client in status.clients:
-        then_ns, before = last.get(client.id, (now_ns, client.submitted))
+        then_ns, before, shown = last.get(client.id, (now_ns, client.submitted, {}))
         rate = 1e9 * (client.submitted - before) / (now_ns - then_ns) if now_ns > then_ns else 0.0
-        last[client.id] = (now_ns, client.submitted)
+        found = {"launches/s": round(rate), "busy": int(client.busy)}
+        last[client.id] = (now_ns, client.submitted, found)
         name = f"{client.comm} {client.pid}"
-        for what, value in (("launches/s", round(rate)), ("busy", int(client.busy))):
+        for what, value in found.items() - shown.items():
             yield {"ph": "C", "name": f"{name}: {what}", "pid": 3, "tid": 0, "ts": now_ns / 1e3, "args": {what: value}}

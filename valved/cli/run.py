@@ -8,8 +8,13 @@ nothing would stop it when a request arrives.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
+import shutil
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from valve.v1 import node_pb2
@@ -17,11 +22,11 @@ from valve_hook import VERSION
 from valve_hook.export import export
 
 from valved.cli.client import DEADLINE_S, node
-from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError
+from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError, told
 from valved.cli.loadable import obstacle
 from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
 from valved.model.plain import plain
-from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
+from valved.paths import ENV_ROLE, ENV_RUN_DIR, make, preload_library, run_dir
 from valved.state import pending
 
 ONLINE_WAIT_S = 0.2  # promise P7: an online process is not slowed; what comes later finds the claim in its folder
@@ -100,13 +105,16 @@ def environment(role: str, folder: Path) -> dict[str, str]:
 
 def engine_hook(folder: Path) -> Path | None:
     """The engines' plugin in a folder of its own, so that vLLM and SGLang find it whatever environment they live in."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "valve")
-    for place in (folder, cache):
-        try:
-            return export(place / f"hook-{VERSION}")
-        except OSError:
-            continue
+    places: list[Callable[[], Path]] = [lambda: folder, cache]
+    for place in places:
+        with contextlib.suppress(OSError, RuntimeError):  # a user who has no home
+            make(place())
+            return export(place() / f"hook-{VERSION}")
     return None
+
+
+def cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "valve")
 
 
 def words(options: argparse.Namespace) -> Said:
@@ -150,35 +158,74 @@ def run(options: argparse.Namespace) -> int:
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
     if not argv:
         raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
-    role = "online" if options.online else "offline"
     name = plain(options.name or Path(argv[0]).name)  # as valved keeps it
     said = words(options)
-    if role == "offline" and not options.ungated and (why := obstacle(argv[0])):
+    if options.online:
+        return become(argv, online(name, said, argv[0]))
+    return become(argv, offline(name, said, argv[0], ungated=options.ungated))
+
+
+def offline(name: str, said: Said, command: str, *, ungated: bool) -> dict[str, str]:
+    """What the job gets, or why it is refused."""
+    if not ungated and (why := obstacle(command)):
         raise CliError(
             f"offline work is refused: {why}", REFUSED, "run it without protection for online work: --ungated"
         )
     try:
-        claim(role, name, said)
+        claim("offline", name, said)
     except CliError as error:
-        if role == "offline" and not options.ungated:
+        if not ungated:
             step = error.next_step or "or run it without protection for online work: --ungated"
             raise CliError(f"offline work is refused: {error}", error.code, step) from None
-        if role == "online" and error.is_silence and leave_claim(name, said):
-            print(f"valve: {error}; {argv[0]} is gated as soon as valved answers", file=sys.stderr)
-            return become(argv, environment(role, run_dir()))
-        print(f"valve: {error}; {argv[0]} runs untouched", file=sys.stderr)
-        return become(argv, dict(os.environ))
-    return become(argv, environment(role, run_dir()))
+        say(f"{error}; {command} runs untouched")
+        return dict(os.environ)
+    return environment("offline", run_dir())
+
+
+def online(name: str, said: Said, command: str) -> dict[str, str]:
+    """What the service gets. Promise P7: whatever fails here, it starts."""
+    try:
+        try:
+            claim("online", name, said)
+        except CliError as error:
+            if not (error.is_silence and leave_claim(name, said)):
+                raise
+            say(f"{error}; {command} is gated as soon as valved answers")
+        return environment("online", run_dir())
+    except Exception as error:
+        say(f"{told(error)}; {command} runs untouched")
+        return dict(os.environ)
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read this has gone
+        print(f"valve: {text}", file=sys.stderr, flush=True)
+
+
+def restore_signals() -> None:
+    """Python ignores two signals, and the command would go on to. What we were started with is what our parent has."""
+    with contextlib.suppress(OSError, ValueError):
+        status = Path(f"/proc/{os.getppid()}/status").read_text(errors="replace")
+        ignored = int(status.partition("\nSigIgn:")[2].split("\n", 1)[0], 16)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            if not ignored >> (number - 1) & 1:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def become(argv: list[str], env: dict[str, str]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, AttributeError):  # None: it is closed
+        sys.stdout.flush()
+    restore_signals()
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
-        raise CliError(
-            f"{argv[0]}: no such command", NOT_FOUND, "name a program that is in the PATH, or its whole path"
-        ) from None
+        is_there = shutil.which(argv[0]) is not None
+        text = f"{argv[0]}: the interpreter that it names is not there" if is_there else f"{argv[0]}: no such command"
+        raise CliError(text, NOT_FOUND, "name a program that is in the PATH, or its whole path") from None
     except PermissionError:
         raise CliError(f"{argv[0]}: not executable", NOT_FOUND - 1, f"chmod +x {argv[0]}") from None
+    except OSError as error:
+        step = (
+            "a script names its interpreter in its first line, as in #!/bin/sh" if error.errno == errno.ENOEXEC else ""
+        )
+        raise CliError(f"{argv[0]}: {error.strerror}", NOT_FOUND - 1, step) from None

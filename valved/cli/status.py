@@ -6,14 +6,14 @@ import argparse
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli import remap, words
 from valved.cli.client import node
 from valved.cli.exits import OK
-from valved.cli.tables import FittingTable
+from valved.cli.tables import FittingTable, Paper
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def show(answer: Any) -> None:
-    Console().print(render(answer))
+    Paper().print(render(answer))
 
 
 def render(answer: Any) -> RenderableType:
@@ -90,7 +90,7 @@ def gpus(answer: Any) -> RenderableType:
     if not answer.gpus:
         return no_gpus()
     columns = ("gpu", "offline work", "reached by", "stops", "p50", "p99", "harvested")
-    table = FittingTable("GPUs", columns, spare=("p50", "reached by", "p99"))
+    table = FittingTable("GPUs", columns, spare=("p50", "reached by", "p99", "stops"))
     for gpu in answer.gpus:
         latency = [words.at_most(gpu.preempt_latency, q) for q in (0.5, 0.99)]
         harvested = words.duration(gpu.harvest_ns)
@@ -101,7 +101,7 @@ def gpus(answer: Any) -> RenderableType:
 
 def services(answer: Any) -> RenderableType:
     columns = ("id", "name", "role", "gpus", "stops", "delay", "harvested", "pids", "state")
-    table = FittingTable("Services", columns, spare=("pids", "delay", "gpus", "harvested", "id", "stops"))
+    table = FittingTable("Services", columns, spare=("pids", "delay", "gpus", "harvested", "id", "stops", "role"))
     if not answer.services:
         return Text("Services: none yet (valve run --online -- CMD)\n")
     for service in answer.services:
@@ -109,7 +109,7 @@ def services(answer: Any) -> RenderableType:
         most = f" (most {service.max_preemptions_per_request} a request)" if service.hinted else ""
         table.add_row(
             str(service.id),
-            service.name,
+            words.short(service.name),
             words.role(service.role),
             ",".join(map(str, service.gpus)),
             f"{service.preemptions}{most}" if online else "-",
@@ -144,7 +144,7 @@ def memory(answer: Any) -> list[RenderableType]:
         online = engine.role == node_pb2.ROLE_ONLINE
         engines.add_row(
             str(engine.service),
-            engine.name,
+            words.short(engine.name),
             words.role(engine.role),
             f"{engine.backed_blocks} of {engine.blocks}",
             str(engine.used_blocks),

@@ -67,10 +67,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def unit(options: argparse.Namespace) -> str:
-    config = f" --config {options.config.resolve()}" if options.config else ""
+    config = f" --config {quoted(options.config.resolve())}" if options.config else ""
     mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
     folder = "" if configured_folder(options.config) else f" --run-dir {SYSTEM_RUN_DIR}"
-    return TEMPLATE.format(python=sys.executable, folder=folder, mode=mode, config=config)
+    return TEMPLATE.format(python=quoted(sys.executable), folder=folder, mode=mode, config=config)
+
+
+def quoted(word: object) -> str:
+    """One word of a command line of systemd, which would take blanks, quotes, % and $ for its own."""
+    text = str(word)
+    for found, meant in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        text = text.replace(found, meant)
+    return f'"{text}"' if text != str(word) or " " in text else text
 
 
 def systemctl(*arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables that fit their terminal: too narrow, and the columns that say least are left out, one after another."""
+"""What commands print on, and tables that fit it: too narrow, and the columns that say least are left out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+
+class Paper(Console):
+    """Where a command prints. Its reader may leave, as `head` does: main.py says what that means."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 class FittingTable:

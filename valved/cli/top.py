@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import NodeClient, node
-from valved.cli.exits import OK
+from valved.cli.exits import OK, CliError
 from valved.cli.keys import Keys, keys
 from valved.cli.status import gpu_state, head, memory, no_gpus, notes
-from valved.cli.tables import FittingTable
+from valved.cli.tables import FittingTable, Paper
 
 WIDTH = 20
 ORDERS: dict[str, Callable[[Any], Any]] = {
@@ -34,11 +34,12 @@ HELP = "q end   s order by the next column   r reverse   space hold"
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """What the keys have chosen."""
+    """What the keys have chosen, and why what is shown is old."""
 
     order: str = "id"
     reverse: bool = False
     held: bool = False
+    silence: str = ""
 
     def press(self, key: str) -> bool:
         """False: the view ends."""
@@ -123,7 +124,7 @@ def gpus(answer: Any, history: History) -> RenderableType:
         return no_gpus()
     columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
     title = "GPUs: time in which offline work was allowed to run, newest right"
-    table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
+    table = FittingTable(title, columns, spare=("memory", "p99", "stops", "last looks"))
     for gpu in answer.gpus:
         shares = history.gpus[gpu.index]
         now = f"{shares[-1]:.0%}" if shares else "-"
@@ -138,13 +139,15 @@ def services(answer: Any, history: History, view: View) -> RenderableType:
         return Text("Services: none yet (valve run --online -- CMD)\n")
     columns = ("id", "name", "role", "now", "last looks", "stops", "delay", "harvested", "granted", "state")
     title = "Services: share of time busy (offline: let run), newest right"
-    table = FittingTable(title, columns, spare=("state", "granted", "delay", "harvested", "id", "stops", "role"))
+    table = FittingTable(
+        title, columns, spare=("state", "granted", "delay", "harvested", "id", "stops", "role", "last looks")
+    )
     for service in view.sorted(answer.services):
         shares = history.services[service.id]
         online = service.role == node_pb2.ROLE_ONLINE
         table.add_row(
             str(service.id),
-            service.name,
+            words.short(service.name),
             words.role(service.role),
             f"{shares[-1]:.0%}" if shares else "-",
             line(shares),
@@ -172,12 +175,14 @@ def keys_line(view: View) -> Text:
 def render(answer: Any, history: History, view: View, *, has_keys: bool = False) -> RenderableType:
     """What is shown. The line of the keys comes second, where no table can push it off the screen."""
     middle = [keys_line(view), Text()] if has_keys else []
+    if view.silence:
+        middle.append(Text(f"{view.silence}: below is what it said last\n", style="red"))
     tables = (gpus(answer, history), services(answer, history, view))
     return Group(head(answer), *middle, *tables, *memory(answer), *notes(answer))
 
 
 def top(options: argparse.Namespace) -> int:
-    console = Console()
+    console = Paper()
     is_pipe = not console.is_terminal
     with (
         node() as connection,
@@ -191,11 +196,17 @@ def top(options: argparse.Namespace) -> int:
 
 
 def follow(live: Live, pressed: Keys, connection: NodeClient, options: argparse.Namespace) -> None:
+    """A valved that answered once is waited for: it may be starting again."""
     history, view = History(), View(order=options.sort)
-    looks = 0
+    answer, looks = None, 0
     while True:
-        answer = connection.status()
-        history.take(answer)
+        try:
+            answer, view.silence = connection.status(), ""
+            history.take(answer)
+        except CliError as error:
+            if answer is None or not error.is_silence:
+                raise
+            view.silence = str(error)
         looks += 1
         if options.looks and looks >= options.looks:
             live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)

@@ -16,7 +16,7 @@ from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
 from valved.config import load_config
 from valved.errors import ConfigError
-from valved.paths import ENV_RUN_DIR, LOG_FILE, run_dir
+from valved.paths import ENV_RUN_DIR, LOG_FILE, make, run_dir
 
 PATIENCE_S = 20.0
 
@@ -103,8 +103,8 @@ def say_running(running: Any, options: argparse.Namespace, folder: Path) -> int:
 
 def opened(log_path: Path) -> IO[bytes]:
     try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        return log_path.open("ab")
+        make(log_path.parent)
+        return open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
     except OSError as error:
         step = f"set {ENV_RUN_DIR} to a folder that this user may write, or use sudo"
         raise CliError(f"{error.filename}: {error.strerror}", FAILED, step) from None

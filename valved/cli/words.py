@@ -39,22 +39,22 @@ MOMENTS = ("seen_ns", "ioctl_ns", "done_ns")
 def details(detail: Mapping[str, str]) -> str:
     """An event's detail in words: "stopped 0.42 ms after the launch", "gap 12.3 ms", "pid 4711"."""
     values = dict(detail)
-    launch_ns = _number(values.pop("launch_ns", "")) or 0
+    launch_ns = number(values.pop("launch_ns", "")) or 0
     parts = []
-    done_ns = _number(values.get("done_ns", ""))
+    done_ns = number(values.get("done_ns", ""))
     if launch_ns and done_ns:
-        stopped = "not stopped yet" if _number(values.get("status", "")) else "stopped"
+        stopped = "not stopped yet" if number(values.get("status", "")) else "stopped"
         parts.append(f"{stopped} {duration(done_ns - launch_ns)} after the launch")
     for name in MOMENTS:
         values.pop(name, None)
     for name, value in sorted(values.items()):
-        number = _number(value)
-        if name.endswith("_ns") and number is not None:
-            parts.append(f"{_plain(name.removesuffix('_ns'))} {duration(number)}")
-        elif name.endswith("_us") and number is not None:
-            parts.append(f"{_plain(name.removesuffix('_us'))} {duration(1e3 * number)}")
-        elif name.endswith("_bytes") and number is not None:
-            parts.append(f"{_plain(name.removesuffix('_bytes'))} {gib(number)}")
+        count = number(value)
+        if name.endswith("_ns") and count is not None:
+            parts.append(f"{_plain(name.removesuffix('_ns'))} {duration(count)}")
+        elif name.endswith("_us") and count is not None:
+            parts.append(f"{_plain(name.removesuffix('_us'))} {duration(1e3 * count)}")
+        elif name.endswith("_bytes") and count is not None:
+            parts.append(f"{_plain(name.removesuffix('_bytes'))} {gib(count)}")
         else:
             parts.append(f"{_plain(name)} {value}")
     return ", ".join(parts)
@@ -64,8 +64,12 @@ def _plain(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _number(value: str) -> int | None:
-    return int(value) if value.lstrip("-").isdigit() else None
+def number(value: str) -> int | None:
+    """What valved wrote as a number. Strangers choose names, and a name may look like one: 007, ²."""
+    with contextlib.suppress(ValueError):
+        if str(found := int(value)) == value:
+            return found
+    return None
 
 
 def lock(driver: Any) -> str:
@@ -73,6 +77,15 @@ def lock(driver: Any) -> str:
     if not driver.HasField("device_only_lock"):
         return "lock not measured yet"
     return "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
+
+
+MOST_NAME = 32
+
+
+def short(name: str) -> str:
+    """A name in a table: its ends tell it from others, and nobody's name takes the room of all other columns."""
+    half = MOST_NAME // 2
+    return name if len(name) <= MOST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def role(value: int) -> str:

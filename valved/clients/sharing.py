@@ -29,6 +29,7 @@ class SharedWeights:
         self._path = path
         self._is_told = False
         self._written = b""
+        self._problem = ""
 
     def begin(self) -> None:
         """Precondition: all services that the predecessor knew are known. A service that the file leaves out has taken
@@ -50,7 +51,7 @@ class SharedWeights:
             fresh.write_bytes(content)
             fresh.chmod(0o644)
             fresh.replace(self._path)
-            self._written = content
+            self._written, self._problem = content, ""
         except OSError as error:
             self._withdraw(error)
 
@@ -68,12 +69,12 @@ class SharedWeights:
 
     def _withdraw(self, error: OSError) -> None:
         """Removes the file: an old one may hold a consent that was taken back."""
-        log.warning("weights.json cannot be written or removed", extra={"facts": {"error": str(error)}})
         self._written = b""
+        problem = "weights.json cannot be written"
         try:
             self._path.unlink(missing_ok=True)
         except OSError:
-            log.error(
-                "weights.json cannot be written: it still says the former consents",
-                extra={"facts": {"file": str(self._path)}},
-            )
+            problem += ": it still says the former consents"
+        if problem != self._problem:  # tried again every two seconds
+            self._problem = problem
+            log.warning(problem, extra={"facts": {"file": str(self._path), "error": str(error)}})

@@ -68,6 +68,7 @@ class NativeGate:
         self._view = ffi.new("struct valve_view *")
         self._look = ffi.new("struct valve_look *")
         self._infos = self._read_gpus()
+        self._names = cards.by_uuid()
         refusal = readings.text(lib.valve_gate_refusal(self._gate))
         self.channels = NativeChannels(self._gate, self._clients, self._infos, refusal)
 
@@ -80,8 +81,7 @@ class NativeGate:
         return [infos[i] for i in range(count)]
 
     def gpus(self) -> Sequence[GpuInfo]:
-        known = cards.by_uuid()
-        return [readings.gpu_info(GpuIndex(i), info, known) for i, info in enumerate(self._infos)]
+        return [readings.gpu_info(GpuIndex(i), info, self._names) for i, info in enumerate(self._infos)]
 
     def driver_version(self) -> str:
         return readings.text(lib.valve_gate_version(self._gate))

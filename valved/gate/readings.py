@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -85,7 +86,7 @@ def view(native: Any) -> ClientView:
     )
 
 
-def gpu_info(index: GpuIndex, native: Any, known: dict[bytes, cards.CardName]) -> GpuInfo:
+def gpu_info(index: GpuIndex, native: Any, known: Mapping[bytes, cards.CardName]) -> GpuInfo:
     uuid = bytes(ffi.buffer(native.uuid))
     card = known.get(uuid, cards.CardName(name=f"GPU {index}", total_bytes=0))
     return GpuInfo(

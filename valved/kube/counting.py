@@ -60,7 +60,7 @@ class Counting:
             self._offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
 
     async def look(self) -> None:
-        self._known.cards = await asyncio.to_thread(self._cards.look)
+        self._known.cards = await self._cards.read()
 
     async def beat(self) -> None:
         while True:
@@ -118,7 +118,7 @@ class Counting:
         path, boot, uuids = self._file
         seriesfile.keep(path, self.series.saved(), boot, uuids)
         self._host.journal.unwatch(self._wakes)
-        self._cards.close()
+        self._cards.leave()
 
 
 def _figures(account: GpuAccount) -> tuple[int, int, int, int]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import logging
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
+
+from valved.machine.helpers import Helpers, Worker
+
+log = logging.getLogger("valved")
+
+NAMES_S = 2.0  # how long a start waits for names
+SILENT_S = 10.0  # NVML takes milliseconds: what takes so long is worth a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,26 +29,34 @@ class CardName:
     total_bytes: int
 
 
-def by_uuid() -> dict[bytes, CardName]:
-    """All cards by their 16-byte UUID; empty where NVML is missing or does not answer."""
+def by_uuid() -> Mapping[bytes, CardName]:
+    """All cards by their 16-byte UUID; empty where NVML is missing or does not answer. It is filled later where NVML is
+    slow: beside a card in trouble it may never answer, and nobody waits for a name."""
+    found: dict[bytes, CardName] = {}
+    reader = threading.Thread(target=_read_names, args=(found,), name="valved-nvml", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be had
+        reader.start()
+        reader.join(NAMES_S)
+    return found
+
+
+def _read_names(found: dict[bytes, CardName]) -> None:
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:
-        return {}
-    found: dict[bytes, CardName] = {}
+        return
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
             found[UUID(uuid.removeprefix("GPU-")).bytes] = CardName(name=name, total_bytes=total)
-    except pynvml.NVMLError:
-        pass  # a card that vanished half way: the others keep their names
+    except (pynvml.NVMLError, ValueError):
+        pass  # a card that vanished half way, or says nonsense: the others keep their names
     finally:
         pynvml.nvmlShutdown()
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +74,26 @@ _UNKNOWN_BYTES = (1 << 64) - 1
 
 
 class CardReader:
-    """NVML, kept open: asking costs a fraction of opening it. Calls may block for milliseconds: not for the loop."""
+    """NVML, kept open: asking costs a fraction of opening it. A call takes milliseconds, beside a card in trouble for
+    ever: neither the loop nor the end of valved waits for it."""
 
     def __init__(self) -> None:
+        self._thread = Helpers("valved-nvml", 1)
         self._is_open = False
         self._handles: list[tuple[Any, bytes]] = []  # of each card, and its UUID: until NVML fails, or counts others
         self._room = ctypes.create_string_buffer(32 * _PROCESS.size)
+
+    async def read(self) -> dict[bytes, CardUse]:
+        """`look`, in a thread of its own. Whoever waits for it can give up at any time."""
+        answer = Worker(asyncio.get_running_loop(), self._thread).result_of(self.look)
+        done, _ = await asyncio.wait({answer}, timeout=SILENT_S)
+        if not done:
+            log.warning("the cards do not answer", extra={"facts": {"asked": "NVML", "seconds": SILENT_S}})
+        return await answer
+
+    def leave(self) -> None:
+        """`close`, once a look that is under way has ended."""
+        self._thread.do(self.close)
 
     def look(self) -> dict[bytes, CardUse]:
         """All cards by UUID; empty where NVML is missing or does not answer."""
@@ -74,7 +106,7 @@ class CardReader:
             if (count := pynvml.nvmlDeviceGetCount()) != len(self._handles):
                 self._handles = [_identity(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
             return {uuid: self._card(handle) for handle, uuid in self._handles}
-        except (pynvml.NVMLError, AttributeError):  # an NVML from before this call
+        except (pynvml.NVMLError, AttributeError, ValueError):  # an NVML from before this call, or nonsense
             self.close()
             return {}
 
@@ -92,14 +124,15 @@ class CardReader:
         import pynvml
 
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        total = int(memory.total)
         try:
             is_mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         except pynvml.NVMLError:  # a card that cannot
             is_mig = False
         return CardUse(
-            total_bytes=int(memory.total),
-            used_bytes=int(memory.used),
-            by_pid=self._processes(handle),
+            total_bytes=total,
+            used_bytes=min(total, int(memory.used)),
+            by_pid={pid: min(total, held) for pid, held in self._processes(handle).items()},
             is_mig=is_mig,
         )
 

@@ -11,7 +11,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 CLOSERS = 32
 WORKERS = 2  # that compute: more would keep the interpreter from the loop
@@ -109,11 +111,11 @@ class Closer:
 
 
 class Worker:
-    """Computes what would keep the loop for long: its size is for a client to choose."""
+    """Does what would keep the loop for long, such as work whose size is for a client to choose."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, helpers: Helpers | None = None) -> None:
         self._loop = loop
-        self._helpers = Helpers("valved-work", WORKERS)
+        self._helpers = helpers or Helpers("valved-work", WORKERS)
 
     def do(self, job: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
         """The job in a thread; `then`, in the loop, with what it returned or raised."""
@@ -128,3 +130,18 @@ class Worker:
                 self._loop.call_soon_threadsafe(then, result, error)
 
         self._helpers.do(work)
+
+    def result_of(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
+        """What it returns or raises, for one who may give up waiting."""
+        answer: asyncio.Future[Result] = self._loop.create_future()
+
+        def then(result: Result, error: Exception | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self.do(job, then)
+        return answer

@@ -20,12 +20,6 @@ from valved.node.status import Reporter
 from valved.policy.cooldown import CooldownSettings
 from valved.state.journal import Journal, Watcher
 
-KNOWN = {  # where to look for the numbers that there are
-    "gpu": "see: valve status",
-    "pid": "see: valve status",
-    "service": "see: valve status",
-    "reclaim": "see: valve explain reclaims",
-}
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
 
@@ -163,5 +157,14 @@ class Node:
             raise InvalidRequest("name a GPU, a process, a service or a reclaim", field="subject")
         answer = explainers[subject](number)
         if answer is None:
-            raise NotFound(f"valved knows no {subject} {number}", field=subject, next_step=KNOWN[subject])
+            raise self._nothing_known(subject, number)
         return answer
+
+    def _nothing_known(self, subject: str, number: int) -> NotFound:
+        text, step = f"valved knows no {subject} {number}", "see: valve status"
+        if subject == "gpu":
+            there = ", ".join(f"gpu{gpu}" for gpu in sorted(self._gating.gpus))
+            text, step = f"there is no GPU {number} here", f"there are: {there or 'none (valve doctor says why)'}"
+        if subject == "reclaim":
+            step = "see: valve explain reclaims"
+        return NotFound(text, field=subject, next_step=step)

@@ -108,9 +108,10 @@ class Brake:
     def drain(self, by: str, then: Callable[[], None] | None = None) -> None:
         """Stop all offline work, end its processes, and take none until resumed. With `then`, which is called when
         none is left and no memory moves, this daemon is about to end: its successor begins without a drain."""
-        self._journal.emit(EventKind.POLICY, reason="drain", by=by)
         if then is None:
             _put(self._drain_file, by)
+        self._journal.emit(EventKind.POLICY, reason="drain", by=by)
+        if then is None:
             self.look_at_file()
         else:
             self._then.append(then)
@@ -140,12 +141,16 @@ class Brake:
         self._journal.emit(EventKind.RESUMED, reason="drain taken back")
 
     def _emptied(self) -> None:
+        if self._kv is None:
+            self._end()
+        elif self._then:
+            self._kv.turn.when_still(self._end)
+
+    def _end(self) -> None:
+        """Unless the drain was taken back while memory moved."""
         calls, self._then = self._then, []
-        for call in calls if self.is_draining else ():
-            if self._kv is None:
-                call()
-            else:
-                self._kv.turn.when_still(call)
+        for call in calls:
+            call()
 
     def _apply(self) -> None:
         """The hold first: whatever else follows, offline work is stopped by then."""

@@ -126,7 +126,10 @@ class Handover:
         self._try("policy", lambda: self._restore_policy(saved.policy))
         self._restore_books(saved, come_back_s)
         if (kv := self._kv) is not None:  # by now it is known which services live
-            self._try("memory", lambda: kv.report.restore(saved.memory))
+            memory = saved.memory
+            if saved.boot_id != self._boot:  # its clock was another: what was then may never be long ago
+                memory = msgspec.structs.replace(memory, reservations={}, reclaims={}, peaks=[])
+            self._try("memory", lambda: kv.report.restore(memory))
         if self._senseless:
             files.keep_bad(self._path)
             count, first = len(self._senseless), self._senseless[0]

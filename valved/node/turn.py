@@ -7,6 +7,7 @@ and hands over instead of draining.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from valved.state.saved import RunFolder
 
@@ -15,9 +16,12 @@ TEXT = b"# waiting for the valved before this one\n"
 
 
 async def wait_for_turn(folder: RunFolder, host: str, port: int) -> None:
-    """Returns with the folder's lock held. Until then `port` (0: none) answers as the metrics would."""
-    server = await asyncio.start_server(_answer, host, port) if port else None
+    """Returns with the folder's lock held. Until then `port` (0: none) answers as the metrics would, unless it is the
+    other valved's."""
+    server = None
     try:
+        with contextlib.suppress(OSError, ValueError):
+            server = await asyncio.start_server(_answer, host, port) if port else None
         while not folder.queue():
             await asyncio.sleep(LOOK_S)
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
@@ -29,6 +30,7 @@ BEAT_NS = 500_000_000
 LATE_S = 2.0 - BEAT_NS / 1e9  # main.LOOP_NS is counted from the beat before
 TELL_S = 5.0
 AGAIN_S = 1.0  # after a failure
+WELL_S = 60.0  # one that ran so long before it failed again is told again
 SETTLE_S, SETTLE_LOOK_S = 1.0, 0.001
 EXIT_FAILED = 1
 
@@ -129,13 +131,18 @@ async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Calla
     """Run this for as long as valved lives. What fails is told and begun anew: a task that died without a word takes
     everything with it that it did.
     """
+    told = ""
     while True:
+        began_s = time.monotonic()
         try:
             await make()
             return
         except Exception as error:  # a defect, or a machine in trouble: neither ends the rest
-            log.exception("task failed", extra={"facts": {"task": name}})
-            tell(f"{name} failed and begins anew: {type(error).__name__}: {error}")
+            text = f"{name} failed and begins anew: {type(error).__name__}: {error}"
+            if text != told or time.monotonic() - began_s > WELL_S:
+                told = text
+                log.exception("task failed", extra={"facts": {"task": name}})
+                tell(text)
             await asyncio.sleep(AGAIN_S)
 
 
@@ -149,14 +156,14 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 async def read_cards(
-    memory: KvService | None, guard: Bystanders | None, look: Callable[[], Mapping[bytes, CardUse]]
+    memory: KvService | None, guard: Bystanders | None, read: Callable[[], Awaitable[Mapping[bytes, CardUse]]]
 ) -> None:
-    """What the cards say, once for all who need it, while one does. In a thread: NVML may take milliseconds."""
+    """What the cards say, once for all who need it, while one does."""
     beats = 0
     while True:
         is_due = memory is not None and (memory.is_in_use or memory.needs_cards(beats))
         if is_due or (guard is not None and guard.needs_cards(beats)):
-            cards = await asyncio.get_running_loop().run_in_executor(None, look)
+            cards = await read()
             with contextlib.ExitStack() as parts:  # from the last to the first: neither goes without because one fails
                 if memory is not None:
                     parts.callback(memory.see_cards, cards)
@@ -167,5 +174,8 @@ async def read_cards(
 
 
 async def keep_reading(memory: KvService | None, guard: Bystanders | None) -> None:
-    with contextlib.closing(CardReader()) as reader:
-        await read_cards(memory, guard, reader.look)
+    reader = CardReader()
+    try:
+        await read_cards(memory, guard, reader.read)
+    finally:
+        reader.leave()

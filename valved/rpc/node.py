@@ -180,11 +180,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 await asyncio.sleep(0)
                 return call()
         except OSError as error:
-            if not is_scarce(error):
-                raise
-            text = f"valved cannot look now: {error.strerror}"
-            step = "try again; if it fails again, find out what uses up valved's descriptors or memory"
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, text, step)
+            if is_scarce(error):
+                text = f"valved cannot look now: {error.strerror}"
+                step = "try again; if it fails again, find out what uses up valved's descriptors or memory"
+                await _abort(context, grpc.StatusCode.UNAVAILABLE, text, step)
+            text = f"valved cannot do that: {error.filename or 'a file'}: {error.strerror}"
+            step = "see that the run folder can be written, and what is in it"
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, step)
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
             problem = node_pb2.Problem(field=error.field, next_step=error.next_step)

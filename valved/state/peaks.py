@@ -80,7 +80,7 @@ class Peaks:
         ]
 
     def restore(self, saved: Iterable[SavedPeak], now_ns: int) -> None:
-        """Without those of another boot, whose clock was another, and what makes no sense."""
+        """Without what makes no sense. Those of another boot, whose clock was another, are not among them."""
         for one in saved:
             told = [_Peak(bytes=size, at_ns=at_ns) for size, at_ns in (one.plain, one.kv)]
             gpu, (plain, kv) = GpuIndex(one.gpu), one.last

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from valved import paths
 from valved.errors import AlreadyRunning
-from valved.fds import Fds, is_scarce
+from valved.fds import Fds, is_scarce, write_private
 from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
@@ -155,7 +156,7 @@ def save(path: Path, state: SavedState) -> None:
     data = msgspec.json.encode(state)
     msgspec.json.decode(data, type=SavedState)  # ValidationError is a ValueError
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(data)
+    write_private(fresh, data)
     fresh.replace(path)
 
 
@@ -173,14 +174,15 @@ def load(path: Path) -> tuple[SavedState | None, str]:
             path.replace(path.with_name(path.name + BAD))
         return None, f"{path} is unreadable and was set aside: {error}"
     if state.version != VERSION:
-        return None, f"{path} is of version {state.version}, this valved reads {VERSION}"
+        keep_bad(path)
+        return None, f"{path} is of version {state.version}, this valved reads {VERSION}: it was set aside"
     return state, ""
 
 
 def keep_bad(path: Path) -> None:
     """Parts of it made no sense: keep it for people, before the next save writes it anew."""
     with contextlib.suppress(OSError):
-        path.with_name(path.name + BAD).write_bytes(path.read_bytes())
+        write_private(path.with_name(path.name + BAD), path.read_bytes())
 
 
 class RunFolder:
@@ -188,7 +190,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        paths.make(path)
         self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._next = -1
 

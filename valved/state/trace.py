@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from valved.fds import Fds
 from valved.model.events import Event, EventKind
+
+log = logging.getLogger("valved")
 
 BUFFER_BYTES = 64 * 1024
 AGAIN_S = 60.0
@@ -19,8 +25,8 @@ AGAIN_S = 60.0
 class LineFile:
     """Appends events to a file; at `max_bytes` the file becomes NAME.1 and a new one begins.
 
-    A full disk must not stop gating: a failure closes the file, `failure` says why, and a minute later the file is
-    opened again.
+    A full disk must not stop gating: a failure closes the file, the log says why, and a minute later the file is opened
+    again. One that was moved or deleted is begun anew.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -49,8 +55,17 @@ class LineFile:
         if self._file is not None:
             try:
                 self._file.flush()
+                if not self._is_at_its_place(self._file):
+                    self._file.close()
+                    self._file = self._open()
             except OSError as error:
                 self._give_up(error)
+
+    def _is_at_its_place(self, file: TextIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         self.flush()
@@ -60,7 +75,7 @@ class LineFile:
 
     def _open(self) -> TextIO | None:
         try:
-            file = self.path.open("a", encoding="utf-8", buffering=BUFFER_BYTES)
+            file = _open_plain(self.path)
             self._bytes = self.path.stat().st_size
             file.write("\n" * _is_torn(self.path))
             self.failure = ""
@@ -79,6 +94,7 @@ class LineFile:
         self.failure = f"{self.path}: {error.strerror}"
         self._again_s = time.monotonic() + AGAIN_S
         self._file = None
+        log.warning("events are not written", extra={"facts": {"error": self.failure}})
 
 
 def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:
@@ -87,6 +103,18 @@ def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def _open_plain(path: Path) -> TextIO:
+    """For its owner alone: it names the work of all users. A pipe has a reader, who could keep the loop waiting."""
+    with Fds() as fds:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = fds.own(os.open(path, flags, 0o600))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is no plain file", str(path))
+        file = os.fdopen(fd, "a", encoding="utf-8", buffering=BUFFER_BYTES)
+        fds.keep()
+    return file
 
 
 def _is_torn(path: Path) -> bool:

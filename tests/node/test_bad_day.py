@@ -1,0 +1,45 @@
+"""A machine in trouble: valved starts, and ends, as it should all the same."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+
+from node_rig import Offline, Online
+from valve_tools.demo.node import EmulatedNode
+
+
+def test_a_terminal_that_closes_never_ends_valved_without_a_hand_over(node: EmulatedNode) -> None:
+    offline, online = Offline(node, "batch"), Online(node, "chat")
+    offline.wait_running()
+    online.wait_ready()
+
+    assert node.stop_valved(signal.SIGHUP) == 0
+
+    assert '"event": "stopped"' in (node.folder / "valved.log").read_text()
+
+
+def test_a_folder_that_takes_no_pid_never_keeps_valved_from_starting(make_node: Callable[..., EmulatedNode]) -> None:
+    """As when the disk is full."""
+    node = make_node(start=False)
+    (node.run_dir / "valved.pid").mkdir()
+
+    node.start_valved()
+
+    assert node.status().pid
+    assert "valved.pid cannot be written" in (node.folder / "valved.log").read_text()
+
+
+def test_a_port_of_the_other_valved_never_keeps_its_successor_from_waiting(
+    make_node: Callable[..., EmulatedNode],
+) -> None:
+    """Both are on the network of the host."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        node = make_node(start=False)
+
+        node.start_valved("--wait", "--metrics-port", str(taken.getsockname()[1]))
+
+        assert node.status().pid
