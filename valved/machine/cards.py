@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,7 @@ class CardUse:
     used_bytes: int
     by_pid: Mapping[int, int]  # compute processes and their bytes; 0 where the driver does not say
     is_mig: bool
+    read_ns: int = sys.maxsize  # CLOCK_MONOTONIC: not before
 
 
 _PROCESS = struct.Struct("=I4xQII")  # nvmlProcessInfo_v2_t, which _v3 calls fill, too; a test compares the two
@@ -91,6 +94,7 @@ class CardReader:
     def _card(self, handle: Any) -> CardUse:
         import pynvml
 
+        read_ns = time.monotonic_ns()
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         try:
             is_mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
@@ -101,6 +105,7 @@ class CardReader:
             used_bytes=int(memory.used),
             by_pid=self._processes(handle),
             is_mig=is_mig,
+            read_ns=read_ns,
         )
 
     def _processes(self, handle: Any) -> Mapping[int, int]:
