@@ -93,14 +93,46 @@ class LedgerLock:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class Flights:
+    """The engine's own records of steps, from their launch until their output is believed."""
+
+    in_flight: deque[Any] = field(default_factory=deque)  # of the steps in flight
+    asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
+    believed: int = 0  # steps, ever: with those in flight, all that were launched
+
+    @property
+    def launched(self) -> int:
+        """Steps, ever."""
+        return self.believed + len(self.in_flight)
+
+    def is_over(self, launched: int) -> bool:
+        """Whether the output of all that had been launched by then is in."""
+        return self.believed >= launched
+
+    def launch(self, record: Any) -> None:
+        if len(self.in_flight) >= MOST_STEPS:
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight: the engine did not tell of their output")
+        self.in_flight.append(record)
+
+    def believe(self, key: object) -> None:
+        """The output of this step is in: it and what was launched before are in flight no more."""
+        records = self.in_flight
+        if not any(record is key for record in records):
+            return
+        is_in = False
+        while not is_in:
+            record = records.popleft()
+            self.believed += 1
+            is_in = record is key
+            self.asked.pop(id(record), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger(Flights):
     block_tokens: int
     slack_tokens: int = 0  # drafts that may have been rejected: a later step starts that much earlier than announced
     held: dict[str, Held] = field(default_factory=dict)
     read: Callable[[Any], Facts] = unread  # what the engine's own record of a step says
-    in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
-    asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
-    believed: int = 0  # steps, ever: with those in flight, all that were launched
     left: list[tuple[int, Held]] = field(default_factory=list)  # left when so many had been launched
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
@@ -236,23 +268,6 @@ class Ledger:
         if step is None:
             step = self.asked[id(record)] = Step(key=record, facts=self.read(record))
         return step
-
-    def launch(self, record: Any) -> None:
-        if len(self.in_flight) >= MOST_STEPS:
-            raise RuntimeError(f"{len(self.in_flight)} steps are in flight: the engine did not tell of their output")
-        self.in_flight.append(record)
-
-    def believe(self, key: object) -> None:
-        """The output of this step is in: it and what was launched before are in flight no more."""
-        records = self.in_flight
-        if not any(record is key for record in records):
-            return
-        is_in = False
-        while not is_in:
-            record = records.popleft()
-            self.believed += 1
-            is_in = record is key
-            self.asked.pop(id(record), None)
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from valve_hook.ledger import Ledger
+from valve_hook.offers import Offers
 from valve_hook.sessions import Session
 from valve_hook.shared import DETACHED, TARGET_BLOCKS, Blocks, Change
 from valve_hook.wire import Mode
@@ -91,17 +92,16 @@ class Reconciler:
     is_sure: bool = True  # False after any failure: what the ledger says may be wrong
     receipts: Receipts = field(default_factory=Receipts)
     withheld: Mask = field(init=False)
-    offered: Mask = field(init=False)
+    offers: Offers = field(init=False)
     session: Session | None = None
     steps: int = 0
     backed: int = 0
     _asked: int = 0
     _told: tuple[int, ...] = ()  # receipts, in this session's book
-    _column_blocks: list[Blocks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.withheld = np.zeros(self.blocks, dtype=bool)
-        self.offered = np.zeros(self.blocks, dtype=bool)
+        self.offers = Offers(np.zeros(self.blocks, dtype=bool))
         self.backed = self.blocks
 
     @property
@@ -146,8 +146,9 @@ class Reconciler:
         judgement = self.ledger.judge(lost, self.blocks)
         return judgement.left.union(judgement.running)
 
-    def publish(self) -> bool:
-        """After a step was scheduled: write gauges and receipts; ask for blocks, or offer some. Whether some were."""
+    def publish(self, launched: int | None = None) -> bool:
+        """After a step was scheduled: write gauges and receipts; ask for blocks, or offer some. Whether some are to be
+        offered. `launched`: no step after these touches what is free now; None: after those in flight."""
         self.steps = self.steps % STEPS_ROUND + 1
         session = self.session
         if session is None:
@@ -162,13 +163,15 @@ class Reconciler:
             self._told = receipts
         if mode is Mode.NONE or session.table.slow[DETACHED]:
             return False
+        self._say_offers(session)
         if wanted <= self.backed:
             self._asked = 0  # a later need is another one
-            return self.backed > session.table.slow[TARGET_BLOCKS] and self._offer(session, wanted)
+            is_surplus = self.backed > session.table.slow[TARGET_BLOCKS]
+            return (is_surplus and self._offer(session, wanted, launched)) or bool(self.offers.unsaid)
         if wanted > self._asked:
             self._asked = wanted
             self.link.need(wanted)
-        return False
+        return bool(self.offers.unsaid)
 
     def give_up(self, why: str) -> None:
         """The engine began what the hook cannot follow: nothing is reclaimed from it any more."""
@@ -213,16 +216,15 @@ class Reconciler:
         self._heed()  # the last word of the old one: a loss was told, and may have been carried out
         try:
             column_of = session.table.column_of
-            order = np.argsort(column_of, kind="stable").astype(np.uint32)
-            cuts = np.cumsum(np.bincount(column_of, minlength=session.table.columns))[:-1]
-            self._column_blocks = np.split(order, cuts)
+            self.offers.arrange(column_of, session.table.columns)
             self.ledger.open_book(session.book)
             self.engine.arrange(column_of)
         except Exception:
             self.mode = Mode.NONE
             self.fail("attaching failed")
-        had = ~(self.withheld & ~self.offered)
-        self.offered[:], self._told = False, ()
+        had = ~(self.withheld & ~self.offers.mask)
+        self._told = ()
+        self.offers.begin()
         self._safely(session, session.table.begin(had))
         self.session = session
 
@@ -266,7 +268,7 @@ class Reconciler:
             self.receipts.lost_blocks += len(lost)
             self.receipts.hit_requests += self.engine.reset() if mode is Mode.COARSE else self._abandon()
         self._unoffer(change.lost)
-        other = np.flatnonzero((should := ~change.backed | self.offered) != self.withheld)
+        other = np.flatnonzero((should := ~change.backed | self.offers.mask) != self.withheld)
         withhold, release = other[should[other]], other[~should[other]]
         self.engine.withhold(withhold.astype(np.uint32))
         self.withheld[withhold] = True
@@ -295,37 +297,37 @@ class Reconciler:
 
     # ---- parts of publish ----
 
-    def _offer(self, session: Session, wanted: int) -> bool:
-        """Whole free columns until what is left fits the target, or the requests that wait. It preempts none."""
-        given: list[int] = []
-        for column in self.engine.free_columns():
-            own = [int(block) for block in self._column_blocks[column] if not self.withheld[block]]
-            if self.backed - len(given) <= max(session.table.target_blocks, wanted + len(own)):
-                break  # one block is handed out to nobody
-            given += own
-        if not given:
+    def _offer(self, session: Session, wanted: int, launched: int | None) -> bool:
+        """It preempts none."""
+        least = session.table.target_blocks, wanted
+        blocks = self.offers.choose(self.engine.free_columns(), self.withheld, self.backed, *least)
+        if not len(blocks):
             return False
-        blocks = np.array(given, dtype=np.uint32)
+        self.backed -= len(blocks)
         try:
             self.engine.withhold(blocks)
-            self.withheld[blocks] = self.offered[blocks] = True
-            session.book.offer(given, True)
+            self.withheld[blocks] = True
         except Exception:
             self._call_off(session, blocks)
             raise
-        self.backed -= len(given)
-        self.link.need(0)
+        self.offers.add(blocks, self.ledger.launched if launched is None else launched)
+        self._say_offers(session)
         return True
+
+    def _say_offers(self, session: Session) -> None:
+        if self.offers.say(session.book, self.ledger, lambda blocks: self._call_off(session, blocks)):
+            self.link.need(0)
 
     def _call_off(self, session: Session, blocks: Blocks) -> None:
         """An offer that was half made: valved may have read it, and then tells a loss of blocks that are in use."""
         session.book.offer(blocks.tolist(), False)
-        self.withheld[blocks] = self.offered[blocks] = False
+        self.offers.end(blocks)
+        self.withheld[blocks] = False
+        self.backed += len(blocks)
         self.engine.release(blocks)
 
     def _unoffer(self, changed: Blocks) -> None:
-        settled = changed[self.offered[changed]]
-        if len(settled):
-            self.offered[settled] = False
-            if self.session is not None:
-                self.session.book.offer(settled.tolist(), False)
+        settled = changed[self.offers.mask[changed]]
+        if len(settled) and self.session is not None:
+            self.session.book.offer(settled.tolist(), False)
+        self.offers.end(settled)

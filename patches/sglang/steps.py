@@ -33,6 +33,7 @@ class Launched:
     dropped: set[str] = field(default_factory=set)  # retracted since: their output of it is not to be believed
     ended: int = 0  # requests that ended while this step of theirs was in flight
     is_in: bool = False  # its output has come in
+    number: int = 0  # of all steps
 
 
 def launched(batch: Any) -> Launched:
@@ -106,6 +107,7 @@ class StepLedger(Ledger):
     page_table: Any
     flying: list[Launched] = field(default_factory=list)
     ended: int = 0  # requests, ever
+    begun: int = 0  # steps, ever
     _is_blind: bool = False
     _last: tuple[Blocks, Judgement] | None = None  # valid until a row or the steps in flight change
 
@@ -113,8 +115,17 @@ class StepLedger(Ledger):
         """Two are in flight at most; should one's output never come, it is not kept for ever. Returns how many tokens
         are computed a second time in it.
         """
+        self.begun += 1
+        step.number = self.begun
         self.flying, self._last = [*self.flying[-3:], step], None
         return computed_again(step)
+
+    @property
+    def launched(self) -> int:
+        return self.begun
+
+    def is_over(self, launched: int) -> bool:
+        return all(step.is_in or step.number > launched for step in self.flying)
 
     def end_steps(self) -> None:
         """Those whose output has come in and was judged."""

@@ -190,9 +190,12 @@ class VllmHook:
             self.reconciler.receipts.lost_tokens += self.engine.record(self.ledger, output)
             if any(self.scheduler.requests[each.req_id].resumable for each in new):
                 self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
+        launched = self.ledger.launched  # no step after these touches what is free now ...
         if output.num_scheduled_tokens:
             self.ledger.launch(output)
-        has_offered = self.reconciler.publish()
+        if output.kv_cache_block_copies:
+            launched = self.ledger.launched  # ... but one that copies a block
+        has_offered = self.reconciler.publish(launched)
         if self._is_idle or not self.scheduler.requests:
             self._note_idle()
         if output.finished_req_ids or len(self.scheduler.requests) != self.progress.told_open:

@@ -28,6 +28,7 @@
  *     quarantine page), but what is written there is lost.
  *   - A hook writes epoch_seen once it has done both for every change up to that epoch.
  *   - An offered block (book, offered[]) is withheld by the hook and stays so until its entry changes and is backed.
+ *     It is offered when no step in flight can read or write it any more: valved has it unmapped beside the next steps.
  */
 #ifndef VALVE_ABI_KV_H
 #define VALVE_ABI_KV_H

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from valve_tools.sim.eviction_headroom import BURSTY, STATIONARY, DemandSettings, demand, run_headroom
 
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationRule
-from valved.policy import reservation
+from valved.policy import reservation, usage
 from valved.policy.reservation import SECOND_NS, ReservationSettings
 
 TEN_MINUTES = ReservationSettings(target_per_hour=6.0, pressure_ratio=0.9, headroom_max_handles=4096)
@@ -174,3 +174,30 @@ def test_on_bursty_loads_no_later_hour_exceeds_the_target_by_more_than_one_climb
 
         assert sum(result.reclaims_per_hour[1:]) / 7 <= 6
         assert result.worst_sliding_hour <= 9
+
+
+@given(
+    headroom=st.integers(1, 64),
+    uses=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    sizes=st.tuples(st.sampled_from([2, 16, 128]), st.sampled_from([2, 16, 128])),
+    rule=st.sampled_from(list(ReservationRule)),
+)
+def test_what_is_kept_never_becomes_another_amount_of_memory_in_another_layout(headroom, uses, sizes, rule):
+    first, then = sizes
+    wide = ReservationSettings(rule=rule, headroom_min_handles=1, headroom_max_handles=1 << 20)
+    state = replace(
+        reservation.start(0, wide), headroom_handles=headroom, exact_handles=float(headroom), handle_bytes=first
+    )
+    for second in range(1, 1500):
+        history = usage.note(state.history, uses[second // 7 % len(uses)], second * SECOND_NS)
+        state = replace(state, history=history)
+
+    again = reservation.resume(state, then, wide)
+
+    heading, heading_again = (
+        usage.expected(one.history, 30 * first / one.handle_bytes) * one.handle_bytes for one in (state, again)
+    )
+    assert abs(max(headroom * first, then) - again.headroom_handles * then) < then
+    assert abs(heading - heading_again) < 1e-3 * first
+    assert again.peaks == state.peaks  # of a node that has seen nothing
+    assert reservation.resume(again, then, wide) == again

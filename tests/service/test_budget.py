@@ -10,6 +10,7 @@ from valved.kv.reserve import ReclaimBudget
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap
 from valved.model.memory import KvTensor
+from valved.policy.reservation import start
 
 HOUR_NS = 3600 * 10**9
 UUIDS = {GpuIndex(0): b"a" * 16, GpuIndex(1): b"b" * 16}
@@ -81,8 +82,22 @@ def test_what_was_spent_is_never_forgotten_by_a_restart_within_the_window():
         budget.note({GpuIndex(0)}, second * 10**9)
     budget.note({GpuIndex(0), GpuIndex(1)}, HOUR_NS)
 
-    successor.restore(budget.saved())
+    successor.restore(budget.saved(), HOUR_NS)
 
     assert successor.seen_by({GpuIndex(0)}, HOUR_NS - 1) == (HOUR_NS,)
     assert len(successor.seen_by({GpuIndex(0), GpuIndex(1)}, -1)) == 11
     assert successor.seen_by((), 0) == ()
+
+
+def test_what_was_spent_before_a_reboot_is_never_recent(world):
+    """The clock was another: it would count until this one has run as long, and nothing would be given back."""
+    reserve, day_ns = world.kv.reserve, 24 * HOUR_NS
+    before, service = ReclaimBudget({info.index: info.uuid for info in world.gate.gpus()}), 7
+    for second in range(30):
+        before.note({GpuIndex(0)}, day_ns + second * 10**9)
+    state = start(day_ns, world.config.reservation_settings())
+
+    reserve.restore({service: state}, before.saved())
+
+    assert reserve.budget.seen_by({GpuIndex(0)}, 0) == ()
+    assert reserve.saved == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 from memory_world import KvWorld
@@ -144,6 +145,62 @@ def test_an_old_look_at_a_card_never_makes_other_memory_of_kv_memory(world):
 
     assert world.kv.books.pool.free_handles(0) * SIZE == kv * MIB
     assert world.gate.kept[job.client][0] == 30 * MIB
+
+
+def plain_peak(world, name="chat"):
+    return world.kv.supply.peaks.of(0, world.clock.now_ns())[name].plain_bytes // MIB
+
+
+def test_kv_memory_that_comes_while_the_card_is_read_is_never_remembered_as_other_memory(world):
+    """The process has it, and valved has not heard so yet. For an hour offline jobs would leave it free once more."""
+    service = world.engine("online", columns=16, name="chat")
+    for _ in range(50):
+        world.run(200)
+        service.obey_target()
+    had = 2 * len(service.shim.ranges[0])
+    service.shim.answers = False
+    service.want(used=48)
+    world.run(20)
+    assert world.kv.books.orders.under_way(service.shim.client)
+
+    world.kv.service.see_cards(cards(20, [(service.shim.entry.process.pid, 30 + 24)]))
+
+    assert had < 24
+    assert plain_peak(world) <= 30
+    service.shim.catch_up()
+    world.run(500)
+    world.kv.service.see_cards(cards(20, [(service.shim.entry.process.pid, 30 + 2 * len(service.shim.ranges[0]))]))
+    assert plain_peak(world) == 30
+
+
+def test_kv_memory_that_goes_while_the_card_is_read_is_never_remembered_as_other_memory(world):
+    service = world.engine("online", columns=16, name="chat")
+    service.want(used=48)
+    world.run(500)
+    kv = 2 * len(service.shim.ranges[0])
+    read = cards(20, [(service.shim.entry.process.pid, 30 + kv)])
+    world.kv.service.see_cards(read)
+    service.want(used=0)
+    for _ in range(100):
+        world.run(200)
+        service.obey_target()
+    assert 2 * len(service.shim.ranges[0]) < kv
+
+    world.kv.service.see_cards(read)
+
+    assert plain_peak(world) == 30
+
+
+def test_a_card_that_is_read_while_handles_are_made_never_has_room_for_them_once_more(world):
+    began_ns = world.clock.now_ns()
+    engine = world.engine("online", columns=16)
+    engine.want(used=64)
+    world.run(500)
+    assert len(engine.backed()) == 64
+
+    world.kv.service.see_cards({uuid: replace(card, read_ns=began_ns) for uuid, card in cards(8 + 40).items()})
+
+    assert world.kv.supply.affordable(0) == 40 // 2 - 16
 
 
 def test_a_service_always_gets_what_is_kept_for_it_as_kv_memory(tmp_path):

@@ -20,6 +20,7 @@ from virtual import VirtualClock
 from valved.abi.kv_link import KvSpan, KvTableMessage
 from valved.abi.link import LinkType
 from valved.config import MIB
+from valved.machine.cards import CardUse
 from valved.model.ids import Role
 from valved.model.memory import KvTensor
 
@@ -67,7 +68,7 @@ class Crowd:
         self.come("online", 8)
         names = [*[self.in_the_middle] * 6, *[self.wait] * 3, *[self.come] * 3, self.come_in_ranks, self.come_plain]
         names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked]
-        names.append(self.offers)
+        names += [self.offers, self.card_is_read]
         for _ in range(actions):
             action = self.draw.choice(names)
             self.told.append(action.__name__)
@@ -157,6 +158,7 @@ class Crowd:
             self.world.clock.advance(self.draw.choice(MOMENTS_US) * 1000)
             if self.hooks:
                 happens = [self.hook_anew, self.link_anew, self.death, self.hang, self.frees, self.nothing]
+                happens += [self.lays_anew, self.cannot_recompute]
                 action, hook = self.draw.choice(happens), self.draw.choice(self.hooks)
                 self.told.append((action.__name__, self.hooks.index(hook), hook.shim.entry.role.name))
                 action(hook)
@@ -187,6 +189,36 @@ class Crowd:
             shim._let_go(*place)
         shim.free_range(number)
         self._later(1000, shim.die)
+
+    def lays_anew(self, hook):
+        """The engine makes its cache anew, with other columns."""
+        shim, world = hook.shim, self.world
+        if hook.second is not None or not shim.answers or shim.free_ns > world.clock.now_ns() or shim.clearing:
+            return
+        if shim.client not in world.books.clients or shim.held_back or shim.at_step:
+            return
+        world.register.leave(hook.client, "link closed")
+        self.hooks.remove(hook)
+        world.hooks.remove(hook)
+        for number in sorted(shim.ranges):
+            for place in [place for place in shim.thought_gone if place[0] == number]:
+                shim._let_go(*place)
+            shim.free_range(number)
+        hook.blocks = PER_COLUMN * self.draw.randint(2, 12)
+        places = [(gpu, layer) for gpu in hook.gpus for layer in range(hook.ranges // len(hook.gpus))]
+        for number, (gpu, _) in enumerate(places):
+            self._reserve(shim, number, hook.blocks // PER_COLUMN, gpu)
+        if len(shim.ranges) < len(places):
+            self._later(0, shim.die)
+        else:
+            self._attach(hook)
+
+    def cannot_recompute(self, hook):
+        """For a while it says that it could not make good a loss."""
+        if hook.book is not None:
+            book, mode = hook.book, int(hook.mode)
+            book["mode"] = 0
+            self._later(self.draw.choice([1, 100]), lambda: book.__setitem__("mode", mode))
 
     def hook_anew(self, hook):
         if hook.second is None and hook.shim.client in self.world.books.clients:
@@ -290,6 +322,18 @@ class Crowd:
     def driver_refuses(self):
         self.world.outside.fails.append(0x40)
 
+    def card_is_read(self):
+        """By NVML, which may be silent."""
+        world, size = self.world, self.world.config.memory.handle_mib * MIB
+        spare = world.config.memory.spare_mib * MIB
+        uses = {}
+        for gpu in range(2) if self.draw.random() < 0.7 else ():
+            free, total = (world.card.limit - world.card.made(gpu)) * size, world.card.limit * size + spare
+            uses[bytes([gpu + 1]) * 16] = CardUse(
+                total_bytes=total, used_bytes=total - spare - free, by_pid={}, is_mig=False
+            )
+        world.kv.service.see_cards(uses)
+
     def gate_hangs(self):
         gate, gpu = self.world.gate, self.draw.randint(0, 1)
         if gate.is_stopped(gpu):
@@ -329,6 +373,7 @@ class Crowd:
             online = kv.reserve.online[engine.service]
             assert not online.growing
             assert not online.giving
+            assert not len(engine.partial_columns()), "a part of a column is nobody's use"
             wanted = min(engine.columns, -(-engine.view().wanted_blocks // engine.blocks_per_column))
             is_short = engine.standing_count() < wanted and len(engine.bare_columns()) > 0
             assert not is_short or kv.supply.obtainable(engine) == 0, "a service waits for memory that can be had"

@@ -92,6 +92,10 @@ class KvBooks:
         """It is the engine of its service, and whole."""
         return self.engines.get(engine.service) is engine and engine.is_complete
 
+    def may_take(self, engine: Engine) -> bool:
+        """Its hook may have left, or may have said meanwhile that it cannot make good a loss."""
+        return self.is_attached(engine) and engine.can_lose
+
     def has_ranges(self, service: ServiceId) -> bool:
         return any(self.service_of(key.client) == service for key in self.pool.ranges)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valved.abi.kv_link import KvLayoutPart
-from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
+from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
 from valved.model.ids import ClientId, GpuIndex
 from valved.model.memory import ColumnPick, KvLayout, KvRange
 from valved.policy.columns import ColumnMap, columns_of
@@ -198,7 +198,9 @@ class Columns:
     @remembered
     def mapped_columns(self) -> int:
         """That it has or is about to have."""
-        return int(((self.backed_columns() | self.going) & ~self.lost).sum())
+        open_ = self._standing()
+        is_open = self._having(open_ == NO_HANDLE) | self._having(open_ == STRANGE)
+        return int(((~is_open | self.going) & ~self.lost).sum())
 
     def _standing(self) -> Ints:
         """What stands at each cell: a handle, nothing, or a claim."""
@@ -208,14 +210,18 @@ class Columns:
     def bare_columns(self) -> Ints:
         """Columns that could be backed now, or in part."""
         standing = self._standing()
-        is_strange: Ints = np.bincount(self._cell_column[standing == STRANGE], minlength=self.columns)
-        return np.flatnonzero(~self.backed_columns() & ~self.going & (is_strange == 0))
+        return np.flatnonzero(self._having(standing == NO_HANDLE) & ~self._having(standing == STRANGE) & ~self.going)
 
+    @remembered
     def partial_columns(self) -> Ints:
-        """Columns with some of their handles."""
-        missing: Ints = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
-        whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
-        return np.flatnonzero((missing > 0) & (missing < whole))
+        """Columns with some of their handles, and none on its way."""
+        standing = self._standing()
+        is_partial = self._having(standing >= 0) & self._having(standing < 0) & ~self._having(standing == CLAIMED)
+        return np.flatnonzero(is_partial)
+
+    def _having(self, cells: Bools) -> Bools:
+        """Columns with such a cell."""
+        return np.greater(np.bincount(self._cell_column[cells], minlength=self.columns), 0)
 
     def cells(self, columns: Ints, *, backed: bool) -> list[RangeSlots]:
         """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from valved.kv.books import KvBooks
@@ -16,6 +18,14 @@ from valved.kv.turn import GateTurn
 from valved.model.ids import GpuIndex
 
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
+
+
+@dataclass(slots=True)
+class Grown:
+    """What came of a growth."""
+
+    came: int = 0  # columns
+    has_cost: bool = False  # offline work lost memory for it
 
 
 class Growth:
@@ -44,26 +54,26 @@ class Growth:
     def calm(self) -> None:
         self._turn.calm()
 
-    async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> int:
-        """Back bare columns of an online engine, taking from offline work what is missing. How many have come.
+    async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> Grown:
+        """Back bare columns of an online engine, taking from offline work what is missing.
 
         `rung_ns`: since when its hook has waited for an answer; 0 if no hook rang.
         """
         self._moves.coming(engine, columns)
-        over = Pause()
+        over, grown = Pause(), Grown()
         try:
             for _ in range(TRIES):
                 left = columns[~engine.backed_columns()[columns]]
-                if not len(left) or not await self._grow_once(engine, left, over, rung_ns):
+                if not len(left) or not await self._grow_once(engine, left, over, rung_ns, grown):
                     break
             over.set()
             await self._let_parts_go(engine, columns)
         finally:
             over.set()
             self._moves.came(engine, columns)
-        if not self._books.is_attached(engine):
-            return 0
-        return int(engine.backed_columns()[columns].sum())
+        if self._books.is_attached(engine):
+            grown.came = int(engine.backed_columns()[columns].sum())
+        return grown
 
     async def _let_parts_go(self, engine: Engine, columns: Ints) -> None:
         """Handles of a column that lacks others are of no use: no engine was told of them, and no need may follow."""
@@ -73,7 +83,7 @@ class Growth:
         if len(parts) and self._books.is_attached(engine):
             await all_of([order.settled for order in self._moves.unback(engine, parts)])
 
-    async def _grow_once(self, engine: Engine, columns: Ints, over: Pause, rung_ns: int) -> bool:
+    async def _grow_once(self, engine: Engine, columns: Ints, over: Pause, rung_ns: int, grown: Grown) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
         need = plan = None
         orders: list[Order] = []
@@ -95,6 +105,7 @@ class Growth:
             if self._books.is_attached(engine):
                 orders += self._moves.give_columns(engine, columns, plan)
             if need is not None:
+                grown.has_cost |= need.has_told
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])
         finally:

@@ -14,7 +14,7 @@ from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
-from valved.kv.journey import all_of, start, until
+from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
 from valved.kv.slots import Ints
@@ -23,19 +23,21 @@ from valved.kv.turn import GateTurn
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, Remap, ServiceId
+from valved.model.ids import GpuIndex, Remap, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.stats import MemoryCounters
 
 TRIES = 3  # to take all of what an engine offers: its shim may carry out a part
 RETRY_NS = 1_000_000_000  # after a lending that brought nothing
 REST_NS = 60 * RETRY_NS  # the longest between two of them: each may cost a stop of the GPU
+LOOK_NS = 100_000_000  # does a service wait for what is being lent?
 LEND_HANDLES = 64  # at a time and GPU: one packet of orders, a stop of a millisecond
 
 
 @dataclass(eq=False, repr=False)
 class Lending:
     _books: KvBooks
+    _supply: Supply
     _turn: GateTurn
     _ways: Ways
     _moves: Moves
@@ -63,7 +65,7 @@ class Lending:
                 orders = await self._give_gated(engine, columns)
             else:
                 orders = self._give_at_step(engine, columns)
-            await all_of([order.settled for order in orders])
+            await self._arrived(engine, all_of([order.settled for order in orders]))
         finally:
             self._moves.came(engine, columns)
         came = sum(order.done for order in orders)
@@ -72,12 +74,31 @@ class Lending:
             self._note(EventKind.LENT, engine, columns, came, "free memory")
         return came
 
+    async def _arrived(self, engine: Engine, settled: Pause) -> None:
+        """The work that gets it zeroes it, or maps it at its next step. A service may wait for just this memory, and so
+        keep that work off: then it runs beside the service until it can give the memory."""
+        while not settled.is_set:
+            looked_ns = self._clock.now_ns()
+            if self._is_waited_for(engine):
+                until_ns = looked_ns + LOOK_NS
+                await self._beside.until_settled(settled, engine.gpus, lambda: self._is_waited_for(engine), until_ns)
+            await until(settled, self._clock, looked_ns + LOOK_NS)
+
+    def _is_waited_for(self, engine: Engine) -> bool:
+        """A service there waits for memory, and there is no other."""
+        beside = (one for one in self._books.engines_with(Role.ONLINE) if not one.gpus.isdisjoint(engine.gpus))
+        short = (one for one in beside if one.view().wanted_blocks > one.standing_count() * one.blocks_per_column)
+        return any(len(one.bare_columns()) and not self._supply.obtainable(one) for one in short)
+
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:
         """Returns when the mapping is done."""
         await self._turn.mine()
         try:
             if not await self._turn.stop(engine.gpus) or not self._books.is_attached(engine):
                 return []
+            if self._supply.is_pressed(engine.gpus):  # a service has asked for memory since
+                return []
+            columns = columns[: self._supply.fitting(engine, columns)]
             orders = self._moves.give(engine.cells(columns, backed=False))
             await self._mapped(orders)
             return orders

@@ -112,12 +112,11 @@ class Moves:
                 orders += self._books.orders.create(rest, how)
         for order in orders:
             if order.is_creating:
-                order.settled.then(lambda order=order: self._note_full(order))  # type: ignore[misc]
+                order.settled.then(lambda order=order: self._note_made(order))  # type: ignore[misc]
         return orders
 
-    def _note_full(self, order: Order) -> None:
-        if order.done < len(order.slots):
-            self._supply.note_full(order.slots.book.gpu)
+    def _note_made(self, order: Order) -> None:
+        self._supply.note_made(order.slots.book.gpu, order.done, is_full=order.done < len(order.slots))
 
     def unback(self, engine: Engine, columns: Ints) -> list[Order]:
         cells = engine.cells(columns, backed=True)

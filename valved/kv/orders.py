@@ -10,7 +10,7 @@ process gets them. An answer, or the end of the client, settles it; a client tha
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -286,6 +286,12 @@ class Orders:
         """Handles of this GPU that are being made."""
         orders = (order for order in self._under_way.values() if order.is_creating and order.slots.book.gpu == gpu)
         return sum(len(order.slots) for order in orders)
+
+    def coming(self, gpu: GpuIndex, clients: Iterable[ClientId]) -> int:
+        """Handles of this GPU that are on their way to these."""
+        wanted = set(clients)
+        backs = (order for order in self._under_way.values() if order.op is KvOp.BACK and order.client in wanted)
+        return sum(len(order.slots) for order in backs if order.slots.book.gpu == gpu)
 
     @property
     def is_idle(self) -> bool:

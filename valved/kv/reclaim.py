@@ -235,7 +235,7 @@ class Reclaimer:
 
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[list[Order]]:
         """The orders of each stage, to all engines."""
-        reclaim.victims = [victims for victims in reclaim.victims if self._books.is_attached(victims.engine)]
+        reclaim.victims = [one for one in reclaim.victims if self._books.may_take(one.engine)]
         plans: list[MovePlan] = []
         for victims in reclaim.victims:
             engine, plan = victims.engine, victims.plan
@@ -245,6 +245,7 @@ class Reclaimer:
             self._moves.lose(engine, victims.columns, plan.blocks)
             plans.append(plan)
         reclaim.told_ns = self._clock.now_ns()
+        note_told(reclaim.needs if plans else [])
         parts = zip_longest(*(plan.stages for plan in plans), fillvalue=[])
         stages = [self._moves.take(chain(*stage), how) for stage in parts]
         for victims in reclaim.victims:
@@ -310,6 +311,11 @@ def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:
     if not missing:
         return "no memory is missing any more"
     return "no attached offline engine has memory to lose there" if is_allowed else "harvesting is braked"
+
+
+def note_told(needs: list[Need]) -> None:
+    for need in needs:
+        need.has_told = True
 
 
 def stage_came(needs: list[Need]) -> None:

@@ -156,8 +156,7 @@ class MemoryReport:
             histogram = self._log.phases.get(name)
             if histogram is not None and len(one.counts) == len(histogram.counts):
                 histogram.counts, histogram.sum_ns = list(one.counts), one.sum_ns
-        self._reserve.saved = dict(saved.reservations)
-        self._reserve.budget.restore(saved.reclaims)
+        self._reserve.restore(saved.reservations, saved.reclaims)
         self._supply.restore(saved.peaks)
 
 

@@ -13,7 +13,7 @@ from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
-from valved.kv.grow import Growth
+from valved.kv.grow import Grown, Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
 from valved.kv.rungs import Rungs
@@ -23,11 +23,12 @@ from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
-from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
+from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide, resume
 from valved.policy.reservation import start as first_state
 from valved.state.journal import Journal
 
 RETRY_NS = 1_000_000_000  # after a growth that got less than it asked for
+PARTS_REST_NS = 60 * RETRY_NS
 
 
 class ReclaimBudget:
@@ -48,11 +49,21 @@ class ReclaimBudget:
         for gpu in gpus:
             self._at_ns[gpu] = (*self._at_ns.get(gpu, ()), now_ns)[-REMEMBERED_RECLAIMS:]
 
+    def forget(self, gpus: Iterable[GpuIndex], at_ns: int) -> None:
+        """That one took nothing."""
+        for gpu in gpus:
+            noted = list(self._at_ns.get(gpu, ()))
+            if at_ns in noted:
+                noted.remove(at_ns)
+            self._at_ns[gpu] = tuple(noted)
+
     def saved(self) -> dict[str, tuple[int, ...]]:
         return {self._uuids[gpu].hex(): at for gpu, at in self._at_ns.items()}
 
-    def restore(self, saved: Mapping[str, tuple[int, ...]]) -> None:
-        self._at_ns = {gpu: tuple(saved[uuid.hex()]) for gpu, uuid in self._uuids.items() if uuid.hex() in saved}
+    def restore(self, saved: Mapping[str, tuple[int, ...]], now_ns: int) -> None:
+        """Without those of another boot, whose clock was another: they would be recent for as long as it had run."""
+        told = {gpu: saved.get(uuid.hex(), ()) for gpu, uuid in self._uuids.items()}
+        self._at_ns = {gpu: tuple(at for at in known if 0 <= at <= now_ns) for gpu, known in told.items() if known}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,12 +74,15 @@ class Online:
     settings: ReservationSettings
     decision: ReservationDecision | None = None
     growing: bool = False
+    before: tuple[int, ReservationState] | None = None  # a reclaim was decided then, in this state, and is under way
     giving: bool = False
     blocked_until_ns: int = 0
     had_blocks: int = 0  # a wish for more than that stops ...
     ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as a look foresaw ...
     foreseen_by: object = None  # ... and foresees again if this has changed
     target_columns: int = 0
+    parts_rest_ns: int = 0  # columns in part that it did not give back are asked for again after ever longer pauses ...
+    parts_after_ns: int = 0  # ... and not before
 
 
 @dataclass(eq=False, repr=False)
@@ -107,6 +121,7 @@ class Reserve:
         if online.growing:
             return
         self._accept_offers(engine, online)
+        self._let_parts_go(engine, online)
         if self._rests(online):
             return
         now_ns = self._clock.now_ns()
@@ -147,6 +162,7 @@ class Reserve:
         reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
         state = replace(online.state, reclaims_ns=reclaims_ns)
         online.state, decision = decide(state, memory, now_ns, self._rungs.settings(engine, online.settings))
+        online.before = (now_ns, state) if decision.is_reclaim else None
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)
         if decision.action is ReservationAction.TAKE:
@@ -154,6 +170,8 @@ class Reserve:
             self._grow(engine, online, min(bare, decision.handles), rung_ns)
         elif decision.action is ReservationAction.GIVE:
             self._set_target(engine, online, memory.mapped_handles - decision.handles)
+        else:
+            self._keep(engine, online, memory)
         self._note(engine, online, decision)  # last: a service that waits for memory waits for no file
 
     def accept(self, per_hour: float | None) -> None:
@@ -162,6 +180,12 @@ class Reserve:
         for online in self.online.values():
             online.settings = replace(online.settings, target_per_hour=self.target_per_hour)
         self._changes.put(Look())
+
+    def restore(self, states: Mapping[ServiceId, ReservationState], reclaims: Mapping[str, tuple[int, ...]]) -> None:
+        """Of a predecessor."""
+        now_ns = self._clock.now_ns()
+        self.saved = {service: state for service, state in states.items() if state.newest_ns <= now_ns}
+        self.budget.restore(reclaims, now_ns)
 
     def engine_left(self, engine: Engine) -> None:
         online = self.online.pop(engine.service, None)
@@ -174,17 +198,14 @@ class Reserve:
         settings = self._config.reservation_settings(column_bytes)
         settings = replace(settings, target_per_hour=self.target_per_hour)
         state = self.saved.pop(engine.service, None) or first_state(self._clock.now_ns(), settings)
+        state = resume(state, column_bytes, settings)
         state = replace(state, history=replace(state.history, noted_ns=0))  # what was used since, nobody saw
         online = self.online[engine.service] = Online(state=state, settings=settings)
         self._trim(engine, online)
         return online
 
     def _trim(self, engine: Engine, online: Online) -> None:
-        """Its ranges were backed as far as memory went when they were made: keep what it needs, in whole columns."""
-        partial = engine.partial_columns()
-        if len(partial):
-            online.giving = True
-            start(self._giving(engine, online, partial))
+        """Its ranges were backed as far as memory went when they were made: keep what it needs."""
         view = engine.view()
         needed = max(-(-max(view.used_blocks, view.wanted_blocks) // engine.blocks_per_column), 0)
         if online.state.headroom_handles + needed < int(engine.backed_columns().sum()):
@@ -200,7 +221,7 @@ class Reserve:
             mapped_handles=mapped,
             unmet_handles=max(0, wanted - mapped),
             free_handles=self._supply.fitting(engine, engine.bare_columns()),
-            pool_handles=min(engine.columns, mapped + self._supply.obtainable(engine)),
+            pool_handles=mapped + min(len(engine.bare_columns()), self._supply.obtainable(engine)),
         )
 
     def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int) -> None:
@@ -210,21 +231,57 @@ class Reserve:
             start(self._growing(engine, online, bare, rung_ns))
 
     async def _growing(self, engine: Engine, online: Online, columns: Ints, rung_ns: int) -> None:
-        came = 0
+        grown = Grown()
         try:
-            came = await self._growth.grow(engine, columns, rung_ns)
+            grown = await self._growth.grow(engine, columns, rung_ns)
         finally:
             online.growing = False
-            if came < len(columns):
+            if grown.came < len(columns):
                 online.blocked_until_ns = self._clock.now_ns() + RETRY_NS
+            if not grown.has_cost:
+                self._uncount(engine, online)
+            online.before = None
         if self.online.get(engine.service) is online and engine.is_complete:
             self._set_target(engine, online, engine.standing_count())
         self._changes.put(Look())
+
+    def _uncount(self, engine: Engine, online: Online) -> None:
+        """It was decided as a reclaim, and offline work lost nothing: the GPU could not be stopped, or all came from
+        what was free by then. It is asked for again, and would count each time."""
+        if online.before is not None:
+            at_ns, state = online.before
+            self.budget.forget(engine.gpus, at_ns)
+            moved = {
+                name: getattr(state, name) for name in ("headroom_handles", "exact_handles", "tau_ns", "reclaims_ns")
+            }
+            online.state = replace(online.state, **moved)
 
     def _set_target(self, engine: Engine, online: Online, columns: int) -> None:
         """Up to here the engine may use; beyond it offers whole columns."""
         online.target_columns = columns
         engine.table.set_target(min(engine.table.blocks, columns * engine.blocks_per_column))
+
+    def _keep(self, engine: Engine, online: Online, memory: OnlineMemory) -> None:
+        """What it was asked to offer it needs itself by now."""
+        before = online.decision
+        kept = memory.mapped_handles
+        if before is None or before.action is not ReservationAction.GIVE:
+            kept = min(kept, memory.used_handles + online.state.headroom_handles)
+        if 0 < online.target_columns < kept:
+            self._set_target(engine, online, kept)
+
+    def _let_parts_go(self, engine: Engine, online: Online) -> None:
+        """Columns in part are of no use: a growth ended half way, for its hook came anew, or so the range was told."""
+        now_ns = self._clock.now_ns()
+        partial = engine.partial_columns()
+        partial = partial[~engine.going[partial]]
+        if not len(partial):
+            online.parts_rest_ns = 0
+        elif not online.giving and now_ns >= online.parts_after_ns:
+            online.parts_rest_ns = min(PARTS_REST_NS, max(RETRY_NS, 2 * online.parts_rest_ns))
+            online.parts_after_ns = now_ns + online.parts_rest_ns
+            online.giving = True
+            start(self._giving(engine, online, partial))
 
     def _accept_offers(self, engine: Engine, online: Online) -> None:
         if online.giving or not online.target_columns:

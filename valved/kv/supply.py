@@ -6,7 +6,7 @@ counts for the oldest need first: no other need takes what a reclaim freed for i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +27,8 @@ from valved.state.saved import SavedPeak
 
 FULL_NS = 1_000_000_000  # a card that had less than it said gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
+MADE = 1024  # orders: more than come back while a card is read
+Mapped = dict[str, tuple[int, int]]  # handles of each name of services: mapped, and on their way to it
 TELL_NS = 2_000_000_000  # a process that comes back tells its ranges within this time
 
 
@@ -41,12 +43,17 @@ class Need:
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
     over: Pause  # whoever asked asks no more: several needs may be tries of one growth
+    has_told: bool = False  # an engine was told of a loss for it
     coming: list[Ints] = field(default_factory=list)  # handles that are being taken for it, stage by stage
     begun: Pause = field(default_factory=Pause)  # now is the time to prepare for them
     partly: Pause = field(default_factory=Pause)  # the next stage is free
     ready: Pause = field(default_factory=Pause)  # all that could be taken is free
     served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
     given: Pause = field(default_factory=Pause)  # and has arrived, or will not
+
+    def hangs(self, since_ns: int) -> bool:
+        """Its process has not mapped what is all on its way to it: nobody else gets less for that."""
+        return not any(self.promised.values()) and self.asked_ns < since_ns
 
     def stage_came(self) -> None:
         came, self.partly = self.partly, Pause()
@@ -68,10 +75,12 @@ class Supply:
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
         self._full_until_ns: dict[GpuIndex, int] = {}
+        self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
         self._uuids = {info.index: info.uuid for info in books.gpus}
         self.peaks = Peaks(remember_ns)
         self._kept: dict[GpuIndex, MemoryUse] = {}
         self._by_pid: dict[GpuIndex, Mapping[int, int]] = {}  # as the card said last
+        self._mapped: defaultdict[GpuIndex, Mapped] = defaultdict(dict)  # as it was then
         self._away = away
         self._books = books
         self._clock = clock
@@ -100,8 +109,8 @@ class Supply:
 
     def is_pressed(self, gpus: Iterable[GpuIndex]) -> bool:
         """An engine waits for memory there, until it has arrived: none is lent now, least of all freed memory."""
-        wanted = set(gpus)
-        return any(not wanted.isdisjoint(need.handles) for need in self._needs)
+        wanted, since_ns = set(gpus), self._clock.now_ns() - round(self.settings.order_s * 1e9)
+        return any(not wanted.isdisjoint(need.handles) and not need.hangs(since_ns) for need in self._needs)
 
     @property
     def is_waited_for(self) -> bool:
@@ -191,23 +200,27 @@ class Supply:
         self._room[gpu] += foreign
         return foreign
 
-    def note_full(self, gpu: GpuIndex) -> None:
-        """The driver had less than it said."""
-        self._room[gpu] = 0
-        self._full_until_ns[gpu] = self._clock.now_ns() + FULL_NS
+    def note_made(self, gpu: GpuIndex, count: int, *, is_full: bool) -> None:
+        """A card that is being read may not have counted these. `is_full`: the driver had less than it said."""
+        self._made.append((now_ns := self._clock.now_ns(), gpu, count))
+        if is_full:
+            self._room[gpu], self._full_until_ns[gpu] = 0, now_ns + FULL_NS
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
         self.cards = cards
         settings, pool, now_ns = self.settings, self._books.pool, self._clock.now_ns()
-        self._by_pid |= {gpu: self.cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in self.cards}
+        self._by_pid |= {gpu: cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in cards}
         self.services_changed(cards)
         for gpu, uuid in self._uuids.items():
-            room = by_card = UNLIMITED
-            card = self.cards.get(uuid)
+            room, card = UNLIMITED, cards.get(uuid)
+            if card is None and gpu in self._by_pid:
+                continue  # NVML does not answer any more: what it left is still all that may be made
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
-                room = by_card = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
+                left = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
+                room = left - _made_since(self._made, gpu, card.read_ns)
+            by_card = room
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
@@ -268,16 +281,14 @@ class Supply:
                 name_of.update((process.pid, service.name) for process in (*(one.process for one in shims), *away))
                 if away or (back_ns and now_ns - back_ns < TELL_NS):
                     untold.add(service.name)
-        bare = {gpu: Counter[str]() for gpu in self._uuids}
-        for name, ids in clients.items() if self._books.pool.ranges else ():
-            for book in (book for client in ids for book in self._books.pool.of_client(client)):
-                bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
+        bare = _bare(self._books.pool, self._uuids, clients)
         for gpu in self._uuids:
             has = _uses(self._by_pid.get(gpu, {}), name_of, self._books.pool, gpu, clients)
             as_before = untold if gpu in self._by_pid else name_of.values()
             has |= {name: use for name, use in self.peaks.last(gpu).items() if name in as_before}
             if self._uuids[gpu] in read:  # else the pool may have moved since, and KV memory would seem to be other
-                self.peaks.see(gpu, has, now_ns)
+                before, self._mapped[gpu] = self._mapped[gpu], _mapped(self._books, gpu, clients)
+                self.peaks.see(gpu, has, now_ns, _surely_plain(has, self._books.pool, before, self._mapped[gpu]))
             had, none = self.peaks.of(gpu, now_ns), MemoryUse()
             needs = (
                 OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[gpu][name])
@@ -303,6 +314,33 @@ class Supply:
     def restore(self, saved: Iterable[SavedPeak]) -> None:
         self.peaks.restore(saved, self._clock.now_ns())
         self.services_changed()
+
+
+def _made_since(made: Iterable[tuple[int, GpuIndex, int]], gpu: GpuIndex, since_ns: int) -> int:
+    return sum(count for at_ns, there, count in made if there == gpu and at_ns >= since_ns)
+
+
+def _bare(pool: Pool, gpus: Iterable[GpuIndex], clients: Mapping[str, list[ClientId]]) -> dict[GpuIndex, Counter[str]]:
+    """Bytes of each name's ranges that have no memory."""
+    bare = {gpu: Counter[str]() for gpu in gpus}
+    for name, ids in clients.items() if pool.ranges else ():
+        for book in (book for client in ids for book in pool.of_client(client)):
+            bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
+    return bare
+
+
+def _mapped(books: KvBooks, gpu: GpuIndex, clients: Mapping[str, list[ClientId]]) -> Mapped:
+    mapped, coming = books.pool.mapped, books.orders.coming
+    return {name: (mapped(gpu, ids), coming(gpu, ids)) for name, ids in clients.items()}
+
+
+def _surely_plain(has: Mapping[str, MemoryUse], pool: Pool, before: Mapped, now: Mapped) -> dict[str, int]:
+    """Bytes of each name that are no KV memory, even if the card was read before what moves had come or gone."""
+    sure: dict[str, int] = {}
+    for name, use in has.items():
+        kv_bytes = max(before.get(name, (0, 0))[0], sum(now.get(name, (0, 0)))) * pool.handle_bytes
+        sure[name] = min(use.plain_bytes, max(0, use.plain_bytes + use.kv_bytes - kv_bytes))
+    return sure
 
 
 def _uses(

@@ -70,9 +70,8 @@ class WholeRanges:
             if may_take and len(empty) > self._supply.affordable(book.gpu, service, for_good=True):
                 need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True, over)
                 await need.ready
-            if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(
-                book.gpu, service, for_good=True
-            ):
+            empty = book.empty_slots()  # a hook may have come meanwhile, and its engine may have been given some
+            if self._is_here(book) and len(empty) <= self._supply.affordable(book.gpu, service, for_good=True):
                 orders = self._moves.give([RangeSlots.of_range(book, empty)])
             if need is not None:
                 need.promised.clear()

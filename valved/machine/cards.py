@@ -8,6 +8,7 @@ import ctypes
 import logging
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class CardUse:
     used_bytes: int
     by_pid: Mapping[int, int]  # compute processes and their bytes; 0 where the driver does not say
     is_mig: bool
+    read_ns: int = sys.maxsize  # CLOCK_MONOTONIC: not before
 
 
 _PROCESS = struct.Struct("=I4xQII")  # nvmlProcessInfo_v2_t, which _v3 calls fill, too; a test compares the two
@@ -123,6 +125,7 @@ class CardReader:
     def _card(self, handle: Any) -> CardUse:
         import pynvml
 
+        read_ns = time.monotonic_ns()
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         total = int(memory.total)
         try:
@@ -134,6 +137,7 @@ class CardReader:
             used_bytes=min(total, int(memory.used)),
             by_pid={pid: min(total, held) for pid, held in self._processes(handle).items()},
             is_mig=is_mig,
+            read_ns=read_ns,
         )
 
     def _processes(self, handle: Any) -> Mapping[int, int]:

@@ -211,6 +211,14 @@ class ReservationState:
     began_ns: int = 0
     """Since when reclaims are counted."""
     history: UseHistory = UseHistory()
+    handle_bytes: int = 0
+    """Of what is counted here; 0: a predecessor did not say."""
+
+    @property
+    def newest_ns(self) -> int:
+        """Of all times in it."""
+        times = self.quiet_since_ns, self.adjusted_ns, self.looked_ns, self.began_ns
+        return max(*times, *self.reclaims_ns, *(since_ns for since_ns, _ in self.peaks))
 
 
 class ReservationRule(str, enum.Enum):

@@ -116,7 +116,7 @@ def put_together(
     reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
     growth = Growth(books, supply, turn, moves, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
-    lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
+    lending = Lending(books, supply, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)
     reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes, shares)

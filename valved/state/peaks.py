@@ -39,14 +39,18 @@ class Peaks:
     def remembers(self) -> bool:
         return self._remember_ns > 0
 
-    def see(self, gpu: GpuIndex, uses: Mapping[str, MemoryUse], now_ns: int) -> None:
-        """What each name has now. Who is not among them has nothing."""
+    def see(
+        self, gpu: GpuIndex, uses: Mapping[str, MemoryUse], now_ns: int, sure: Mapping[str, int] | None = None
+    ) -> None:
+        """What each name has now. Who is not among them has nothing. `sure`: bytes that are no KV memory whenever the
+        card was read, where that is not all of the plain ones.
+        """
         if not self._remember_ns:
             return
         peaks, self._last[gpu] = self._had.setdefault(gpu, {}), dict(uses)
         for name in {*peaks, *uses}:
             use, (plain, kv) = uses.get(name, MemoryUse()), peaks.setdefault(name, (_Peak(), _Peak()))
-            plain.see(use.plain_bytes, now_ns, self._remember_ns)
+            plain.see((sure or {}).get(name, use.plain_bytes), now_ns, self._remember_ns)
             kv.see(use.kv_bytes, now_ns, self._remember_ns)
             if not plain.bytes and not kv.bytes:
                 del peaks[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -256,4 +257,34 @@ def test_an_attachment_never_says_a_finer_mode_than_the_hook_has_by_then(node, i
     assert node.attached[0] == Mode.COARSE  # NONE is the book's word: what has no memory is withheld as ever
     scheduler.launch()
     assert node.book()["mode"] == (Mode.NONE if is_none else Mode.COARSE)
+    close(scheduler)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_block_that_a_step_in_flight_uses_is_never_offered(node, depth, is_offline):
+    """valved unmaps what is offered at once. Its request has ended, and a kernel may still read and write there."""
+    scheduler, used = hooked(node, blocks=60, is_offline=is_offline), deque()
+
+    def step():
+        scheduler.launch()
+        used.append({block.block_id for table in scheduler._tables.values() for block in table})
+        assert not set(node.offered()) & set().union(*used)
+        while len(scheduler.in_flight) >= depth:
+            scheduler.believe()
+            used.popleft()
+
+    scheduler.add("long", range(80), 40)
+    scheduler.add("short", range(200, 212), 40)
+    for _ in range(8):
+        step()
+    held = {block.block_id for block in scheduler.req_to_blocks["long"]}
+    node.aim(10)
+
+    scheduler.abort("long")
+    for _ in range(6):
+        step()
+
+    assert set(node.offered()) & held
+    assert scheduler._valve.reconciler.receipts.failures == 0
     close(scheduler)

@@ -17,7 +17,7 @@ from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook import Refused
 from valve_hook.reconciler import Reconciler
-from valve_hook.sglang import calls, engine, memory
+from valve_hook.sglang import calls, engine, free_pages, memory
 from valve_hook.sglang.check import can_forget
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.free_pages import FreePages
@@ -368,6 +368,38 @@ def test_free_columns_are_offered_last_first_and_handed_out_again(world):
     assert min(offered) > 15
     assert scheduler._valve.reconciler.receipts.lost_blocks == 0
     assert run(scheduler, [("a", list(range(10)), 8)]) == undisturbed([("a", list(range(10)), 8)])
+
+
+def test_a_page_that_a_step_in_flight_uses_is_never_offered(world, monkeypatch):
+    """valved unmaps what is offered at once. The client of its request has left, and the next step is under way."""
+    monkeypatch.setattr(free_pages, "OFFER_EVERY", 1)
+    scheduler, node = world(pages=60, columns=60)
+    used, run_step, choose = [], scheduler.run, scheduler.get_next_batch_to_run
+
+    def noting(batch, reclaim):
+        used.append({page for each in batch.reqs for page in scheduler.pages_of(each)})
+        return run_step(batch, reclaim)
+
+    def looking(*batches):
+        chosen = choose(*batches)
+        if scheduler.result_queue:
+            assert not set(node.offered()) & used[-1]
+        return chosen
+
+    monkeypatch.setattr(scheduler, "run", noting)
+    monkeypatch.setattr(scheduler, "get_next_batch_to_run", looking)
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        scheduler.add(name, range(start, start + 10), 40)
+    for _ in range(6):
+        scheduler.turn()
+    last = scheduler.pages_of(request_of(scheduler, "a"))[-1]
+    node.aim(4)
+    scheduler.abort("a")
+    for _ in range(8):
+        scheduler.turn()
+
+    assert last in node.offered()
+    assert scheduler._valve.reconciler.receipts.failures == 0
 
 
 def test_where_the_pages_lie_is_told(world):
