@@ -12,6 +12,7 @@ from valve_tools.sim.eviction_headroom import BURSTY, STATIONARY, DemandSettings
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationRule
 from valved.policy import reservation, usage
 from valved.policy.reservation import SECOND_NS, ReservationSettings
+from valved.policy.resuming import resume
 
 TEN_MINUTES = ReservationSettings(target_per_hour=6.0, pressure_ratio=0.9, headroom_max_handles=4096)
 """A frugal operator's settings: one reclaim in ten minutes, and headroom without a cap."""
@@ -192,7 +193,7 @@ def test_what_is_kept_never_becomes_another_amount_of_memory_in_another_layout(h
         history = usage.note(state.history, uses[second // 7 % len(uses)], second * SECOND_NS)
         state = replace(state, history=history)
 
-    again = reservation.resume(state, then, wide)
+    again = resume(state, then, wide)
 
     heading, heading_again = (
         usage.expected(one.history, 30 * first / one.handle_bytes) * one.handle_bytes for one in (state, again)
@@ -200,4 +201,4 @@ def test_what_is_kept_never_becomes_another_amount_of_memory_in_another_layout(h
     assert abs(max(headroom * first, then) - again.headroom_handles * then) < then
     assert abs(heading - heading_again) < 1e-3 * first
     assert again.peaks == state.peaks  # of a node that has seen nothing
-    assert reservation.resume(again, then, wide) == again
+    assert resume(again, then, wide) == again

@@ -382,10 +382,9 @@ def test_a_reclaim_for_which_the_gpu_could_not_be_stopped_is_never_counted(tmp_p
     world.check()
 
 
-@pytest.mark.parametrize("rule", list(ReservationRule))
-def test_a_reserve_never_grows_while_no_memory_can_be_had(tmp_path, rule):
+def test_a_reserve_never_grows_while_no_memory_can_be_had(tmp_path):
     """A service that uses all there is is under pressure at every look, and that is one event."""
-    world = node(tmp_path, handles=20, headroom_max_mib=24, headroom_step_mib=2, reservation=rule)
+    world = node(tmp_path, handles=20, headroom_max_mib=24, headroom_step_mib=2)
     online = world.engine("online", columns=8)
     world.run(500)
     [known] = world.kv.reserve.online.values()

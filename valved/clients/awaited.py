@@ -14,7 +14,7 @@ from valved.model.ids import ProcessId, Role
 from valved.state.lived import Lived
 from valved.state.registry import Books, ProcessClaim, is_inside
 
-LOOKS = 4  # a worker's engine, its launcher and a shell stand between it and what was claimed; each costs a file
+LOOKS = 4  # the process itself and three above it: a launcher and a shell may stand between; each costs a file
 
 
 class Awaited:

@@ -23,8 +23,9 @@ from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
-from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide, resume
+from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
 from valved.policy.reservation import start as first_state
+from valved.policy.resuming import resume
 from valved.state.journal import Journal
 
 RETRY_NS = 1_000_000_000  # after a growth that got less than it asked for

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping

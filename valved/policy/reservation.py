@@ -114,24 +114,6 @@ def start(now_ns: int, settings: ReservationSettings) -> ReservationState:
     )
 
 
-def resume(state: ReservationState, handle_bytes: int, settings: ReservationSettings) -> ReservationState:
-    """What was remembered of a service that comes back: with another layout, to other settings."""
-    factor = state.handle_bytes / handle_bytes if state.handle_bytes else 1.0
-    exact = factor * (state.exact_handles or state.headroom_handles)
-    exact = min(max(exact, float(settings.headroom_min_handles)), float(settings.headroom_max_handles))
-    tau_ns = min(max(state.tau_ns, settings.tau_min_ns), settings.tau_max_ns)
-    return replace(
-        state,
-        headroom_handles=math.floor(exact),
-        exact_handles=exact,
-        tau_ns=tau_ns if settings.rule is ReservationRule.MIAD else settings.keep_ns,
-        used_handles=math.ceil(factor * state.used_handles),
-        peaks=tuple((at, used if used == UNKNOWN_HANDLES else math.ceil(factor * used)) for at, used in state.peaks),
-        history=usage.in_units(state.history, factor),
-        handle_bytes=handle_bytes,
-    )
-
-
 def decide(
     state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
 ) -> tuple[ReservationState, ReservationDecision]:
@@ -243,8 +225,6 @@ def _grow(
     needed = memory.used_handles + memory.unmet_handles
     wanted = _mapping(state, needed, headroom, settings)
     take = max(0, min(wanted, memory.pool_handles) - memory.mapped_handles)
-    if not take:  # as long as all is mapped every look finds this: it is one event, and more headroom gains nothing
-        headroom, exact = state.headroom_handles, state.exact_handles
     is_reclaim = take > memory.free_handles
     reclaims = (*state.reclaims_ns, now_ns) if is_reclaim else state.reclaims_ns
     grown = replace(state, headroom_handles=headroom, exact_handles=exact, quiet_since_ns=now_ns, reclaims_ns=reclaims)

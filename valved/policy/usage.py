@@ -7,7 +7,6 @@ where use stays what it has become, as between the phases of a bursty load, and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from valved.model.memory import UseHistory
@@ -52,13 +51,6 @@ def expected(history: UseHistory, used: int) -> float:
         return float(used)
     slope = min(1.0, max(0.0, (products / weight - mean * peak / weight) / variance))
     return used + (1 - slope) * (mean - used)
-
-
-def in_units(history: UseHistory, factor: float) -> UseHistory:
-    """The same use, counted in handles of which `factor` are one of before."""
-    weight, now, peak, squares, products = history.sums
-    sums = (weight, factor * now, factor * peak, factor**2 * squares, factor**2 * products)
-    return replace(history, recent=tuple(math.ceil(factor * used) for used in history.recent), sums=sums)
 
 
 def _added(
