@@ -28,7 +28,7 @@ int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event)
 	int rc;
 
 	/* A second one, or a goodbye, may fall into its end, which stops its heartbeat. */
-	if (op != EPOLL_CTL_MOD || event->events || load_acquire(&mutings))
+	if (op != EPOLL_CTL_MOD || event->events & EPOLLIN || load_acquire(&mutings))
 		return __real_epoll_ctl(epoll, op, fd, event);
 	for (uint32_t i = 0; i < BEATS; i++) {
 		uint64_t before = load_acquire(&idle.client->control->heartbeat_ns);

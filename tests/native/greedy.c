@@ -26,7 +26,7 @@ struct process {
 
 static struct process greedy[GREEDY], switched, polite;
 static pthread_t caller;
-static uint32_t hangs, spins, hanging, rung, guilty;
+static uint32_t hangs, spins, hanging, rung, guilty, reformed;
 
 long __real_syscall(long number, ...);
 long __wrap_syscall(long number, ...);
@@ -58,7 +58,7 @@ static void take_long(uint32_t owner)
 {
 	uint64_t until_ns = own_time_ns() + 1000000;
 
-	if (!owner)
+	if (!owner || load_acquire(&reformed) == owner)
 		return;
 	add_fetch(&hanging, 1); /* first: whoever was rung, and is not in here, has cost what it costs */
 	__atomic_fetch_or(&rung, owner, __ATOMIC_SEQ_CST);
@@ -206,6 +206,62 @@ static void be_held_and_woken(struct valve_gate *gate, int32_t service)
 	wait_for(is_let, "the end of the order");
 }
 
+static bool first_is_done(void)
+{
+	return !load_acquire(&greedy[0].client->errand.due);
+}
+
+/* One of them was dear by chance: from here on its rings cost what a ring costs. */
+static void mend_its_ways(void)
+{
+	store_release(&reformed, 1);
+	for (uint32_t i = 0; i < 100; i++) {
+		wait_for(first_is_done, "a ring of one that was dear once");
+		valve_client_hold(greedy[0].client, i % 2 == 0);
+	}
+	wait_for(first_is_done, "the last of its rings");
+}
+
+/* An online process whose doorbell is at its end, which every epoll is told as an error. */
+static void come_and_go(struct valve_gate *gate, int32_t service)
+{
+	const uint64_t most = UINT64_MAX - 1;
+	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
+	int doorbell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	struct valve_client *client;
+
+	if (write(doorbell, &most, sizeof most) < 0)
+		abort();
+	bell_ring(&gate->errands.ringer, doorbell);
+	client = valve_client_new(gate, 99, VALVE_ROLE_ONLINE, service, 0, control, region, doorbell,
+	                          eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+	if (!client)
+		abort();
+	valve_client_free(gate, client);
+	__real_close(control);
+	__real_close(region);
+}
+
+static bool many_beats_pass(void)
+{
+	static uint64_t last;
+	static uint32_t beats;
+	uint64_t beat = load_acquire(&switched.client->control->heartbeat_ns);
+
+	beats += beat != last;
+	last = beat;
+	return beats > 20;
+}
+
+/* How often the listener wakes up meanwhile. */
+static uint64_t turns_of_listener(struct valve_gate *gate)
+{
+	uint64_t before = load_full(&gate->listener_turn);
+
+	wait_for(many_beats_pass, "heartbeats");
+	return (load_full(&gate->listener_turn) - before) / 2;
+}
+
 int main(void)
 {
 	const struct valve_config config = {.lease_ns = 5000000, .hang_ns = 60000000000, .order_ns = 1000000};
@@ -233,19 +289,24 @@ int main(void)
 	valve_service_gpus(gate, service, 1);
 	be_held_and_woken(gate, service);
 	wait_for(all_have_cost, "a ring of each that is greedy");
+	mend_its_ways();
 	store_release(&hangs, 1);
 	be_held_and_woken(gate, service);
 	wait_for(one_hangs, "a ring that hangs");
 	wait_for(a_beat_passes, "a heartbeat");
 	be_held_and_woken(gate, service);
-	valve_client_hold(greedy[0].client, 1);
+	wait_for(first_is_done, "a ring of one whose dear one was long ago");
+	valve_client_hold(greedy[1].client, 1);
 	if (load_acquire(&hanging) > 1)
 		return fprintf(stderr, "greedy clients keep more than one thread\n"), 1;
 	all[1] = all[GREEDY + 1];
 	valve_arm(gate, 0, all, 2, NULL, 0, NULL, 0, NULL);
 	for (uint32_t i = 0; i < GREEDY; i++)
 		valve_client_free(gate, greedy[i].client);
+	come_and_go(gate, service);
 	be_held_and_woken(gate, service);
+	if (turns_of_listener(gate) > 20)
+		return fprintf(stderr, "the listener is kept awake by a client that has left\n"), 1;
 	store_release(&hangs, 0);
 	valve_service_free(gate, service);
 	valve_arm(gate, 0, NULL, 0, NULL, 0, NULL, 0, NULL);

@@ -162,12 +162,13 @@ int listener_add(struct valve_gate *gate, struct valve_client *client)
 }
 
 /* A doorbell that is not listened to is marked as muted, always, so that the watchdog finds it: the mark is set after the
- * listening ends, and cleared before it begins again. Listener and watchdog may both be here for one client. */
+ * listening ends, and cleared before it begins again. Listener and watchdog may both be here for one client. EPOLLET: a client
+ * can bring the counter to its end, and that error is always reported; without an edge, again and again. */
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute)
 {
 	if (!mute)
 		store_full(&client->muted, 0);
-	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
+	control(gate, client, EPOLL_CTL_MOD, mute ? EPOLLET : EPOLLIN | EPOLLET);
 	if (mute) {
 		store_full(&client->muted, 1);
 		store_release(&gate->mutes,

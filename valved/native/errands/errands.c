@@ -2,11 +2,14 @@
  * errands.c - see errands.h. Whoever has an errand marks the client and puts it into a list, at a cost that no client changes.
  *
  * What goes on for long keeps a thread. So one thread at a time does the slow errands: goodbyes, and rings of a client of
- * which one has cost much. A client can keep each of the other threads for one ring in its life.
+ * which one has cost much lately. Any ring may once, because interrupts count as its thread's own time: that is forgotten after
+ * FORGIVEN others, else every client that stays for long would wait behind all goodbyes. So a client can keep each of the other
+ * threads for one ring in so many.
  */
 #include "internal.h"
 
-#define DEAR_NS 200000u /* of a thread's own time; a ring takes some 5 us */
+#define DEAR_NS  200000u /* of a thread's own time; a ring takes some 5 us */
+#define FORGIVEN 64u
 
 static void append(struct errand_queue *queue, struct valve_client *client)
 {
@@ -32,7 +35,7 @@ static struct valve_client *take_first(struct errand_queue *queue)
 /* Precondition: no other thread is at it. */
 static bool is_prompt(const struct valve_client *client)
 {
-	return !client->errand.is_dear &&
+	return !client->errand.dear_rings &&
 	       !(load_acquire(&client->errand.due) & (ERRAND_GIVE_UP | ERRAND_END));
 }
 
@@ -96,7 +99,10 @@ static void ring(struct valve_client *client)
 	uint64_t began_ns = own_ns();
 
 	bell_ring(&client->errand.runners->ringer, client->order);
-	client->errand.is_dear |= own_ns() - began_ns > DEAR_NS;
+	if (own_ns() - began_ns > DEAR_NS)
+		client->errand.dear_rings = FORGIVEN;
+	else if (client->errand.dear_rings)
+		client->errand.dear_rings--;
 }
 
 /* All that there is to do for it by now, or by a thread that is not for slow ones until it comes to a slow one. */

@@ -32,7 +32,7 @@ struct errand {
 	struct errands *runners;
 	struct valve_client *next; /* in a queue, behind this one */
 	uint32_t due;              /* ERRAND_*; any thread */
-	uint32_t is_dear;          /* a ring has cost much; of whoever has taken it */
+	uint32_t dear_rings; /* to come until one that has cost much is forgotten; of whoever has taken it */
 };
 
 struct errand_queue {
