@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, replace
 
+import numpy as np
+
 from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
@@ -17,7 +19,7 @@ from valved.kv.grow import Grown, Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
 from valved.kv.rungs import Rungs
-from valved.kv.slots import Ints
+from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
@@ -288,12 +290,26 @@ class Reserve:
         if online.giving or not online.target_columns:
             return
         surplus = engine.standing_count() - online.target_columns
-        if surplus <= 0 or engine.view().epoch_seen < engine.table.epoch:
+        waits = (view := engine.view()).wanted_blocks > view.used_blocks
+        if (surplus <= 0 and not waits) or view.epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
-        offered = engine.offered_columns()[-surplus:]
+        if waits and self._decline(engine, view.wanted_blocks):
+            return
+        offered = engine.offered_columns()[-surplus:] if surplus > 0 else NOTHING
         if len(offered):
             online.giving = True
             start(self._giving(engine, online, offered))
+
+    def _decline(self, engine: Engine, wanted_blocks: int) -> bool:
+        """Its use has risen since it offered: it waits for what it has itself, and hands that out once it has changed
+        and is there."""
+        standing = engine.table.is_backed()
+        offered = standing & engine.book.offered()
+        is_its_own = bool(offered.any()) and wanted_blocks > int(standing.sum()) - int(offered.sum())
+        if is_its_own:
+            engine.table.record(np.flatnonzero(offered), False, self._clock.now_ns())
+            self._books.tell(engine)
+        return is_its_own
 
     async def _giving(self, engine: Engine, online: Online, columns: Ints) -> None:
         try:
