@@ -162,6 +162,7 @@ class Reconciler:
             session.book.write_receipts(*receipts)
             self._told = receipts
         if mode is Mode.NONE or session.table.slow[DETACHED]:
+            self._keep_untold(session)
             return False
         self._say_offers(session)
         if wanted <= self.backed:
@@ -317,6 +318,11 @@ class Reconciler:
     def _say_offers(self, session: Session) -> None:
         if self.offers.say(session.book, self.ledger, lambda blocks: self._call_off(session, blocks)):
             self.link.need(0)
+
+    def _keep_untold(self, session: Session) -> None:
+        """valved takes nothing any more, and was not told of these: the engine goes on with them."""
+        while self.offers.unsaid:
+            self._call_off(session, self.offers.unsaid.pop()[1])
 
     def _call_off(self, session: Session, blocks: Blocks) -> None:
         """An offer that was half made: valved may have read it, and then tells a loss of blocks that are in use."""
