@@ -303,13 +303,16 @@ class Reserve:
     def _decline(self, engine: Engine, wanted_blocks: int) -> bool:
         """Its use has risen since it offered: it waits for what it has itself, and hands that out once it has changed
         and is there."""
+        offered = engine.book.offered()
+        if not offered.any():  # as a rule; who rang waits for this
+            return False
         standing = engine.table.is_backed()
-        offered = standing & engine.book.offered()
-        is_its_own = bool(offered.any()) and wanted_blocks > int(standing.sum()) - int(offered.sum())
-        if is_its_own:
-            engine.table.record(np.flatnonzero(offered), False, self._clock.now_ns())
-            self._books.tell(engine)
-        return is_its_own
+        offered &= standing
+        if not offered.any() or wanted_blocks <= int(standing.sum()) - int(offered.sum()):
+            return False
+        engine.table.record(np.flatnonzero(offered), False, self._clock.now_ns())
+        self._books.tell(engine)
+        return True
 
     async def _giving(self, engine: Engine, online: Online, columns: Ints) -> None:
         try:
