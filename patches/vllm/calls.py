@@ -206,8 +206,8 @@ class VllmHook:
         return self.unheeded
 
     def note_launch(self, output: Any) -> None:
-        """The hook failed, perhaps before it noted this step. It runs all the same, and one that is not in flight counts
-        as over: what it touches would be offered."""
+        """The hook failed, perhaps before it noted this step. It runs all the same, and one that is not in flight
+        counts as over: what it touches would be offered."""
         if output.num_scheduled_tokens and not any(record is output for record in self.ledger.in_flight):
             self.reconciler.guard(lambda: self.ledger.launch(output))
 

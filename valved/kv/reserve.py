@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, replace
 
-import numpy as np
-
 from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
@@ -293,26 +291,14 @@ class Reserve:
         waits = (view := engine.view()).wanted_blocks > view.used_blocks
         if (surplus <= 0 and not waits) or view.epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
-        if waits and self._decline(engine, view.wanted_blocks):
+        if waits and len(blocks := engine.offered_though_wanted(view.wanted_blocks)):
+            engine.table.record(blocks, False, self._clock.now_ns())
+            self._books.tell(engine)  # its hook hands them out again: they have changed, and are there
             return
         offered = engine.offered_columns()[-surplus:] if surplus > 0 else NOTHING
         if len(offered):
             online.giving = True
             start(self._giving(engine, online, offered))
-
-    def _decline(self, engine: Engine, wanted_blocks: int) -> bool:
-        """Its use has risen since it offered: it waits for what it has itself, and hands that out once it has changed
-        and is there."""
-        offered = engine.book.offered()
-        if not offered.any():  # as a rule; who rang waits for this
-            return False
-        standing = engine.table.is_backed()
-        offered &= standing
-        if not offered.any() or wanted_blocks <= int(standing.sum()) - int(offered.sum()):
-            return False
-        engine.table.record(np.flatnonzero(offered), False, self._clock.now_ns())
-        self._books.tell(engine)
-        return True
 
     async def _giving(self, engine: Engine, online: Online, columns: Ints) -> None:
         try:
