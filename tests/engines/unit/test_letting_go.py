@@ -347,3 +347,25 @@ def test_blocks_that_valved_was_not_told_of_are_never_withheld_once_it_takes_non
     assert scheduler._valve.engine.withheld == set(node.offered()) == set()
     assert reconciler.backed == 60
     close(scheduler)
+
+
+def test_an_offer_that_valved_declines_never_stays_withheld(node):
+    """It tells the blocks as changed and there again, and nothing was unmapped."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(10), 30)
+    node.aim(20)
+    for _ in range(3):
+        scheduler.launch()
+        scheduler.believe()
+    offered = node.offered()
+    assert offered
+
+    node.aim(60)
+    node.take(offered)
+    node.give(offered)
+    scheduler.launch()
+
+    assert node.offered() == []
+    assert scheduler._valve.engine.withheld == set()
+    assert scheduler._valve.reconciler.receipts.hit_requests == 0
+    close(scheduler)
