@@ -60,6 +60,11 @@ class Offers:
             has_said = True
         return has_said
 
+    def keep_unsaid(self, call_off: Callable[[Blocks], None]) -> None:
+        """valved takes none of these any more, and was not told of them."""
+        while self.unsaid:
+            call_off(self.unsaid.pop()[1])
+
     def end(self, blocks: Blocks) -> None:
         """These are not offered any more."""
         self.mask[blocks] = False

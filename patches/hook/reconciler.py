@@ -150,8 +150,7 @@ class Reconciler:
         """After a step was scheduled: write gauges and receipts; ask for blocks, or offer some. Whether some are to be
         offered. `launched`: no step after these touches what is free now; None: after those in flight."""
         self.steps = self.steps % STEPS_ROUND + 1
-        session = self.session
-        if session is None:
+        if (session := self.session) is None:
             return False
         used, wanted, running, waiting = self.engine.gauges()
         session.book.write_gauges(mode := self.told_mode, used, wanted, self.steps)
@@ -162,6 +161,7 @@ class Reconciler:
             session.book.write_receipts(*receipts)
             self._told = receipts
         if mode is Mode.NONE or session.table.slow[DETACHED]:
+            self.offers.keep_unsaid(lambda blocks: self._call_off(session, blocks))
             return False
         self._say_offers(session)
         if wanted <= self.backed:
@@ -299,8 +299,8 @@ class Reconciler:
 
     def _offer(self, session: Session, wanted: int, launched: int | None) -> bool:
         """It preempts none."""
-        least = session.table.target_blocks, wanted
-        blocks = self.offers.choose(self.engine.free_columns(), self.withheld, self.backed, *least)
+        target = session.table.target_blocks
+        blocks = self.offers.choose(self.engine.free_columns(), self.withheld, self.backed, target, wanted)
         if not len(blocks):
             return False
         self.backed -= len(blocks)

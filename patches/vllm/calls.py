@@ -205,6 +205,12 @@ class VllmHook:
             self._calm = self.calm or self._calm
         return self.unheeded
 
+    def note_launch(self, output: Any) -> None:
+        """The hook failed, perhaps before it noted this step. It runs all the same, and one that is not in flight
+        counts as over: what it touches would be offered."""
+        if output.num_scheduled_tokens and not any(record is output for record in self.ledger.in_flight):
+            self.reconciler.guard(lambda: self.ledger.launch(output))
+
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
         with self.engine.lock:
@@ -348,6 +354,8 @@ def after_schedule(scheduler: Any, output: Any) -> None:
             gauges[3] = reconciler.steps = reconciler.steps + 1
     except Exception:
         why = _failed(scheduler, "after_schedule failed")
+        if isinstance(hook := getattr(scheduler, "_valve", None), VllmHook):
+            hook.note_launch(output)
     output._valve_unheeded = why
 
 

@@ -397,3 +397,66 @@ def test_a_reserve_never_grows_while_no_memory_can_be_had(tmp_path):
     assert known.state.headroom_handles <= grown
     assert grown <= 4
     world.check()
+
+
+@pytest.mark.parametrize("is_told_late", [False, True])
+def test_a_service_never_waits_for_what_it_has_offered_itself(tmp_path, is_told_late):
+    """A hook hands out no block that it has offered until valved has done something to it. Here the use of the service
+    has risen before valved was told of the offer, or before it accepted it."""
+    world = node(tmp_path, keep_s=0.2, headroom_max_mib=2)
+    online = world.engine("online", columns=16)
+    online.want(used=64)
+    world.run(1000)
+    online.want(used=4)
+    world.run(3000)
+    target, before = int(online.table["target_blocks"][0]), online.entries.copy()
+    assert target < 32
+    offered = np.arange(64) >= target
+    online.book["epoch_seen"] = int(online.table["epoch"][0]) - (not is_told_late)
+
+    online.offered[:] = 0 if is_told_late else offered
+    online.want(used=4, wanted=48)
+    world.run(100)
+    assert online.table["target_blocks"][0] >= 48
+    online.offered[:] = offered  # said when the steps that were in flight are over
+    for _ in range(20):
+        online.book["epoch_seen"] = int(online.table["epoch"][0])
+        changed = (online.entries != before) & (online.entries & 1).astype(bool)
+        online.offered[changed & (online.offered > 0)] = 0
+        before = online.entries.copy()
+        online.want(used=4, wanted=48)
+        world.run(100)
+
+    assert ((online.entries & 1) > online.offered).sum() >= 48
+    world.check()
+
+
+def test_work_that_is_lent_memory_never_runs_beside_a_service_without_a_rest(tmp_path):
+    """A service waits for just that memory, and the process that gets it hangs: it is let run as for a reclaim."""
+    world = node(tmp_path, handles=40, pool_mib=32, headroom_max_mib=2, let_ms=100.0)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4)
+    for _ in range(100):
+        world.run(200)
+        online.obey_target()
+    offline = world.engine("offline", columns=16)
+    world.kv.service.see_cards({})
+    for _ in range(300):
+        world.clock.advance(50_000)
+        if world.kv.books.orders.under_way(offline.shim.client):
+            break
+    offline.shim.answers = False
+    offline.shim.held_back += [(0, body, ()) for body in offline.shim.coming]
+    offline.shim.coming.clear()
+    world.gate.hint(online.client, 1, 0)
+    world.gate.launch(online.shim.client)
+    online.want(used=4, wanted=60)
+    before = world.node.status().memory.let_ns
+
+    world.run(10_000)
+
+    assert 0 < world.node.status().memory.let_ns - before <= 10 * 100e6
+    offline.shim.catch_up()
+    world.run(3000)
+    world.check()

@@ -15,7 +15,7 @@ from valved.abi.kv_link import KvAttach
 from valved.fds import Fds
 from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, per_column, queue_of
 from valved.kv.orders import Order
-from valved.kv.slots import Ints
+from valved.kv.slots import NOTHING, Ints
 from valved.model.ids import ClientId, Role, ServiceId
 from valved.model.memory import ColumnId, LayoutRefused
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
@@ -115,6 +115,16 @@ class Engine(Columns):
         kept = np.zeros(self.columns, np.bool_)
         kept[self._block_columns[~np.repeat(offered, np.diff(self._block_ptr))]] = True
         return np.flatnonzero(open_ & ~kept)
+
+    def offered_though_wanted(self, wanted_blocks: int) -> Ints:
+        """Standing blocks that the hook offers, where use has risen since: it waits for what it has itself."""
+        offered = self.book.offered()
+        if not offered.any():  # as a rule; who rang waits for this
+            return NOTHING
+        standing = self.table.is_backed()
+        offered &= standing
+        is_wanted = wanted_blocks > int(standing.sum()) - int(offered.sum())
+        return np.flatnonzero(offered) if is_wanted else NOTHING
 
     # Victims
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from valved.abi.kv_link import KvHow
 from valved.gate.wake import GateService
-from valved.kv.beside import Beside
+from valved.kv.beside import LET_REST_NS, Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
@@ -78,11 +79,11 @@ class Lending:
         """The work that gets it zeroes it, or maps it at its next step. A service may wait for just this memory, and so
         keep that work off: then it runs beside the service until it can give the memory."""
         while not settled.is_set:
-            looked_ns = self._clock.now_ns()
+            lets, until_ns = 0, self._clock.now_ns() + LOOK_NS
             if self._is_waited_for(engine):
-                until_ns = looked_ns + LOOK_NS
-                await self._beside.until_settled(settled, engine.gpus, lambda: self._is_waited_for(engine), until_ns)
-            await until(settled, self._clock, looked_ns + LOOK_NS)
+                is_waited_for = partial(self._is_waited_for, engine)
+                lets, _ = await self._beside.until_settled(settled, engine.gpus, is_waited_for, until_ns)
+            await until(settled, self._clock, self._clock.now_ns() + LET_REST_NS if lets else until_ns)
 
     def _is_waited_for(self, engine: Engine) -> bool:
         """A service there waits for memory, and there is no other."""

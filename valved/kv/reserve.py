@@ -17,7 +17,7 @@ from valved.kv.grow import Grown, Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
 from valved.kv.rungs import Rungs
-from valved.kv.slots import Ints
+from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
@@ -288,9 +288,14 @@ class Reserve:
         if online.giving or not online.target_columns:
             return
         surplus = engine.standing_count() - online.target_columns
-        if surplus <= 0 or engine.view().epoch_seen < engine.table.epoch:
+        waits = (view := engine.view()).wanted_blocks > view.used_blocks
+        if (surplus <= 0 and not waits) or view.epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
-        offered = engine.offered_columns()[-surplus:]
+        if waits and len(blocks := engine.offered_though_wanted(view.wanted_blocks)):
+            engine.table.record(blocks, False, self._clock.now_ns())
+            self._books.tell(engine)  # its hook hands them out again: they have changed, and are there
+            return
+        offered = engine.offered_columns()[-surplus:] if surplus > 0 else NOTHING
         if len(offered):
             online.giving = True
             start(self._giving(engine, online, offered))

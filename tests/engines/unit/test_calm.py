@@ -68,7 +68,7 @@ def test_a_calm_step_never_tells_less_than_the_long_way(node, depth, is_offline)
 @pytest.mark.parametrize("happens", ["a request comes", "one is aborted", "a loss", "a target", "a failure beside"])
 def test_a_step_in_which_something_happens_is_never_told_as_a_calm_one(node, calm, happens, monkeypatch):
     long, publish = [], Reconciler.publish
-    monkeypatch.setattr(Reconciler, "publish", lambda each: long.append(1) or publish(each))
+    monkeypatch.setattr(Reconciler, "publish", lambda *told: long.append(1) or publish(*told))
     hook = calm._valve
     calm.launch()
     calm.believe()
@@ -95,7 +95,7 @@ def test_a_step_in_which_something_happens_is_never_told_as_a_calm_one(node, cal
 def test_one_that_ends_and_one_that_comes_with_a_step_are_never_lost_in_it(node, calm, happens, monkeypatch):
     """By the short way where nothing else happens: who it is, the link's thread finds; and a loss, if it is first."""
     long, publish, hook = [], Reconciler.publish, calm._valve
-    monkeypatch.setattr(Reconciler, "publish", lambda each: long.append(1) or publish(each))
+    monkeypatch.setattr(Reconciler, "publish", lambda *told: long.append(1) or publish(*told))
     monkeypatch.setattr(hook.link, "on_tick", None)
     calm.abort("r1")
     calm.add("late", range(100, 106 if happens != "it does not fit" else 500), 30)

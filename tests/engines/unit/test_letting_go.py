@@ -288,3 +288,84 @@ def test_a_block_that_a_step_in_flight_uses_is_never_offered(node, depth, is_off
     assert set(node.offered()) & held
     assert scheduler._valve.reconciler.receipts.failures == 0
     close(scheduler)
+
+
+def _frees_while_a_step_is_in_flight(node, make_it_fail=None):
+    """What two requests hold; the longer one has ended, and the last step launched for it is still in flight."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("long", range(80), 40)
+    scheduler.add("short", range(200, 212), 40)
+    for _ in range(4):
+        scheduler.launch()
+        while len(scheduler.in_flight) > 1:
+            scheduler.believe()
+    held = {block.block_id for block in scheduler.req_to_blocks["long"]}
+    while scheduler.in_flight:
+        scheduler.believe()
+    if make_it_fail is not None:
+        make_it_fail(scheduler)
+    scheduler.launch()
+    scheduler.abort("long")
+    node.aim(10)
+    return scheduler, held
+
+
+def test_a_block_of_a_step_that_could_not_be_noted_is_never_offered_before_it_is_over(node, monkeypatch):
+    """The hook failed in the step that it was launched in, and goes on the coarse way."""
+    with monkeypatch.context() as patched:
+
+        def fail(scheduler):
+            scheduler.add("new", range(300, 306), 40)
+            patched.setattr(VllmEngine, "record", lambda *_: 1 // 0)
+
+        scheduler, held = _frees_while_a_step_is_in_flight(node, fail)
+        assert scheduler._valve.reconciler.receipts.failures > 0
+    scheduler.launch()
+
+    assert not set(node.offered()) & held
+    while scheduler.in_flight:
+        scheduler.believe()
+    scheduler.launch()
+    scheduler.believe()
+    scheduler.launch()
+    assert set(node.offered()) & held
+    close(scheduler)
+
+
+def test_blocks_that_valved_was_not_told_of_are_never_withheld_once_it_takes_none(node):
+    scheduler, _ = _frees_while_a_step_is_in_flight(node)
+    scheduler.launch()
+    reconciler = scheduler._valve.reconciler
+    assert reconciler.offers.unsaid
+
+    reconciler.give_up("on purpose")
+    for _ in range(3):
+        scheduler.launch()
+        while len(scheduler.in_flight) > 1:
+            scheduler.believe()
+
+    assert scheduler._valve.engine.withheld == set(node.offered()) == set()
+    assert reconciler.backed == 60
+    close(scheduler)
+
+
+def test_an_offer_that_valved_declines_never_stays_withheld(node):
+    """It tells the blocks as changed and there again, and nothing was unmapped."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(10), 30)
+    node.aim(20)
+    for _ in range(3):
+        scheduler.launch()
+        scheduler.believe()
+    offered = node.offered()
+    assert offered
+
+    node.aim(60)
+    node.take(offered)
+    node.give(offered)
+    scheduler.launch()
+
+    assert node.offered() == []
+    assert scheduler._valve.engine.withheld == set()
+    assert scheduler._valve.reconciler.receipts.hit_requests == 0
+    close(scheduler)
