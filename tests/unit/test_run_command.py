@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_a_service_never_stays_down_because_nobody_reads_what_valve_says(became,
 
     assert run.run(options("online", "serve")) == 0
     assert len(became) == 1
+
+
+def test_a_command_that_does_not_start_never_leaves_its_signals_to_valve():
+    """SIGPIPE would end whatever goes on, at its next write to a reader that has gone."""
+    before = signal.getsignal(signal.SIGPIPE)
+
+    with pytest.raises(CliError, match="no such command"):
+        run.become(["no-such-command"], {})
+
+    assert signal.getsignal(signal.SIGPIPE) == before
 
 
 def test_offline_work_never_runs_untouched_because_something_fails_in_valve(became, monkeypatch):

@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from valve.v1 import node_pb2
@@ -202,22 +202,29 @@ def say(text: str) -> None:
         print(f"valve: {text}", file=sys.stderr, flush=True)
 
 
-def restore_signals() -> None:
+@contextlib.contextmanager
+def signals_of_our_parent() -> Iterator[None]:
     """Python ignores two signals, and the command would go on to. What we were started with is what our parent has."""
+    before = {}
     with contextlib.suppress(OSError, ValueError):
         status = Path(f"/proc/{os.getppid()}/status").read_text(errors="replace")
         ignored = int(status.partition("\nSigIgn:")[2].split("\n", 1)[0], 16)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             if not ignored >> (number - 1) & 1:
-                signal.signal(number, signal.SIG_DFL)
+                before[number] = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:  # it did not become the command, and may still write to a reader that has gone
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def become(argv: list[str], env: dict[str, str]) -> int:
     with contextlib.suppress(OSError, AttributeError):  # None: it is closed
         sys.stdout.flush()
-    restore_signals()
     try:
-        os.execvpe(argv[0], argv, env)
+        with signals_of_our_parent():
+            os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
         is_there = shutil.which(argv[0]) is not None
         text = f"{argv[0]}: the interpreter that it names is not there" if is_there else f"{argv[0]}: no such command"
