@@ -123,7 +123,8 @@ async def run(
     servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, state.HAND_OVER):
-        loop.add_signal_handler(number, stop.set)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}

@@ -13,6 +13,7 @@ import pytest
 
 from valved.cli import doctor
 from valved.machine import cards
+from valved.node import upkeep
 
 GIB = 1 << 30
 UUID_TEXT = "GPU-" + str(UUID(int=7))
@@ -69,13 +70,13 @@ def test_names_that_come_late_are_never_lost(nvml, monkeypatch):
     monkeypatch.setattr(cards, "NAMES_S", 0.01)
     answer = threading.Event()
     nvml.nvmlInit = answer.wait
+    before = set(threading.enumerate())
 
     found = cards.by_uuid()
     assert found == {}
     answer.set()
-    for thread in threading.enumerate():
-        if thread.name == "valved-nvml":
-            thread.join(100)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(100)
 
     assert found[UUID(int=7).bytes].name == "card"
 
@@ -116,6 +117,30 @@ def test_valved_never_waits_at_its_end_for_a_card_that_does_not_answer(tmp_path)
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
 
     assert done.stdout == "ended\n", done.stderr
+
+
+def test_a_reader_that_begins_anew_without_end_never_leaves_a_thread_behind(nvml, monkeypatch):
+    """As while what the cards say fails those who need it, each second."""
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.0)
+    looks = []
+
+    def fails(found):
+        looks.append(found)
+        raise KeyError("a defect")
+
+    async def main():
+        memory = SimpleNamespace(is_in_use=True, see_cards=fails)
+        task = asyncio.create_task(upkeep.keep_going("cards", lambda: upkeep.keep_reading(memory, None), print))
+        while len(looks) < 20:
+            await asyncio.sleep(0)
+        await upkeep.end([task])
+
+    before = set(threading.enumerate())
+    asyncio.run(main())
+
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_a_look_that_never_ends_is_never_silent(stuck, monkeypatch, caplog):

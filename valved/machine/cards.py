@@ -95,8 +95,9 @@ class CardReader:
         return await answer
 
     def leave(self) -> None:
-        """`close`, once a look that is under way has ended."""
+        """`close`, once a look that is under way has ended. Nobody reads after it."""
         self._thread.do(self.close)
+        self._thread.end()
 
     def look(self) -> dict[bytes, CardUse]:
         """All cards by UUID; empty where NVML is missing or does not answer."""
