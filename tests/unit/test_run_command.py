@@ -60,7 +60,7 @@ def test_a_service_never_stays_down_because_nobody_reads_what_valve_says(became,
 def test_offline_work_never_runs_untouched_because_something_fails_in_valve(became, monkeypatch):
     monkeypatch.setattr(run, "claim", lambda *_: (_ for _ in ()).throw(OSError(5, "no /proc here")))
 
-    with pytest.raises(OSError, match="no /proc here"):
+    with pytest.raises(run.CliError, match="no /proc here"):
         run.run(options("offline", sys.executable))
 
     assert became == []
