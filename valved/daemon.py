@@ -23,6 +23,7 @@ from valved import paths
 from valved.clients.server import LinkServer
 from valved.compose import Daemon, Outer, build
 from valved.config import Config, group_id
+from valved.machine.cards import CardReader
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Worker
@@ -130,7 +131,7 @@ async def run(
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:
         memory = daemon.kv.service if daemon.kv is not None else None
-        parts["reading the cards"] = partial(keep_reading, memory, daemon.bystanders)
+        parts["reading the cards"] = partial(keep_reading, memory, daemon.bystanders, CardReader())
     if room is not None:
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]

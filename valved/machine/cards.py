@@ -95,9 +95,8 @@ class CardReader:
         return await answer
 
     def leave(self) -> None:
-        """`close`, once a look that is under way has ended. Nobody reads after it."""
+        """`close`, once a look that is under way has ended."""
         self._thread.do(self.close)
-        self._thread.end()
 
     def look(self) -> dict[bytes, CardUse]:
         """All cards by UUID; empty where NVML is missing or does not answer."""

@@ -25,7 +25,7 @@ class Helpers:
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._free = 0  # threads that wait for work, less jobs that wait for a thread
@@ -69,17 +69,13 @@ class Helpers:
             self._begin()
 
     def _serve(self) -> None:
-        while (job := self._work.get()) is not None:
+        while True:
+            job = self._work.get()
             with contextlib.suppress(OSError):
                 job()
             del job
             with self._lock:
                 self._free += 1
-
-    def end(self) -> None:
-        """Its threads, after the jobs that wait. It gets no others."""
-        for _ in range(self._threads):
-            self._work.put(None)
 
     @property
     def backlog(self) -> int:
