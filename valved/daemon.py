@@ -23,6 +23,7 @@ from valved import paths
 from valved.clients.server import LinkServer
 from valved.compose import Daemon, Outer, build
 from valved.config import Config, group_id
+from valved.machine.cards import CardReader
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Worker
@@ -123,13 +124,14 @@ async def run(
     servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, state.HAND_OVER):
-        loop.add_signal_handler(number, stop.set)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:
         memory = daemon.kv.service if daemon.kv is not None else None
-        parts["reading the cards"] = partial(keep_reading, memory, daemon.bystanders)
+        parts["reading the cards"] = partial(keep_reading, memory, daemon.bystanders, CardReader())
     if room is not None:
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]

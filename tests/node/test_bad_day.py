@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from node_rig import Offline, Online
 from valve_tools.demo.node import EmulatedNode
@@ -18,6 +19,21 @@ def test_a_terminal_that_closes_never_ends_valved_without_a_hand_over(node: Emul
     assert node.stop_valved(signal.SIGHUP) == 0
 
     assert '"event": "stopped"' in (node.folder / "valved.log").read_text()
+
+
+def test_a_terminal_that_closes_never_ends_a_valved_that_was_told_to_ignore_it(
+    make_node: Callable[..., EmulatedNode],
+) -> None:
+    """By nohup."""
+    node = make_node(start=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        pid = node.start_valved().pid
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
 
 
 def test_a_folder_that_takes_no_pid_never_keeps_valved_from_starting(make_node: Callable[..., EmulatedNode]) -> None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 
 import pytest
 from link_peers import COST_S, HELLO, Crowd, Knocker, greet, hear, is_closed, say
 
+import valved.clients.arrivals
 from valved.abi.link import LinkType, Schedule, Welcome, build
 from valved.clients.arrivals import PENDING, PENDING_PER_PROCESS
 from valved.clients.server import BACKLOG
 from valved.clients.turns import PASS_NS, SECOND_NS, Knocks
+from valved.machine.callers import Accepted
 from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
 from valved.model.ids import Role
@@ -28,6 +31,8 @@ SPOKEN = build(LinkType.HELLO, HELLO, seq=7, sent_ns=0)
 # What is done before a HELLO that just came: the rest of one pass of the loop, and one job of each kind in the next,
 # where each job costs as much as a pass has.
 AT_ONCE = 6
+FEW = 8
+NOBODYS_PID = 1 << 23  # beyond what Linux gives out
 
 
 @pytest.fixture
@@ -159,12 +164,17 @@ def test_what_is_no_hello_never_costs_more_than_a_read(server, crowd, judged, wh
     assert judged == [os.getpid()]
 
 
-def test_connections_that_are_gone_again_never_keep_another_waiting(server, crowd, judged):
-    """They are in the kernel's queue all the same."""
+@pytest.mark.parametrize("what", ["silence", "a hello"])
+def test_connections_that_are_gone_again_never_keep_another_waiting(server, crowd, judged, what):
+    """They are in the kernel's queue all the same. A shim whose HELLO waits for too long gives up and says another:
+    where the first is answered the second waits for too long, too, and so on for ever."""
 
     def come_and_go():
         for _ in range(EACH):
-            server.connect().close()
+            sock = server.connect()
+            if what == "a hello":
+                sock.send(SPOKEN)
+            sock.close()
 
     def all_knock():
         crowd.add(PROCESSES, come_and_go)
@@ -262,6 +272,63 @@ def test_a_hello_that_valved_fails_to_answer_never_leaves_a_connection_that_nobo
     server.world.gating.listener.clients_changed = joined
     server.until(lambda: not server.world.books.clients and not server.link.peers)
     sock.close()
+
+
+def test_a_hello_that_valved_fails_to_answer_never_keeps_the_next_of_its_process_unread(server):
+    register, failed = server.world.register, []
+    hello = register.hello
+
+    def fails_once(*args, **more):
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("a defect")
+        return hello(*args, **more)
+
+    server.loop.call_soon_threadsafe(server.loop.set_exception_handler, lambda *_: None)
+    register.hello = fails_once
+
+    first, second = server.call(lambda: (knock(server), knock(server)))
+
+    assert is_closed(first)
+    assert welcomed(second)
+    first.close()
+
+
+@pytest.fixture
+def in_debt(server, monkeypatch):
+    """A user who has to wait for an hour. `in_debt(number)`: one of its processes connects. Returns its end."""
+    monkeypatch.setattr(valved.clients.arrivals, "PENDING", FEW)
+    arrivals, ends = server.link._arrivals, []
+    server.call(lambda: arrivals._knocks._accounts.took(1000, 3600 * SECOND_NS, time.monotonic_ns()))
+
+    def come(number):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends.append(ours)
+        server.call(lambda: arrivals.come([Accepted(theirs.detach(), NOBODYS_PID + number, 1000)]))
+        return ours
+
+    yield come
+    for end in ends:
+        end.close()
+
+
+def test_processes_that_were_turned_away_never_stay_in_line(server, in_debt):
+    """Each of them would be asked after in each pass of the loop, for as long as its account has to wait."""
+    for number in range(4 * FEW):
+        in_debt(number)
+
+    line = server.link._arrivals._lines[1]
+    assert server.call(lambda: len(list(iter(line.take, None)))) <= FEW + 1
+
+
+def test_the_last_connection_of_a_process_never_makes_room_for_one_that_it_gave_up(server, in_debt):
+    for _ in range(3):
+        last = [in_debt(number) for number in range(FEW)]
+
+    for end in last:
+        with pytest.raises(BlockingIOError):
+            end.recv(1, socket.MSG_DONTWAIT)
+    assert server.call(lambda: server.link.peers) == FEW
 
 
 def test_one_user_never_pushes_the_decisions_out_of_the_journal(server):

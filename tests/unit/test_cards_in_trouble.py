@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 from uuid import UUID
 
@@ -13,6 +14,7 @@ import pytest
 
 from valved.cli import doctor
 from valved.machine import cards
+from valved.node import upkeep
 
 GIB = 1 << 30
 UUID_TEXT = "GPU-" + str(UUID(int=7))
@@ -69,13 +71,13 @@ def test_names_that_come_late_are_never_lost(nvml, monkeypatch):
     monkeypatch.setattr(cards, "NAMES_S", 0.01)
     answer = threading.Event()
     nvml.nvmlInit = answer.wait
+    before = set(threading.enumerate())
 
     found = cards.by_uuid()
     assert found == {}
     answer.set()
-    for thread in threading.enumerate():
-        if thread.name == "valved-nvml":
-            thread.join(100)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(100)
 
     assert found[UUID(int=7).bytes].name == "card"
 
@@ -99,10 +101,11 @@ ENDS = """
 import asyncio, sys, threading, types
 fake = types.SimpleNamespace(NVMLError=Exception, nvmlInit=threading.Event().wait, nvmlShutdown=threading.Event().wait)
 sys.modules["pynvml"] = fake
+from valved.machine.cards import CardReader
 from valved.node.upkeep import end, keep_reading
 memory = types.SimpleNamespace(is_in_use=True)
 async def main():
-    task = asyncio.create_task(keep_reading(memory, None))
+    task = asyncio.create_task(keep_reading(memory, None, CardReader()))
     while not [one for one in threading.enumerate() if one is not threading.main_thread()]:
         await asyncio.sleep(0)
     await end([task])
@@ -116,6 +119,29 @@ def test_valved_never_waits_at_its_end_for_a_card_that_does_not_answer(tmp_path)
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
 
     assert done.stdout == "ended\n", done.stderr
+
+
+def test_a_reader_that_begins_anew_without_end_never_has_more_than_one_thread(nvml, monkeypatch):
+    """As while what the cards say fails those who need it, each second."""
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.0)
+    looks = []
+
+    def fails(found):
+        looks.append(found)
+        raise KeyError("a defect")
+
+    async def main():
+        memory = SimpleNamespace(is_in_use=True, see_cards=fails)
+        make = partial(upkeep.keep_reading, memory, None, cards.CardReader())
+        task = asyncio.create_task(upkeep.keep_going("cards", make, print))
+        while len(looks) < 20:
+            await asyncio.sleep(0)
+        await upkeep.end([task])
+
+    before = set(threading.enumerate())
+    asyncio.run(main())
+
+    assert len(set(threading.enumerate()) - before) <= 1
 
 
 def test_a_look_that_never_ends_is_never_silent(stuck, monkeypatch, caplog):

@@ -71,7 +71,7 @@ def test_a_command_that_does_not_start_never_leaves_its_signals_to_valve():
 def test_offline_work_never_runs_untouched_because_something_fails_in_valve(became, monkeypatch):
     monkeypatch.setattr(run, "claim", lambda *_: (_ for _ in ()).throw(OSError(5, "no /proc here")))
 
-    with pytest.raises(OSError, match="no /proc here"):
+    with pytest.raises(run.CliError, match="no /proc here"):
         run.run(options("offline", sys.executable))
 
     assert became == []

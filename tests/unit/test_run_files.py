@@ -11,6 +11,9 @@ import pytest
 
 from valved import paths
 from valved.cli import up
+from valved.cli.exits import CliError
+from valved.cli.run import offline
+from valved.model.consent import SILENT
 from valved.model.events import Event, EventKind
 from valved.state import saved as state
 from valved.state.trace import LineFile, read_lines
@@ -51,6 +54,14 @@ def test_a_run_folder_that_another_user_made_is_never_used(in_tmp):
 
     with pytest.raises(PermissionError, match="another user may write here"):
         paths.run_dir()
+
+
+def test_a_run_folder_that_another_user_took_never_keeps_work_from_running_ungated(in_tmp):
+    in_tmp.mkdir()
+
+    assert offline("batch", SILENT, "true", ungated=True) == dict(os.environ)
+    with pytest.raises(CliError, match="offline work is refused"):
+        offline("batch", SILENT, "/bin/true", ungated=False)
 
 
 def test_a_run_folder_is_never_taken_from_somebody_who_was_quicker(in_tmp):

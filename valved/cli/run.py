@@ -22,7 +22,7 @@ from valve_hook import VERSION
 from valve_hook.export import export
 
 from valved.cli.client import DEADLINE_S, node
-from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError, told
+from valved.cli.exits import FAILED, NOT_FOUND, REFUSED, USAGE, CliError, told
 from valved.cli.loadable import obstacle
 from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
 from valved.model.plain import plain
@@ -173,11 +173,11 @@ def offline(name: str, said: Said, command: str, *, ungated: bool) -> dict[str, 
         )
     try:
         claim("offline", name, said)
-    except CliError as error:
+    except (CliError, OSError) as error:  # the folder in /tmp is a stranger's, say
         if not ungated:
-            step = error.next_step or "or run it without protection for online work: --ungated"
-            raise CliError(f"offline work is refused: {error}", error.code, step) from None
-        say(f"{error}; {command} runs untouched")
+            step = getattr(error, "next_step", "") or "or run it without protection for online work: --ungated"
+            raise CliError(f"offline work is refused: {told(error)}", getattr(error, "code", FAILED), step) from None
+        say(f"{told(error)}; {command} runs untouched")
         return dict(os.environ)
     return environment("offline", run_dir())
 

@@ -141,7 +141,7 @@ class LinkArrivals:
         for size in range(most, 0, -1):
             for caller in others:
                 if excess > 0 and len(caller) >= size:
-                    self._server.drop(next(iter(caller.silent), None) or caller.unread[-1], OFTEN, is_wrong=True)
+                    self._server.drop(next(iter(caller.silent), None) or caller.unread[0], OFTEN, is_wrong=True)
                     excess -= 1
 
     def _drop_silent(self) -> None:
@@ -197,13 +197,17 @@ class LinkArrivals:
         while (caller := line.take(self._may)) is not None:
             caller.is_in_line = False
             if caller.unread:
-                self._read(caller)
-                self._line_up(caller)
+                try:
+                    self._read(caller)
+                finally:  # its others have their turns, whatever becomes of this one
+                    self._line_up(caller)
                 if time.monotonic_ns() > until_ns:
                     return bool(line)
         return False
 
     def _may(self, caller: LinkCaller) -> bool:
+        if not caller.unread:  # all were dropped: it leaves the line
+            return True
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import select
 import socket
 import time
 from functools import partial
@@ -124,6 +125,12 @@ class LinkConnection:
             self._server.closer.close(fds)
             raise EOFError
         return data, fds
+
+    def has_left(self) -> bool:
+        """Its other end is closed. A HELLO that waited for long may be nobody's by now, and costs far more."""
+        end = select.poll()
+        end.register(self.fileno(), 0)
+        return bool(end.poll(0))
 
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""
@@ -269,6 +276,9 @@ class LinkServer:
         self.closer.close_in_turn(one.fd for one in accepted)
 
     def read_hello(self, peer: LinkConnection) -> bool:
+        if peer.has_left():
+            self._drop(peer, "link closed")
+            return True
         return self._read_one(peer)
 
     def drop(self, peer: LinkConnection, why: str, *, is_wrong: bool) -> None:

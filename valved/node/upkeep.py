@@ -173,8 +173,8 @@ async def read_cards(
         await beat_of(CARDS_S)
 
 
-async def keep_reading(memory: KvService | None, guard: Bystanders | None) -> None:
-    reader = CardReader()
+async def keep_reading(memory: KvService | None, guard: Bystanders | None, reader: CardReader) -> None:
+    """Begun anew with the same reader, which has a thread."""
     try:
         await read_cards(memory, guard, reader.read)
     finally:
