@@ -25,8 +25,8 @@ def slice_ns(thread: str) -> int:
 
 @pytest.mark.skipif(LINUX < (6, 12), reason="threads have no slice of their own before Linux 6.12")
 def test_a_listener_never_waits_for_the_end_of_the_slice_of_a_busy_neighbour(rig: Rig) -> None:
-    """Two listeners, and an issuer for each GPU. The watchdog and Python are in no hurry."""
-    hot = 2 + len(rig.gate.gpus())
+    """Two listeners, three threads that ring, and an issuer for each GPU. The watchdog and Python are in no hurry."""
+    hot = 2 + 3 + len(rig.gate.gpus())
 
     def short() -> list[str]:
         return [thread for thread in os.listdir("/proc/self/task") if slice_ns(thread) == SHORTEST_NS]

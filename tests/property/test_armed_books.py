@@ -14,7 +14,7 @@ from valve_abi import Feature
 from valved.native._gate import ffi
 
 from valved.gate import reaching
-from valved.gate.armed import LADDER, ArmedChannel, GateClient
+from valved.gate.armed import LADDER, ArmedChannel, GateClient, entry_of
 from valved.machine.ports import ClientFds
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.native import _gate
@@ -22,7 +22,7 @@ from valved.native import _gate
 GPUS = 2
 INVALID = 0x21
 ADDRESSES = {client: ffi.cast("struct valve_client *", 64 * client) for client in (1, 2)}
-NAMES = ("client", "reach", "h_client", "h_channel", "fd", "h_target", "h_subdevice", "keep_off")
+NAMES = ("client", "reach", "h_client", "h_channel", "fd", "h_target", "h_subdevice", "keep_off", "apart")
 
 
 class Driver:
@@ -60,6 +60,12 @@ class Driver:
         return self.VALVE_GPU_FAILED if self.is_failed else self.VALVE_GPU_STOPPED if gpu in self.gated else 0
 
     def valve_gate_orders(self, gate):
+        return 0
+
+    def valve_gate_plans(self, gate):
+        return 0
+
+    def valve_gpu_gone(self, gate, gpu, gone, room):
         return 0
 
     def valve_client_view(self, native, view, flag):
@@ -147,7 +153,8 @@ class Walk:
         armed = sorted((one for one in here if one.is_armed), key=lambda one: one.place)
         plan = books.plan(gpu)
         kept = [read(plan.entries[at]) for at in range(len(plan))]
-        assert kept == [read(ffi.new("struct valve_entry *", self.port._entry(one))) for one in armed]
+        entries = [entry_of(one, self.holders[one.client]) for one in armed]
+        assert kept == [read(ffi.new("struct valve_entry *", entry)) for entry in entries]
         rungs = Counter(one.reach for one in here if one.ref.compute)
         assert +books._rungs[gpu] == rungs
         assert books.weakest(gpu) == max(rungs, key=(*LADDER, Reach.NONE).index, default=None)
