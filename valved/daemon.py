@@ -29,6 +29,7 @@ from valved.machine.helpers import Closer, Worker
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
+from valved.machine.rest import RestingSelector, nothing
 from valved.machine.signals import Signals
 from valved.machine.thawer import Thawer
 from valved.machine.uvm import UvmDoors
@@ -100,7 +101,12 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
 
 
 async def run(
-    config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort, mode_flag: Mode | None = None
+    config: Config,
+    folder: state.RunFolder,
+    gate: GatePort,
+    processes: ProcessPort,
+    selector: RestingSelector,
+    mode_flag: Mode | None = None,
 ) -> bool:
     """Whether no offline process is left at the end: the gate is to be closed then, once the loop has ended, for what
     still waits in the loop asks the gate."""
@@ -112,6 +118,8 @@ async def run(
     link = LinkServer(loop, daemon.register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
+    if daemon.kv is not None:
+        selector.tell(daemon.kv.looks.rests, daemon.kv.looks.wakes)
     pending.make_folder(run_dir, group_id(config.group))
     notify = Notify()
     beat = LoopBeat(daemon.clock, gate.alive, notify.alive, daemon.note)
@@ -136,6 +144,8 @@ async def run(
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]
     await stop.wait()
+    if daemon.kv is not None:
+        selector.tell(nothing, daemon.kv.looks.wakes)
     daemon.brake.hand_over()
     await end(beside)  # the room takes its slots back
     is_empty = not daemon.brake.leaving.present()

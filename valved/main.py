@@ -18,6 +18,7 @@ from valved.daemon import run
 from valved.errors import ValveError
 from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
+from valved.machine.rest import RestingSelector, run_in_loop
 from valved.model.ids import Mode
 from valved.node import turn
 from valved.state import saved as state
@@ -118,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         gate = native_gate(config)
-        if asyncio.run(run(config, folder, gate, LinuxProcesses(), mode_flag)):
+        selector = RestingSelector()
+        if run_in_loop(run(config, folder, gate, LinuxProcesses(), selector, mode_flag), selector):
             gate.close()
     except OSError as error:
         log.error("failed", extra={"facts": {"error": str(error)}})

@@ -12,12 +12,14 @@
  */
 #include "fake_rm.h"
 #include "internal.h"
+#include "kv.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 
 enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70 };
 
@@ -49,8 +51,8 @@ static int memory(size_t bytes)
 }
 
 /* The gate maps regions read-only; this client needs the same address writable. */
-static struct valve_client *connect(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
-                                    int *doorbell)
+static struct valve_client *add_client(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
+                                       int *doorbell)
 {
 	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
 	struct valve_client *client;
@@ -145,7 +147,7 @@ static void begin_hook(struct valve_gate *gate, struct online *hook, int32_t ser
 	valve_gate_grantable(gate, 3);
 	valve_service_consent(gate, service, 2000000, 0);
 	hook->seed = seed;
-	hook->client = connect(gate, 300, VALVE_ROLE_HOOK, service, &hook->doorbell);
+	hook->client = add_client(gate, 300, VALVE_ROLE_HOOK, service, &hook->doorbell);
 	if (pthread_create(&hook->thread, NULL, hook_main, hook) != 0)
 		abort();
 }
@@ -166,6 +168,81 @@ static void meddle_with_grants(struct valve_gate *gate, const int32_t *service, 
 		valve_gate_grantable(gate, dice % 4 ? 3 : dice % 3);
 }
 
+/* A reclaim that stands ready while the caller sleeps, and the engine's hook that needs it. */
+static struct {
+	_Alignas(64) uint8_t table[256];
+	uint32_t wanted, mode, quit, block;
+	int32_t service;
+	int hook[2], link[2];
+	uint8_t packet[64];
+	struct valve_prepared_packet packets;
+	struct valve_prepared prepared;
+	uint64_t begun, told, taken_back;
+	pthread_t thread;
+} ready;
+
+static void *need_main(void *unused)
+{
+	uint32_t seed = 4711;
+
+	(void)unused;
+	while (!load_acquire(&ready.quit)) {
+		store_release(&ready.wanted, next(&seed) % 2);
+		if (send(ready.hook[1], "n", 1, MSG_DONTWAIT) < 0)
+			while (recv(ready.hook[0], &(char){0}, 1, MSG_DONTWAIT) > 0)
+				;
+		sleep_ns(next(&seed) % 200000);
+	}
+	return NULL;
+}
+
+static void begin_ready(struct valve_gate *gate)
+{
+	struct valve_kv_table *table = (void *)ready.table;
+
+	ready.mode = 1;
+	table->entry_offset = sizeof *table;
+	ready.service = valve_service_new(gate, 99);
+	if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ready.hook) ||
+	    socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ready.link) ||
+	    valve_prepared_listen(gate, ready.hook[0]) ||
+	    pthread_create(&ready.thread, NULL, need_main, NULL))
+		abort();
+	ready.packets = (struct valve_prepared_packet){
+	        .fd = ready.link[0], .bytes = sizeof ready.packet, .at = ready.packet};
+	ready.prepared = (struct valve_prepared){.wanted = &ready.wanted,
+	                                         .mode = &ready.mode,
+	                                         .table = table,
+	                                         .blocks = &ready.block,
+	                                         .block_count = 1,
+	                                         .packet_count = 1,
+	                                         .packet = &ready.packets};
+}
+
+static void end_ready(struct valve_gate *gate)
+{
+	store_release(&ready.quit, 1);
+	pthread_join(ready.thread, NULL);
+	for (uint32_t i = 0; i < 2; i++) {
+		close(ready.hook[i]);
+		close(ready.link[i]);
+	}
+	valve_service_free(gate, ready.service);
+}
+
+static void begin_hooks(struct valve_gate *gate, struct online *hook, int32_t service, uint32_t seed)
+{
+	begin_hook(gate, hook, service, seed);
+	begin_ready(gate);
+}
+
+static void end_hooks(struct valve_gate *gate, struct online *hook)
+{
+	end_hook(gate, hook);
+	end_ready(gate);
+	printf("reclaims begun %lu told %lu taken back %lu\n", ready.begun, ready.told, ready.taken_back);
+}
+
 struct offline {
 	struct valve_client *client;
 	uint32_t h_client, h_subdevice, count;
@@ -174,7 +251,7 @@ struct offline {
 
 static void begin_offline(struct valve_gate *gate, struct offline *offline, uint64_t id, uint32_t gpu)
 {
-	offline->client = connect(gate, id, VALVE_ROLE_OFFLINE, -1, &offline->doorbell);
+	offline->client = add_client(gate, id, VALVE_ROLE_OFFLINE, -1, &offline->doorbell);
 	offline->h_client = fake_client(&offline->fd, &offline->h_subdevice, gpu);
 	offline->passed = -1;
 }
@@ -195,6 +272,39 @@ static uint32_t name_channels(const struct offline *offline, uint32_t from, uint
 		        .h_subdevice = by_file ? offline->h_subdevice : 0,
 		};
 	return to > from ? to - from : 0;
+}
+
+static bool runs(const struct offline *offline, uint32_t gpus)
+{
+	for (uint32_t g = 0; g < OFFLINE; g++)
+		for (uint32_t i = 0; (gpus & 1u << g) && i < offline[g].count; i++)
+			if (fake_is_on(offline[g].h_client, 0x5C000000 + i) == 1)
+				return true;
+	return false;
+}
+
+/* What was told was told while nothing ran, and all stands until the caller lets go. */
+static void sleep_beside(struct valve_gate *gate, uint32_t gpus, uint32_t dice, const struct offline *offline)
+{
+	char packet[64];
+
+	ready.prepared.gpus = gpus;
+	valve_prepared_put(gate, &ready.prepared, 1);
+	valve_prepared_rest(gate, ready.service);
+	sleep_ns(dice % 300000);
+	if (valve_prepared_wake(gate) < 0)
+		return;
+	ready.begun++;
+	sleep_ns(dice % 3 * 50000);
+	if (valve_prepared_end(gate, dice & 1) < 0) {
+		ready.taken_back++;
+	} else {
+		ready.told++;
+		if (recv(ready.link[1], packet, sizeof packet, MSG_DONTWAIT) != sizeof packet ||
+		    runs(offline, gpus))
+			abort();
+	}
+	valve_service_gpus(gate, ready.service, 0);
 }
 
 /* What is new is stopped now if the GPU is; what left is run, however late. */
@@ -311,7 +421,8 @@ static bool meddle(struct valve_gate *gate, const int32_t *service, struct offli
 		come_and_leave(gate, &offline[dice % OFFLINE], dice % OFFLINE);
 	valve_gate_alive(gate);
 	if (dice % 17 == 0)
-		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
+		valve_client_free(gate,
+		                  add_client(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
 	return woken;
 }
 
@@ -352,11 +463,11 @@ int main(int argc, char **argv)
 		online[i].gpus = i % 2 ? 2 : 0; /* the other service's GPUs change */
 		online[i].seed = seed + 7 * i + 1;
 		online[i].client =
-		        connect(gate, 200 + i, VALVE_ROLE_ONLINE, service[i % 2], &online[i].doorbell);
+		        add_client(gate, 200 + i, VALVE_ROLE_ONLINE, service[i % 2], &online[i].doorbell);
 		if (pthread_create(&online[i].thread, NULL, online_main, &online[i]) != 0)
 			abort();
 	}
-	begin_hook(gate, &hook, service[0], seed + 99);
+	begin_hooks(gate, &hook, service[0], seed + 99);
 	for (uint32_t round = 0; round < rounds; round++) {
 		uint32_t count, dice = next(&seed);
 
@@ -367,9 +478,9 @@ int main(int argc, char **argv)
 		count = valve_stamps_take(gate, stamps, 64);
 		for (uint32_t i = 0; i < count; i++)
 			seen[stamps[i].kind]++;
-		sleep_ns(next(&seed) % 300000);
+		sleep_beside(gate, 1 + dice % 3, next(&seed), offline);
 	}
-	end_hook(gate, &hook);
+	end_hooks(gate, &hook);
 	valve_service_grants(gate, service[0], &grants);
 	for (uint32_t i = 0; i < ONLINE; i++)
 		heard &= end_online(gate, &online[i]);
@@ -394,5 +505,5 @@ int main(int argc, char **argv)
 	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings,
 	       grants.grants, grants.broken);
 	return valve_gate_close(gate) || !heard || !seen[VALVE_STAMP_GATE_FAILED] == hangs || !woken ||
-	       !seen[VALVE_STAMP_GATE];
+	       !seen[VALVE_STAMP_GATE] || !ready.told;
 }

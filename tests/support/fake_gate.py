@@ -9,9 +9,12 @@ import dataclasses
 import os
 from functools import partial
 
+import numpy as np
 from lent_fds import lend
 from valve_tools.bench.waking import ClientPages, PolicyWaker
 
+from valved.abi.kv_files import TABLE_HEAD
+from valved.abi.link import parse
 from valved.machine.ports import (
     ArmResult,
     ClientFds,
@@ -25,6 +28,7 @@ from valved.machine.ports import (
     WakeOutcome,
 )
 from valved.model.ids import GpuIndex, Reach, Role
+from valved.state.registry import MEMORY_SERVICE
 
 OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
 STOP_NS = 400_000  # launch to channels off on one GPU, as the paper measures it
@@ -95,8 +99,70 @@ class FakeGrants:
         return self.given.get(service, Grants())
 
 
+class FakePrepared:
+    """What the native gate does while the loop sleeps; `links`: connections by their numbers."""
+
+    def __init__(self, gate):
+        self._gate = gate
+        self.takes, self.links = [], {}
+        self.is_armed, self.at, self.sent, self.told_ns = False, -1, -1, 0
+        self.began = 0
+
+    def listen(self, link):
+        return True
+
+    def put(self, takes):
+        assert self.at < 0
+        self.takes = list(takes)
+
+    def rest(self):
+        assert self.at < 0
+        self._gate.put_service(MEMORY_SERVICE, frozenset())
+        self.is_armed = True
+
+    def wake(self):
+        for at, take in enumerate(self.takes if self.is_armed else []):
+            wanted, mode = (int.from_bytes(word, "little") for word in (take.wanted, take.mode))
+            if wanted > take.had and mode and self.at < 0:
+                self._begin(at, take)
+        self.is_armed = False
+        return self.at
+
+    def _begin(self, at, take):
+        self.at, self.sent, self.began = at, -1, self.began + 1
+        self._gate.put_service(MEMORY_SERVICE, take.gpus)
+        for gpu in take.gpus:
+            self._gate.clock.call_at_ns(self._gate.stops.get(gpu, 0), self._go)
+        self._go()
+
+    def _go(self):
+        if self.at < 0 or self.sent >= 0 or not all(map(self._gate.is_stopped, self.takes[self.at].gpus)):
+            return
+        take, self.sent = self.takes[self.at], 0
+        self.told_ns = self._gate.clock.now_ns()
+        head = np.frombuffer(take.table, TABLE_HEAD, 1)
+        first = int(head["entry_offset"][0])
+        entries = np.frombuffer(take.table, "<u4", int(head["blocks"][0]), first)
+        blocks = np.frombuffer(take.blocks, "<u4")
+        entries[blocks] = ((entries[blocks] >> 1) + 1) << 1
+        head["backed_blocks"] = take.backed
+        head["epoch"] += 1
+        for link, raw in take.packets:
+            connection, packet = self.links[link], parse(raw)
+            if connection.is_full or not connection.send(packet.type, packet.body, packet.seq):
+                break
+            self.sent += 1
+
+    def end(self, *, go):
+        if go:
+            self._go()
+        self.at = -1
+        return self.sent, self.told_ns
+
+
 class FakeGate:
     def __init__(self, clock, gpus=2):
+        self.prepared = FakePrepared(self)
         self.granting, self.channels = FakeGrants(), self
         self.clock = clock
         self.services = {}

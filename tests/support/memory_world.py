@@ -466,7 +466,10 @@ class Hook:
 
     def want(self, used, wanted=None):
         """What the engine uses and would use; the node hears of it."""
+        looks = self.world.kv.looks
+        looks.rests()
         self.book["used_blocks"], self.book["wanted_blocks"] = used, max(used, wanted or 0)
+        looks.wakes()
         self.say(LinkType.KV_NEED, KvNeed(wanted_blocks=max(used, wanted or 0)))
 
     def hold(self, row, blocks, tokens=0):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 from fake_gate import FakeGate
@@ -125,7 +128,11 @@ class FakeWork:
 
 
 class FakeConnection:
+    by_number: ClassVar = weakref.WeakValueDictionary()
+    numbers = itertools.count(1 << 20)  # no descriptors
+
     def __init__(self, pid, uid=1000):
+        self.number = next(self.numbers)
         self.pid, self.uid = pid, uid
         self.sent = []
         self.is_open = True
@@ -148,6 +155,13 @@ class FakeConnection:
             if arrived is not None:
                 arrived()
             self.on_send(*packet)
+
+    def idle_fd(self):
+        """By which the fake gate finds it."""
+        if not self.is_open or self.queue or self.is_full:
+            return -1
+        self.by_number[self.number] = self
+        return self.number
 
     def close(self):
         self.is_open = False
@@ -216,6 +230,8 @@ class World:
         self.processes = processes or FakeProcesses(self.reactor)
         self.processes._reactor = self.reactor
         self.gate = gate or FakeGate(self.clock, gpus)
+        if gate is None:
+            self.gate.prepared.links = FakeConnection.by_number
         self.prover, self.outside, self.worker = FakeProver(), FakeOutside(self.clock), FakeWork()
         self.signals, self.stopped, self.thawer = [], False, FakeThawer()
         outer = Outer(

@@ -27,11 +27,12 @@ OVERLONG = {
     "tools/emulator/cuda/step.c": 420,
     "tools/gpu/native/helper.c": 430,
     "tools/sim/world.py": 460,
-    "valved/machine/ports.py": 480,
-    "valved/native/internal.h": 440,
+    "valved/machine/ports.py": 484,
+    "valved/native/hold.c": 415,
+    "valved/native/internal.h": 455,
 }
-CROWDED = {"tools/emulator/cuda": 54}
-CROWDED_LINES = {"tools/emulator/cuda": 8_200}
+CROWDED = {"tools/emulator/cuda": 54, "valved/kv": 33}
+CROWDED_LINES = {"tools/emulator/cuda": 8_200, "valved/kv": 5_800, "valved/native": 5_750}
 
 
 def over(found: Mapping[str, int], cap: int, overgrown: Mapping[str, int], what: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class KvTable:
         self._entries[:] = BACKED
         self._column_of[:] = 0
         self._backed = blocks
+        self._before_write: Callable[[], None] | None = None
         numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
         places = {"entry_offset": entries_at, "column_offset": columns_at}
         for name, value in {**numbers, **places, "backed_blocks": blocks, "target_blocks": blocks}.items():
@@ -89,12 +91,31 @@ class KvTable:
 
     def record(self, blocks: Ints, backed: bool, now_ns: int) -> None:
         """One change: entries first, the epoch last."""
+        self._interrupt()
         before = self._entries[blocks]
         self._entries[blocks] = ((before >> 1) + 1) << 1 | backed
         self._backed += (len(blocks) if backed else 0) - int((before & BACKED).sum())
         self._head["backed_blocks"] = self._backed
         self._head["changed_ns"] = now_ns
         self._head["epoch"] += 1
+
+    def memory(self) -> memoryview:
+        return memoryview(self._memory)
+
+    def lend(self, interrupt: Callable[[], None]) -> None:
+        """The native gate may write there until `take_back`: that is interrupted before we write."""
+        self._before_write = interrupt
+
+    def take_back(self) -> None:
+        self._before_write = None
+
+    def _interrupt(self) -> None:
+        if self._before_write is not None:
+            self._before_write()
+
+    def reread(self) -> None:
+        """The native gate has recorded a loss in it."""
+        self._backed = int((self._entries & BACKED).sum())
 
     def set_target(self, blocks: int) -> None:
         self._head["target_blocks"] = blocks
@@ -103,12 +124,14 @@ class KvTable:
         self._head["step_tokens"] = tokens
 
     def detach(self) -> None:
+        self._interrupt()
         self._head["detached"] = 1
 
     def close(self) -> None:
         """The hook keeps its own mapping: what it reads there stays as it was left."""
         self._head = self._entries = self._column_of = np.empty(0, "<u4")
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # the native gate may still write there
+            self._memory.close()
         os.close(self.fd)
 
 
@@ -186,6 +209,11 @@ class KvBook:
     @property
     def mode(self) -> KvMode:
         return _mode(int(self._head["mode"][0]))
+
+    def word(self, name: str) -> memoryview:
+        """Of its head."""
+        at = BOOK_HEAD.fields[name][1]  # type: ignore[index]
+        return memoryview(self._memory)[at : at + 4]
 
     def offered(self) -> NDArray[np.bool_]:
         return self._offered.astype(np.bool_)

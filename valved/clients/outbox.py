@@ -62,6 +62,10 @@ class Outbox:
             arrived()
         return True
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._queue
+
     def close(self) -> list[int]:
         """Descriptors of ours that were never sent."""
         self._stop_writing()

@@ -304,6 +304,9 @@ class Register:
         connection = self._connections.get(client)
         return connection is not None and connection.send(kind, body, seq, fds, arrived)
 
+    def link_of(self, client: ClientId) -> int:  # -1: none, or something waits to be sent there
+        return one.idle_fd() if (one := self._connections.get(client)) is not None else -1
+
     def is_awaited(self, pid: int) -> bool:
         """A process of this number is known from before: claimed as online, welcomed once, or it left channels off."""
         claims = (claim.root for claim in self._books.claims.values() if claim.role is Role.ONLINE)

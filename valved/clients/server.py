@@ -104,6 +104,10 @@ class LinkConnection:
         """As of an outbox. Never waits."""
         return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds, arrived)
 
+    def idle_fd(self) -> int:
+        """The socket, while nothing waits to be sent; else -1. The caller duplicates it."""
+        return self._sock.fileno() if self.is_open and self.outbox.is_empty else -1
+
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
         try:

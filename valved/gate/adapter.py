@@ -20,6 +20,7 @@ from valved.fds import Fds
 from valved.gate import readings
 from valved.gate.armed import GateClient
 from valved.gate.grants import NativeGrants
+from valved.gate.prepared import NativePrepared
 from valved.gate.reaching import NativeChannels
 from valved.machine import cards
 from valved.machine.ports import (
@@ -33,6 +34,7 @@ from valved.machine.ports import (
 )
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 from valved.native._gate import ffi, lib
+from valved.state.registry import MEMORY_SERVICE
 
 SETTLE_NS = 5_000_000_000  # how long close waits for the issuers
 _STAMP_BATCH = 256
@@ -64,6 +66,7 @@ class NativeGate:
         self._clients: dict[ClientId, GateClient] = {}
         self._services: dict[ServiceId, int] = {}
         self.granting = NativeGrants(self._gate, self._services, self._clients)
+        self.prepared = NativePrepared(self._gate, lambda: self._service_index(MEMORY_SERVICE))
         self._batch = ffi.new("struct valve_stamp[]", _STAMP_BATCH)
         self._view = ffi.new("struct valve_view *")
         self._look = ffi.new("struct valve_look *")

@@ -9,6 +9,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
+from valved.kv.preparing import Ahead
 from valved.kv.reclaim import Reclaimer
 from valved.kv.slots import Ints
 from valved.kv.supply import Supply
@@ -40,6 +41,13 @@ class Growth:
         """A need is about to be told that stops these: that begins meanwhile. Ends with `calm`, in this turn of the
         loop."""
         self._reclaimer.stop_ahead(gpus)
+
+    def serve_unasked(self, ahead: Ahead) -> None:
+        """What has begun is carried out without a need for it, too, and what it brings is free."""
+        over = Pause()
+        over.set()
+        need = self._reclaimer.ask(ahead.online.service, ahead.handles, lambda: False, over)
+        need.ready.then(lambda: self._supply.settle(need))
 
     def calm(self) -> None:
         self._turn.calm()

@@ -13,6 +13,7 @@ from valved.kv.books import KvBooks
 from valved.kv.columns import Queue
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
+from valved.kv.preparing import Preparing
 from valved.kv.reserve import Reserve
 from valved.kv.rungs import Rungs
 from valved.kv.supply import Supply
@@ -21,6 +22,7 @@ from valved.machine.ports import WorkPort
 from valved.model.ids import Role
 from valved.policy.eviction import EvictionSettings
 
+UNASKED_NS = 1_000_000
 INDEX_REST = 20  # times as long as an index took, no other index is made
 
 
@@ -31,6 +33,7 @@ class Looks:
     _rungs: Rungs
     _reserve: Reserve
     _lender: Lender
+    _preparing: Preparing
     _clock: Clock
     _costs: EvictionSettings
     _work: WorkPort
@@ -39,6 +42,15 @@ class Looks:
         self._soon: TimerHandle | None = None
         self._is_wanted = False  # a look in the next turn
         self._ticker = Ticker(self._clock, self._on_tick)
+
+    def rests(self) -> None:
+        """The loop is about to sleep."""
+        self._preparing.rests()
+
+    def wakes(self) -> None:
+        """Before anything else. The need by which a reclaim has begun is read in this turn, or soon."""
+        if self._preparing.wakes():
+            self._clock.call_at_ns(self._clock.now_ns() + UNASKED_NS, self._reserve.serve_unasked)
 
     def look_now(self, engine: Engine, wanted_blocks: int) -> None:
         """Its hook rang, and waits for memory: at once, and however often it rings, once in this turn of the loop."""

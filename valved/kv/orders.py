@@ -10,7 +10,7 @@ process gets them. An answer, or the end of the client, settles it; a client tha
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, MAX_RUNS, RUN, ZERO, KvDone, KvEntries, KvHow, KvOp, KvRuns
-from valved.abi.link import Body, LinkType, Malformed
+from valved.abi.link import Body, LinkType, Malformed, build
 from valved.kv.journey import Pause
 from valved.kv.pool import Pool
 from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots
@@ -127,10 +127,13 @@ class Orders:
         orders: list[Order] = []
         for draft in self.draft_away(slots) if drafts is None else drafts:
             order = self._give(draft, op, how)
-            self._leaving[order.number] = order
-            order.through.then(partial(self._leaving.pop, order.number, None))
+            self._leave(order)
             orders.append(order)
         return orders
+
+    def _leave(self, order: Order) -> None:
+        self._leaving[order.number] = order
+        order.through.then(partial(self._leaving.pop, order.number, None))
 
     def draft_away(self, slots: RangeSlots) -> list[Draft]:
         return [self._draft(slots[part], NOTHING, 0) for part in self._parts(KvOp.QUARANTINE, slots)]
@@ -162,18 +165,44 @@ class Orders:
         return Draft(slots=slots, names=names, kind=kind, raw=raw)
 
     def _give(self, draft: Draft, op: KvOp, how: KvHow, fds: tuple[int, ...] = ()) -> Order:
-        slots, number = draft.slots, self._next
         if op is KvOp.BACK:
-            slots.put(CLAIMED)
-        order = Order(number=number, op=op, how=how, slots=slots, names=draft.names, sent_ns=self._clock.now_ns())
-        self._next += 1
-        self._under_way[number] = order
-        if draft.kind is LinkType.KV_RUNS:
-            body: Body = KvRuns(order=number, op=op, how=how, raw=draft.raw)
-        else:
-            body = KvEntries(order=number, range=slots.book.key.number, op=op, how=how, raw=draft.raw)
-        order.is_sent = self._send(order.client, draft.kind, body, 0, fds, order.arrived.set)
+            draft.slots.put(CLAIMED)
+        order = self.number(draft, op, how)
+        self._book(order)
+        order.is_sent = self._send(order.client, draft.kind, _body(draft, order), 0, fds, order.arrived.set)
         return order
+
+    def number(self, draft: Draft, op: KvOp, how: KvHow) -> Order:
+        """It stands in no book yet."""
+        order = Order(number=self._next, op=op, how=how, slots=draft.slots, names=draft.names)
+        self._next += 1
+        return order
+
+    def _book(self, order: Order) -> None:
+        order.sent_ns = self._clock.now_ns()
+        self._under_way[order.number] = order
+
+    # Orders that the native gate sends by itself
+
+    def packet(self, draft: Draft, order: Order) -> bytes:
+        return build(draft.kind, _body(draft, order), seq=0, sent_ns=0)
+
+    def begun(self, orders: Iterable[Order]) -> None:
+        """They may be on their way, and take memory away."""
+        for order in orders:
+            self._book(order)
+            self._leave(order)
+
+    def send(self, draft: Draft, order: Order) -> None:
+        """One of them that was not sent after all."""
+        if not order.settled.is_set:  # else its client has left
+            order.is_sent = self._send(order.client, draft.kind, _body(draft, order), 0, (), order.arrived.set)
+
+    def withdraw(self, order: Order) -> None:
+        """One of them that no client will ever hear of."""
+        self._under_way.pop(order.number, None)
+        order.status = order.status or errno.ECANCELED
+        self._settle(order)
 
     # Hearing of them
 
@@ -302,6 +331,13 @@ class Orders:
         for book in self.pool.ranges.values():
             for slot in np.flatnonzero(book.at == CLAIMED).tolist():
                 assert (book.uid, slot) in claimed, f"slot {slot} of {book.key} is claimed by no order"
+
+
+def _body(draft: Draft, order: Order) -> Body:
+    if draft.kind is LinkType.KV_RUNS:
+        return KvRuns(order=order.number, op=order.op, how=order.how, raw=draft.raw)
+    number = draft.slots.book.key.number
+    return KvEntries(order=order.number, range=number, op=order.op, how=order.how, raw=draft.raw)
 
 
 def _as_entries(slots: RangeSlots, names: Ints, flags: int) -> bytes:

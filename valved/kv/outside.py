@@ -204,16 +204,21 @@ class Outside:
     def take(self, part: Packed) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost. None
         where that needs more packets than its client has room for."""
-        slots = part.slots
-        client = slots.book.key.client
-        way = self._ways[client, slots.book.gpu]
-        if len(part.drafts) > UNHEARD - self._orders.unheard(client):
+        if not self.has_room(part):
             return []
-        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, part.drafts)
+        orders = self._orders.take_away(KvOp.QUARANTINE, part.slots, KvHow.OUTSIDE, part.drafts)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            runs = part.runs or [runs_of(order.slots) for order in orders]
-            orders[-1].arrived.then(lambda: self._make(way, orders, runs))
+            self.make_when_heard(part, orders)
         return orders
+
+    def has_room(self, part: Packed) -> bool:
+        return len(part.drafts) <= UNHEARD - self._orders.unheard(part.slots.book.key.client)
+
+    def make_when_heard(self, part: Packed, orders: list[Order]) -> None:
+        """Orders of this part."""
+        way = self._ways[part.slots.book.key.client, part.slots.book.gpu]
+        runs = part.runs or [runs_of(order.slots) for order in orders]
+        orders[-1].arrived.then(lambda: self._make(way, orders, runs))
 
     def _make(self, way: Way, orders: list[Order], runs: list[Runs]) -> None:
         """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from

@@ -11,6 +11,8 @@
 Taking and giving of a large one go in stages (kv/moves.py): all is told before any is taken, and the handles of a stage
 are given as soon as its orders are answered, while the next stage is taken.
 
+The first part of it may have begun before its need is read (kv/preparing.py): it is carried out with the rest.
+
 Where it was tried (kv/outside.py) valved makes the memory sparse itself instead of asking for it. A cooperative reclaim
 has no gate: the same orders wait for the next step of the engine, channels on; if a service waits, they are on once
 although it holds the GPU (kv/beside.py).
@@ -30,23 +32,22 @@ from typing import Any
 import numpy as np
 
 from valved.abi.kv_link import KvHow
-from valved.kv.account import Reclaim, ReclaimLog
+from valved.kv.account import Reclaim, ReclaimAccounts, set_ready
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
+from valved.kv.preparing import Ahead, Preparing
 from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
-from valved.kv.victims import choose
+from valved.kv.victims import Victims, choose
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
-from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
-from valved.state.journal import Journal
 
 STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim ...
 QUICK_NS = 5_000_000  # ... if that was quick the last time: a service that waits for memory waits for no request table
@@ -62,14 +63,13 @@ class Reclaimer:
     _ways: Ways
     _moves: Moves
     _beside: Beside
-    _journal: Journal
+    _preparing: Preparing
+    _accounts: ReclaimAccounts
     _clock: Clock
     _costs: EvictionSettings
-    _log: ReclaimLog
 
     def __post_init__(self) -> None:
         self._needs: list[Need] = []  # that no reclaim serves yet
-        self._untold: list[Reclaim] = []  # whose needs may be asked again
         self._is_running = False
 
     # Needs
@@ -120,7 +120,8 @@ class Reclaimer:
         self._is_running = True
         try:
             while self._needs:
-                await self._turn.mine()
+                if self._preparing.begun is None:  # else it is ours
+                    await self._turn.mine()
                 batch, self._needs = self._needs, []
                 start(self._serve_safely(batch))
                 await all_of([need.served for need in batch])
@@ -141,14 +142,19 @@ class Reclaimer:
                 need.served.set()
 
     async def _serve_batch(self, batch: list[Need]) -> None:
+        ahead, began_ns = self._preparing.adopt(), batch[0].asked_ns
+        if ahead is not None:
+            reclaim = Reclaim(needs=batch, missing=ahead.handles, how=ahead.way, began_ns=began_ns, ahead=ahead)
+            await self._or_let_go(reclaim, self._go_on(reclaim, ahead))
+            return
         missing = self._supply.missing(batch)
         engines = self._supply.losers(missing)
         how = self._ways.way_of(engines)
-        reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
-        self._begin(reclaim)
+        reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=began_ns, rest=missing)
+        self._accounts.begin(reclaim)
         if not missing or not engines:
             reclaim.reason = why_none(missing, is_allowed=self._supply.is_allowed)
-            self._end(reclaim)
+            self._accounts.end(reclaim)
             self._turn.give_up()
         elif how is not Remap.COOPERATIVE:
             await self._or_let_go(reclaim, self._take_gated(reclaim, engines))
@@ -156,11 +162,21 @@ class Reclaimer:
             self._turn.give_up()
             start(self._or_let_go(reclaim, self._take_at_step(reclaim, engines)))
 
+    async def _go_on(self, reclaim: Reclaim, ahead: Ahead) -> None:
+        """With one that has begun. What another way would be needed for is asked for again."""
+        reclaim.missing = self._supply.missing(reclaim.needs) or reclaim.missing
+        left = {gpu: count - ahead.handles.get(gpu, 0) for gpu, count in reclaim.missing.items()}
+        reclaim.rest = {gpu: count for gpu, count in left.items() if count > 0}
+        engines = self._supply.losers(reclaim.rest)
+        self._accounts.begin(reclaim)
+        await self._take_gated(reclaim, engines if self._ways.way_of(engines) is ahead.way else [])
+
     async def _or_let_go(self, reclaim: Reclaim, steps: Coroutine[Pause, None, Any]) -> None:
         """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""
         try:
             await steps
         except Exception:
+            self._carry_out_ahead(reclaim, go=False)
             beside: list[Order] = []
             for victims in reclaim.victims:
                 orders = [one for client in victims.engine.clients for one in self._books.orders.under_way(client)]
@@ -170,7 +186,7 @@ class Reclaimer:
             await self._settle(reclaim, beside)
             if not reclaim.given_ns:
                 reclaim.reason = "a step of it failed"
-                self._end(reclaim)
+                self._accounts.end(reclaim)
             raise
 
     async def _settle(self, reclaim: Reclaim, orders: list[Order]) -> None:
@@ -184,11 +200,14 @@ class Reclaimer:
     # The two ways
 
     async def _take_gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
-        concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))
+        ahead = reclaim.ahead.take.gpus if reclaim.ahead is not None else frozenset()
+        concerned = ahead.union(reclaim.missing, *(engine.gpus for engine in engines))
         is_stopped = await self._turn.stop(concerned, lambda: self._plan(reclaim, engines))
         reclaim.stopped_ns = self._clock.now_ns()
+        stages = self._carry_out_ahead(reclaim, go=is_stopped)
         if is_stopped:
-            stages = self._tell_and_take(reclaim, KvHow.AT_ONCE)
+            stages += self._tell_and_take(reclaim, KvHow.AT_ONCE)
+        if is_stopped or stages:
             orders = list(chain(*stages))
             self._begun(reclaim, stages)
             await self._settle(reclaim, orders)
@@ -197,7 +216,7 @@ class Reclaimer:
         else:
             reclaim.reason = "the GPU could not be stopped"
             reclaim.victims = []
-        self._end(reclaim)
+        self._accounts.end(reclaim)
         self._turn.open()
 
     async def _take_at_step(self, reclaim: Reclaim, engines: list[Engine]) -> None:
@@ -214,7 +233,7 @@ class Reclaimer:
         reclaim.late = sum(not order.settled.is_set for order in orders)
         self._taken(reclaim, orders)
         await self._wait_given(reclaim)
-        self._end(reclaim)
+        self._accounts.end(reclaim)
 
     # Their steps
 
@@ -224,31 +243,41 @@ class Reclaimer:
             is_stale = engine.indexed_ns + STALE_NS < now_ns and engine.index_ns < QUICK_NS and not engine.is_index_new
             if engine.index is None or is_stale:
                 engine.put_index(engine.make_index(self._costs), engine.view().steps, now_ns)
-        reclaim.victims = choose(engines, reclaim.missing, self._costs)
+        reclaim.victims += choose(engines, reclaim.rest, self._costs)
         reclaim.selected_ns = self._clock.now_ns()
 
     def _plan(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         """While the driver is busy: all that `_tell_and_take` would work out otherwise."""
         self._select(reclaim, engines)
-        for victims in reclaim.victims:
+        for victims in fresh(reclaim):
             victims.plan = self._moves.plan_taking(victims.engine, victims.columns, KvHow.AT_ONCE)
 
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[list[Order]]:
         """The orders of each stage, to all engines."""
-        reclaim.victims = [victims for victims in reclaim.victims if self._books.is_attached(victims.engine)]
+        reclaim.victims = [one for one in reclaim.victims if one.orders or self._books.is_attached(one.engine)]
         plans: list[MovePlan] = []
-        for victims in reclaim.victims:
+        to_tell = fresh(reclaim)
+        for victims in to_tell:
             engine, plan = victims.engine, victims.plan
             if plan is None or not plan.takes(victims.columns):  # what was pinned since it was chosen stays
                 victims.columns = victims.columns[engine.takeable()[victims.columns]]
                 plan = self._moves.plan_taking(engine, victims.columns, how)
             self._moves.lose(engine, victims.columns, plan.blocks)
             plans.append(plan)
-        reclaim.told_ns = self._clock.now_ns()
+        reclaim.told_ns = reclaim.told_ns or self._clock.now_ns()
         parts = zip_longest(*(plan.stages for plan in plans), fillvalue=[])
         stages = [self._moves.take(chain(*stage), how) for stage in parts]
-        for victims in reclaim.victims:
+        for victims in to_tell:
             victims.orders = [order for order in chain(*stages) if order.client in victims.engine.clients]
+        return stages
+
+    def _carry_out_ahead(self, reclaim: Reclaim, *, go: bool) -> list[list[Order]]:
+        """The part that has begun before its need was read."""
+        ahead, reclaim.ahead = reclaim.ahead, None
+        stages = self._preparing.carry_out(ahead, go=go) if ahead is not None else []
+        if ahead is not None and stages:
+            reclaim.victims.insert(0, ahead.victims)
+            reclaim.told_ns = ahead.told_ns or self._clock.now_ns()
         return stages
 
     def _begun(self, reclaim: Reclaim, stages: list[list[Order]]) -> None:
@@ -278,32 +307,10 @@ class Reclaimer:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         await until(all_of([need.given for need in reclaim.needs]), self._clock, deadline_ns)
 
-    def _begin(self, reclaim: Reclaim) -> None:
-        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
-        if reclaim.missing:
-            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
 
-    def _end(self, reclaim: Reclaim) -> None:
-        reclaim.given_ns = self._clock.now_ns()
-        set_ready(reclaim.needs)
-        first = next((one for one in self._untold if reclaim in one.tries), None)
-        if first is not None:
-            start(self._tell(first, reclaim.needs))
-
-    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
-        """Once those ask no more, and it has ended in all its tries."""
-        await all_of([need.over for need in needs if need.given.is_set])
-        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
-            return
-        self._untold.remove(reclaim)
-        event = self._journal.emit(
-            EventKind.RECLAIMED,
-            service=reclaim.needs[0].service,
-            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
-            reason="; then ".join(one.why for one in reclaim.tries),
-            **reclaim.account(self._books.pool.handle_bytes),
-        )
-        self._log.note(reclaim, event)
+def fresh(reclaim: Reclaim) -> list[Victims]:
+    """No order for them was given yet."""
+    return [victims for victims in reclaim.victims if not victims.orders]
 
 
 def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:
@@ -315,8 +322,3 @@ def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:
 def stage_came(needs: list[Need]) -> None:
     for need in needs:
         need.stage_came()
-
-
-def set_ready(needs: list[Need]) -> None:
-    for need in needs:
-        need.set_ready()

@@ -16,6 +16,7 @@ from valved.kv.engines import Engine
 from valved.kv.grow import Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
+from valved.kv.preparing import Preparing
 from valved.kv.rungs import Rungs
 from valved.kv.slots import Ints
 from valved.kv.supply import Supply
@@ -76,6 +77,7 @@ class Reserve:
     _books: KvBooks
     _supply: Supply
     _growth: Growth
+    _preparing: Preparing
     _lending: Lending
     _rungs: Rungs
     _journal: Journal
@@ -122,12 +124,20 @@ class Reserve:
         if not online.growing:
             self._foresee(engine, online, memory, begins or bare)
 
+    def serve_unasked(self) -> None:
+        """No need came for the reclaim that has begun. It counts as one all the same."""
+        ahead = self._preparing.begun
+        if ahead is not None:
+            self.budget.note(ahead.take.gpus, self._clock.now_ns())
+            self._growth.serve_unasked(ahead)
+
     def _rests(self, online: Online) -> bool:
         """What grows is asked for, and what was short a moment ago is not asked for again."""
         return online.growing or self._clock.now_ns() < online.blocked_until_ns
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
         """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
+        self._preparing.look(engine, memory.mapped_handles + memory.free_handles, memory.free_handles, most)
         seen = engine.changes, memory.free_handles, most, self._growth.stops_by(engine)
         if seen == online.foreseen_by:
             return

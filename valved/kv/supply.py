@@ -62,6 +62,9 @@ class Supply:
         self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], tuple[set[ProcessId], int]]
     ) -> None:
         """`away`: processes of an online service that have not come back to this valved yet; when the last one did."""
+        self.coming: Mapping[
+            GpuIndex, int
+        ] = {}  # handles that a reclaim takes which has begun before its need was read
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
@@ -174,7 +177,8 @@ class Supply:
         found = engine.columns
         for gpu in engine.gpus:
             most = max(1, int(engine.handles_of(gpu).max(initial=1)))
-            found = min(found, (self.affordable(gpu, engine.service) + self.takeable(gpu)) // most)
+            takeable = self.takeable(gpu) + self.coming.get(gpu, 0)
+            found = min(found, (self.affordable(gpu, engine.service) + takeable) // most)
         return found
 
     # Room for new handles

@@ -31,6 +31,15 @@ class GateTurn:
             await self._turn
         self._turn = Pause()
 
+    @property
+    def is_free(self) -> bool:
+        return self._turn is None
+
+    def take(self, gpus: frozenset[GpuIndex]) -> None:
+        """Precondition: it is free, and the native gate holds these for a reclaim that has begun. As after `mine`."""
+        self._turn = Pause()
+        self._gating.set_moving(gpus)
+
     def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
         """The caller plans while the driver stops them, and asks for the gate next. Ends with `calm`, in this turn of
         the loop.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
+from valved.machine.prepared import PreparedPort
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Reach, Role, ServiceId
 
 
@@ -377,6 +378,9 @@ class GatePort(Protocol):
 
     @property
     def granting(self) -> GrantPort: ...
+
+    @property
+    def prepared(self) -> PreparedPort: ...
 
     @property
     def channels(self) -> ChannelPort: ...

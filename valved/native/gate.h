@@ -170,6 +170,29 @@ struct valve_look {
 
 enum valve_wake_outcome { VALVE_WOKEN = 0, VALVE_WAKE_REFUSED = 1, VALVE_NOT_HOLDING = 2 };
 
+struct valve_prepared_packet {
+	int32_t fd; /* of a link */
+	uint32_t bytes;
+	uint8_t *at;
+};
+
+/* The first part of a reclaim that is worked out before its need. What it points to is the caller's, and stays as it is
+ * while it may begin, or has begun. */
+struct valve_prepared {
+	const uint32_t *wanted; /* in a hook's book: it begins when that says ... */
+	uint32_t had;           /* ... more than this */
+	const uint32_t *mode; /* in the book of the engine that loses: it can lose nothing while this is 0 */
+	uint32_t gpus;        /* are held then */
+	void *table;          /* of the engine that loses */
+	const uint32_t *blocks; /* that are lost */
+	uint32_t block_count;
+	uint32_t backed; /* blocks of it that are left */
+	uint32_t packet_count;
+	uint32_t sent;                        /* out: so many of the packets */
+	struct valve_prepared_packet *packet; /* in turn */
+	uint64_t told_ns;                     /* out */
+};
+
 struct valve_gate *valve_gate_open(const struct valve_config *config, const struct valve_os *os);
 int valve_gate_close(struct valve_gate *gate);
 const char *valve_gate_version(struct valve_gate *gate);
@@ -200,6 +223,18 @@ void valve_gate_sliceable(struct valve_gate *gate, uint32_t on, uint32_t mask);
 int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *client, int fd,
                     uint32_t h_client, uint32_t h_tsg, uint32_t us);
 void valve_gate_prompt(struct valve_gate *gate, uint32_t prompt);
+
+/* Look at what is wanted whenever this link becomes readable, until it is closed. */
+int valve_prepared_listen(struct valve_gate *gate, int fd);
+/* Precondition: none may begin, none has. */
+void valve_prepared_put(struct valve_gate *gate, struct valve_prepared *all, uint32_t count);
+/* The caller sleeps: one of them may begin, on the account of this service, which holds no GPU until then. */
+void valve_prepared_rest(struct valve_gate *gate, int32_t service);
+/* And is awake: which one has begun. -1: none has, and none will. */
+int valve_prepared_wake(struct valve_gate *gate);
+/* How many of the packets of the one that has begun are sent; its loss is told then. -1: nothing of it was done, and
+ * nothing will be. `go`: do it now if its GPUs stand. */
+int valve_prepared_end(struct valve_gate *gate, uint32_t go);
 /* Pure: any thread may ask. */
 void valve_wake_begin(struct valve_wake_seen *seen, uint64_t held_since_ns);
 void valve_wake_launcher(struct valve_wake_seen *seen, const struct valve_wake_rule *rule, uint64_t now,

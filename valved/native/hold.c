@@ -100,6 +100,14 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
+static void close_gpu(struct gpu *gpu, struct gpu **taken)
+{
+	if (taken && !*taken && issuer_borrow(gpu))
+		*taken = gpu;
+	else
+		issuer_kick(gpu);
+}
+
 /* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that no
  * service held (see issuer_borrow), if *taken is not set yet; the caller passes NULL for cause and taken. */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
@@ -127,10 +135,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 		if (!(mask & 1u << i) || !gpu_hold(&gate->gpu[i], index))
 			continue;
 		closed = true;
-		if (taken && !*taken && issuer_borrow(&gate->gpu[i]))
-			*taken = &gate->gpu[i];
-		else
-			issuer_kick(&gate->gpu[i]);
+		close_gpu(&gate->gpu[i], taken);
 	}
 	grant_clear(gate, service,
 	            mask); /* after the holds: an issuer that finds it cleared finds them, too */
@@ -370,22 +375,31 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 	return -1;
 }
 
-void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
+/* Precondition: it holds, and no other thread changes it. *taken: as of service_hold. */
+void service_extend(struct valve_gate *gate, uint32_t index, uint32_t mask, uint64_t seen_ns,
+                    struct gpu **taken)
 {
 	struct service *service = &gate->service[index];
 	uint32_t old = service->mask;
 
-	if (mask == old)
-		return;
-	valve_hold(gate, index); /* while it holds, only this thread changes it: no ring sees half a mask */
-	store_relaxed(&service->seen_ns, now_ns());
+	store_relaxed(&service->seen_ns, seen_ns);
 	store_release(&service->mask, mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
-		if ((mask & ~old & 1u << i) && gpu_hold(&gate->gpu[i], (uint32_t)index))
-			issuer_kick(&gate->gpu[i]);
+		if ((mask & ~old & 1u << i) && gpu_hold(&gate->gpu[i], index))
+			close_gpu(&gate->gpu[i], taken);
 		else if (old & ~mask & 1u << i)
 			gpu_drop(&gate->gpu[i], NULL);
 	}
+}
+
+void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
+{
+	struct service *service = &gate->service[index];
+
+	if (mask == service->mask)
+		return;
+	valve_hold(gate, index); /* while it holds, only this thread changes it: no ring sees half a mask */
+	service_extend(gate, (uint32_t)index, mask, now_ns(), NULL);
 }
 
 /* Its clients must be gone (or detached): no client rings for it any more. */

@@ -282,6 +282,10 @@ struct valve_gate {
 	pthread_mutex_t roster_lock; /* watchdog against caller: client[] and their control pages */
 	uint32_t places, mutes;      /* client[] ever used; listener mutes, watchdog clears */
 
+	/* prepared.c. The word: whose turn it is; the rest belongs to the thread that swapped it */
+	uint32_t prepared_word, prepared_count, prepared_service, prepared_gpus;
+	struct valve_prepared *prepared, *prepared_begun;
+
 	uint32_t services;                        /* slots ever used: no loop needs to look beyond */
 	struct service service[MAX_SERVICES + 1]; /* the last: the watchdog's guard, which has no clients */
 	struct stamp_ring stamps;
@@ -302,6 +306,10 @@ int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint
                  uint32_t h_channel, uint32_t *cid);
 bool rm_is_stale(int status);
 bool rm_speaks(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice);
+
+/* prepared.c */
+void prepared_go(struct valve_gate *gate);
+void prepared_look(struct valve_gate *gate, uint64_t seen_ns, struct gpu **taken);
 
 /* own.c */
 bool own_revived(struct gpu *gpu);
@@ -350,7 +358,10 @@ void issuer_owe_release(struct gpu *gpu);
 void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
 uint64_t issuer_backoff_ns(uint32_t failures);
 
-/* listener.c */
+/* listener.c. Names of events that are no client's */
+#define LISTEN_SELF     UINT64_MAX
+#define LISTEN_TIMER    (UINT64_MAX - 1)
+#define LISTEN_PREPARED (UINT64_MAX - 2)
 int listener_open(struct valve_gate *gate);
 struct gpu *listener_serve(struct valve_gate *gate);
 void listener_quiesce(struct valve_gate *gate);
@@ -368,6 +379,8 @@ int watchdog_start(struct valve_gate *gate);
 /* hold.c */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken);
+void service_extend(struct valve_gate *gate, uint32_t index, uint32_t mask, uint64_t seen_ns,
+                    struct gpu **taken);
 void service_owe(struct gpu *gpu);
 void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);

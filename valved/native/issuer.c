@@ -78,8 +78,8 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 	if (!stamp.status)
 		until_tell(gpu, gpu->plan, 0);
 	tell_stop(gpu, holders, &stamp, again);
-	store_release(&gpu->state, /* last: a reader of it finds the stamp */
-	              stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);
+	store_full(&gpu->state, /* last: a reader of it finds the stamp */
+	           stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);
 	return stamp.status == 0;
 }
 
@@ -190,6 +190,7 @@ static uint64_t follow(struct gpu *gpu)
 	uint64_t holders = load_full(&gpu->holders);
 	uint64_t rest_ns = pursue(gpu, gpu_target(gpu, holders), holders);
 
+	prepared_go(gpu->gate); /* its state is stored, in full order */
 	if ((uint32_t)(holders >> 32) != gpu->closings) {
 		gpu->closings = (uint32_t)(holders >> 32);
 		service_owe(gpu);

@@ -15,8 +15,6 @@
 #include <sys/epoll.h>
 
 #define BATCH 64
-#define SELF  UINT64_MAX
-#define TIMER (UINT64_MAX - 1)
 #define WINDOW_NS \
 	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
 #define MAX_IDLE  64u /* ... is not listened to until the watchdog's next round */
@@ -60,7 +58,9 @@ static struct gpu *handle(struct valve_gate *gate, const struct epoll_event *eve
 
 	turn_page(gate);
 	for (int i = 0; i < count; i++) {
-		if (events[i].data.u64 < TIMER)
+		if (events[i].data.u64 == LISTEN_PREPARED)
+			prepared_look(gate, seen_ns, &taken);
+		else if (events[i].data.u64 < LISTEN_PREPARED)
 			ring(gate, events[i].data.u64, seen_ns, &taken);
 	}
 	turn_page(gate);
@@ -183,8 +183,8 @@ void listener_remove(struct valve_gate *gate, const struct valve_client *client)
 
 int listener_open(struct valve_gate *gate)
 {
-	struct epoll_event self = {.events = EPOLLIN | EPOLLET, .data.u64 = SELF};
-	struct epoll_event timer = {.events = EPOLLIN | EPOLLET, .data.u64 = TIMER};
+	struct epoll_event self = {.events = EPOLLIN | EPOLLET, .data.u64 = LISTEN_SELF};
+	struct epoll_event timer = {.events = EPOLLIN | EPOLLET, .data.u64 = LISTEN_TIMER};
 
 	if (epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &self) < 0 ||
 	    epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->timer, &timer) < 0)

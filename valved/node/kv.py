@@ -9,7 +9,7 @@ from valved.clients.register import Register
 from valved.config import Config, MemoryTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kv.account import ReclaimLog
+from valved.kv.account import ReclaimAccounts, ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
@@ -19,6 +19,7 @@ from valved.kv.lend import Lender, Lending, Shares
 from valved.kv.looks import Looks
 from valved.kv.moves import Moves
 from valved.kv.outside import Outside
+from valved.kv.preparing import Preparing
 from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
 from valved.kv.report import MemoryReport
@@ -48,6 +49,7 @@ class Kv:
     ways: Ways
     outside: Outside
     moves: Moves
+    preparing: Preparing
     reclaimer: Reclaimer
     lending: Lending
     lender: Lender
@@ -113,14 +115,17 @@ def put_together(
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)
-    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
+    may_begin = (costs, clock, gate.prepared, register.link_of)
+    preparing = Preparing(books, supply, turn, ways, outside, moves, *may_begin)
+    accounts = ReclaimAccounts(journal, clock, log, books.pool.handle_bytes)
+    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, preparing, accounts, clock, costs)
     growth = Growth(books, supply, turn, moves, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
     lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)
-    reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
+    reserve = Reserve(books, supply, growth, preparing, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes, shares)
-    looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
+    looks = Looks(books, supply, rungs, reserve, lender, preparing, clock, costs, work)
     parts = (books, ranges, layouts, tables, unheeded, outside, supply, reserve, lender, looks, whole)
     service = KvService(
         *parts, log, gate, clock, outside_port, Exits(reactor, processes, clock), register, ladder, changes
@@ -132,6 +137,7 @@ def put_together(
         ways=ways,
         outside=outside,
         moves=moves,
+        preparing=preparing,
         reclaimer=reclaimer,
         lending=lending,
         lender=lender,
