@@ -5,6 +5,7 @@ Real processes are killed. Afterwards no channel is left off, no online launch w
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import socket
@@ -286,7 +287,8 @@ def test_a_thousand_strangers_who_talk_nonsense_do_not_hurt_those_who_work(node)
             peer.connect(str(node.run_dir / "link.sock"))  # blocks while the backlog is full
             payload = junk[number % len(junk)]
             if payload:
-                peer.send(payload)
+                with contextlib.suppress(BrokenPipeError):  # turned away unread: it comes too often
+                    peer.send(payload)
 
     online.launch(us=100)
     offline.wait_stopped()
