@@ -11,7 +11,18 @@ from node_rig import Offline, Online
 from valve_tools.demo.node import EmulatedNode
 
 
-def test_a_terminal_that_closes_never_ends_valved_without_a_hand_over(node: EmulatedNode) -> None:
+def start_with(hangup: signal.Handlers, node: EmulatedNode) -> int:
+    """A valved that is started by a process which does this about SIGHUP. Its process."""
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        return node.start_valved().pid
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_never_ends_valved_without_a_hand_over(make_node: Callable[..., EmulatedNode]) -> None:
+    node = make_node(start=False)
+    start_with(signal.SIG_DFL, node)  # the tests may run under nohup
     offline, online = Offline(node, "batch"), Online(node, "chat")
     offline.wait_running()
     online.wait_ready()
@@ -25,12 +36,7 @@ def test_a_terminal_that_closes_never_ends_a_valved_that_was_told_to_ignore_it(
     make_node: Callable[..., EmulatedNode],
 ) -> None:
     """By nohup."""
-    node = make_node(start=False)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        pid = node.start_valved().pid
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    pid = start_with(signal.SIG_IGN, make_node(start=False))
 
     ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
