@@ -214,6 +214,7 @@ def test_orders_of_a_dead_valved_are_forgotten(world, emulated_gpus):
 
     world.daemons[-1].close()
     again = world.begin()
+    world.daemons[-1].client()  # from here on the shim knows that the other has gone
     emulated_gpus.release()
     emulated_gpus.clear_faults()
 
