@@ -184,3 +184,12 @@ def test_a_check_that_cannot_look_never_ends_the_doctor(monkeypatch, capsys):
 
 def test_processes_that_this_user_may_not_see_are_never_counted_as_absent(tmp_path):
     assert doctor.check_dcgm(tmp_path).verdict is doctor.Grade.UNKNOWN
+
+
+def test_a_card_that_did_not_change_never_differs_from_what_was_read_before(nvml):
+    """Else every client is told of it anew, each second."""
+    reader = cards.CardReader()
+    first, then = reader.look(), reader.look()
+
+    assert next(iter(first.values())).read_ns < next(iter(then.values())).read_ns
+    assert first == then

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
@@ -69,7 +69,7 @@ class CardUse:
     used_bytes: int
     by_pid: Mapping[int, int]  # compute processes and their bytes; 0 where the driver does not say
     is_mig: bool
-    read_ns: int = sys.maxsize  # CLOCK_MONOTONIC: not before
+    read_ns: int = field(default=sys.maxsize, compare=False)  # CLOCK_MONOTONIC: not before. No part of what was read
 
 
 _PROCESS = struct.Struct("=I4xQII")  # nvmlProcessInfo_v2_t, which _v3 calls fill, too; a test compares the two
