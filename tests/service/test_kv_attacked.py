@@ -330,11 +330,8 @@ def test_memory_on_its_way_is_never_missed_by_a_hook_that_came_anew(tmp_path, mo
     world.check()
 
 
-@pytest.mark.parametrize("remap", [Remap.HELPER, Remap.SPARSE])
-def test_a_service_never_waits_for_ever_for_memory_on_its_way_to_work_that_is_stopped(tmp_path, remap):
-    """What free memory an offline engine is being lent is zeroed by its channels, or mapped at its next step; the
-    request that waits for memory keeps those off."""
-    world = node(tmp_path, handles=40, pool_mib=32, remap=remap, headroom_max_mib=2)
+def lending(world):
+    """A service that gave back what it does not use, and the offline engine to which that is on its way."""
     online = world.engine("online", columns=16)
     world.run(500)
     online.want(used=4)
@@ -347,6 +344,15 @@ def test_a_service_never_waits_for_ever_for_memory_on_its_way_to_work_that_is_st
         world.clock.advance(50_000)
         if world.kv.books.orders.under_way(offline.shim.client):
             break
+    return online, offline
+
+
+@pytest.mark.parametrize("remap", [Remap.HELPER, Remap.SPARSE])
+def test_a_service_never_waits_for_ever_for_memory_on_its_way_to_work_that_is_stopped(tmp_path, remap):
+    """What free memory an offline engine is being lent is zeroed by its channels, or mapped at its next step; the
+    request that waits for memory keeps those off."""
+    world = node(tmp_path, handles=40, pool_mib=32, remap=remap, headroom_max_mib=2)
+    online, offline = lending(world)
     assert world.kv.books.orders.under_way(offline.shim.client)
     world.gate.hint(online.client, 1, 0)
     world.gate.launch(online.shim.client)
@@ -434,18 +440,7 @@ def test_a_service_never_waits_for_what_it_has_offered_itself(tmp_path, is_told_
 def test_work_that_is_lent_memory_never_runs_beside_a_service_without_a_rest(tmp_path):
     """A service waits for just that memory, and the process that gets it hangs: it is let run as for a reclaim."""
     world = node(tmp_path, handles=40, pool_mib=32, headroom_max_mib=2, let_ms=100.0)
-    online = world.engine("online", columns=16)
-    world.run(500)
-    online.want(used=4)
-    for _ in range(100):
-        world.run(200)
-        online.obey_target()
-    offline = world.engine("offline", columns=16)
-    world.kv.service.see_cards({})
-    for _ in range(300):
-        world.clock.advance(50_000)
-        if world.kv.books.orders.under_way(offline.shim.client):
-            break
+    online, offline = lending(world)
     offline.shim.answers = False
     offline.shim.held_back += [(0, body, ()) for body in offline.shim.coming]
     offline.shim.coming.clear()
