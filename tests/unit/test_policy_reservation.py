@@ -75,6 +75,15 @@ def test_a_full_pool_holds_and_says_so() -> None:
     assert "everything is mapped" in decision.reason
 
 
+def test_looks_at_a_full_pool_never_raise_the_headroom() -> None:
+    """A service that has all the memory there is looks pressed at each look, and nothing could be taken for it."""
+    state = start(0, SETTINGS)
+    for second in range(1, 20):
+        state, _ = after(state, memory(used=1000, mapped=1000), second * SECOND_NS)
+
+    assert state.headroom_handles == SETTINGS.headroom_min_handles
+
+
 def test_a_quiet_tau_lowers_the_headroom_by_one_and_gives_back_what_was_idle() -> None:
     state = replace(start(0, SETTINGS), headroom_handles=8)
 

@@ -226,6 +226,8 @@ def _grow(
     wanted = _mapping(state, needed, headroom, settings)
     take = max(0, min(wanted, memory.pool_handles) - memory.mapped_handles)
     is_reclaim = take > memory.free_handles
+    if not take:  # everything is mapped: each look sees the same pressure, and a larger reserve would bring nothing
+        headroom, exact = state.headroom_handles, state.exact_handles
     reclaims = (*state.reclaims_ns, now_ns) if is_reclaim else state.reclaims_ns
     grown = replace(state, headroom_handles=headroom, exact_handles=exact, quiet_since_ns=now_ns, reclaims_ns=reclaims)
     is_above = is_reclaim and reclaims_per_hour(grown, settings) > settings.target_per_hour
