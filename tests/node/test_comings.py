@@ -1,4 +1,7 @@
-"""Nothing leaks over any number of joins and leaves. `JOINS=100000` says how many; `make test` plays 500."""
+"""Nothing leaks over any number of joins and leaves. `JOINS=100000` says how many; `make test` plays 500.
+
+`-s` shows what valved has after each tenth of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import joiner
 from node_rig import Online
 
 JOINS = int(os.environ.get("JOINS", "500"))
+PARTS = 10  # after each of them what valved has is looked at
 WARM = 200  # joins after which what is made once is there
 POOL = 16  # threads that are made when a call has to wait for one, and then stay
 
@@ -49,14 +54,18 @@ def test_nothing_ever_leaks_over_joins_and_leaves(node):
     played(node, WARM, seed=1)
     before, began, began_kib = held(node), threads(node), rss_kib(node)
 
-    played(node, JOINS, seed=2)
+    for part in range(PARTS):
+        joins = JOINS // PARTS + (part < JOINS % PARTS)
+        began_s = time.monotonic()
+        played(node, joins, seed=2 + part)
+        node.wait_for(lambda: not held(node) - before, "valved holds no more than before")
+        more, grown_kib = threads(node) - began, rss_kib(node) - began_kib
+        print(
+            f"{joins} joins in {time.monotonic() - began_s:.0f} s: {dict(held(node))}, {began + more} threads, "
+            f"resident memory {began_kib / 1024:.1f} MiB {grown_kib / 1024:+.1f}",
+            flush=True,
+        )
 
-    node.wait_for(lambda: not held(node) - before, "valved holds no more than before")
-    more = threads(node) - began
-    grown_kib = rss_kib(node) - began_kib
-    print(
-        f"{JOINS} joins: resident memory {began_kib / 1024:.1f} MiB, {grown_kib / 1024:+.1f}; threads {began}, {more:+}"
-    )
     assert grown_kib < 8 * 1024
     assert more <= POOL
     before_ns, launched_ns, done_ns = online.launch(us=100)
