@@ -66,6 +66,9 @@ def dispatch(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         names = ", ".join(sorted({*known, *extra, *TOOLS}))
         raise CliError(f"{arguments[0]}: no such command", USAGE, f"there are: {names}")
+    if not arguments:
+        root.print_help(sys.stderr)
+        return USAGE
     options = root.parse_args(arguments)
     return int(options.run(options))
 
