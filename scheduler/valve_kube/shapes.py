@@ -182,7 +182,7 @@ class Shape:
 
     def event(self, line: bytes) -> Json:
         found = self._events.decode(line)
-        if found.type == "ERROR":  # a Status, not such an object
+        if found.type in ("ERROR", "BOOKMARK"):  # a Status, or a version without an object
             return {"type": found.type, "object": msgspec.json.decode(found.object)}
 
         return {"type": found.type, "object": self.slim(self._items.decode(found.object))}

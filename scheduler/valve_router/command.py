@@ -245,7 +245,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from valve_router.server import serve
     except ImportError as error:
-        print(f"valve route: {error}; pip install 'valve[router]'", file=sys.stderr)
+        print(f"valve route: {error}; in a checkout of Valve: pip install '.[router]'", file=sys.stderr)
         return FAILED
     settings = settings_of(arguments)
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
@@ -258,7 +258,7 @@ def _pick(arguments: argparse.Namespace) -> int:
     try:
         from valve_router.picker import GatewayDoor, serve
     except ImportError as error:
-        print(f"valve route: {error}; pip install 'valve[picker]'", file=sys.stderr)
+        print(f"valve route: {error}; in a checkout of Valve: pip install '.[picker]'", file=sys.stderr)
         return FAILED
     host, port = address_of("--grpc", arguments.grpc)
     door = GatewayDoor(

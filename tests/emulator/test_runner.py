@@ -47,7 +47,7 @@ def test_the_server_ends_with_the_command_that_started_it(tmp_path: Path) -> Non
     assert not is_running(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_server_outlives_a_runner_without_a_command_that_was_told_to_end(tmp_path: Path, number: int) -> None:
     runner = subprocess.Popen([*RUN, "--dir", str(tmp_path)], stderr=subprocess.PIPE)
     try:
@@ -60,6 +60,14 @@ def test_no_server_outlives_a_runner_without_a_command_that_was_told_to_end(tmp_
         runner.kill()
         with suppress(OSError), Emulator(tmp_path) as emulator:
             emulator.quit()
+
+
+def test_a_folder_that_nobody_named_never_stays(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "VALVE_EMU_DIR"} | {"TMPDIR": str(tmp_path)}
+
+    subprocess.run([*RUN, "--", "true"], env=env, check=True, timeout=200)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_server_stays_until_the_last_command_has_left(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def shared():
 
 def test_nobody_outside_the_groups_reads_or_steers(shared):
     node, _, _ = shared
-    for command in (["status"], ["pause"]):
+    for command in (["status"], ["pause"], ["resume"]):
         told = as_user(node, *command)
         assert told.returncode == 4, told.stderr
         assert "you may not use" in told.stderr

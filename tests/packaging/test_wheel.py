@@ -84,4 +84,4 @@ def test_an_installed_wheel_gives_a_working_command_far_from_the_checkout(wheels
     assert version.stdout.strip()
     assert where.stdout.startswith(str(site))
     assert demo.returncode == 2
-    assert "pip install valve-tools" in demo.stderr
+    assert "in a checkout of Valve: pip install ./tools" in demo.stderr

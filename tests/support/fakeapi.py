@@ -22,6 +22,11 @@ def event(kind: str, name: str, version: int) -> Json:
     return {"type": kind, "object": item(name, version)}
 
 
+def bookmark(version: int) -> Json:
+    """As an API server sends it: without a name."""
+    return {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}}
+
+
 class FakeApi:
     """`items` are listed; each watch takes the next script of `watches`, then stays open and silent."""
 

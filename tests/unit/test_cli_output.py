@@ -38,6 +38,16 @@ def test_a_reader_that_has_enough_is_never_a_failure(command):
     assert (done.returncode, done.stderr) == (UNREAD, "")
 
 
+def test_grpc_never_writes_lines_of_its_own_and_the_command_has_the_environment_of_before(tmp_path):
+    """A thread of gRPC that met the exec said "pthread_create failed" in the log of the service."""
+    more = {"VALVE_RUN_DIR": str(tmp_path), "GRPC_TRACE": "nonsense"}  # which it would complain of
+
+    done = printed([SHOW[0], "run", "--online", "--", "env"], subprocess.PIPE, **more)
+
+    assert [line for line in done.stderr.splitlines() if not line.startswith("valve: ")] == []
+    assert "GRPC_VERBOSITY" not in done.stdout
+
+
 def test_output_that_a_full_disk_did_not_take_is_never_called_done():
     with open("/dev/full", "w") as full:
         done = printed(SHOW, full)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import subprocess
+import sys
+import termios
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
+from tests.support.fake_daemon import until
 from valved.cli import status, top
 from valved.cli.exits import CliError
 from valved.cli.keys import Keys
@@ -140,6 +145,23 @@ def test_a_key_is_heard_and_a_terminal_that_is_gone_is_not_asked_again():
     assert keys.wait(60) == ""
     assert not keys.is_there
     os.close(read)
+
+
+KEYS = "import time; from valved.cli.keys import keys\nwith keys(): time.sleep(1000)"
+
+
+def test_a_view_that_is_killed_never_keeps_the_terminal():
+    """Its shell would show nothing of what is typed."""
+    terminal, end = pty.openpty()
+    before = termios.tcgetattr(end)
+    view = subprocess.Popen([sys.executable, "-c", KEYS], stdin=end, stdout=end)
+    until(lambda: termios.tcgetattr(end) != before)
+
+    view.terminate()
+
+    assert (view.wait(), termios.tcgetattr(end)) == (143, before)
+    os.close(terminal)
+    os.close(end)
 
 
 def test_a_view_never_ends_because_valved_is_started_again(monkeypatch):

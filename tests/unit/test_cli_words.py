@@ -292,6 +292,17 @@ def test_the_systemd_unit_names_mode_and_config(tmp_path):
     assert "KillMode=process" in unit
 
 
+def test_a_machine_without_systemd_never_gets_a_unit_that_nothing_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(systemd, "BOOTED", tmp_path / "absent")
+    options = SimpleNamespace(action="install", mode="observe", config=None, folder=tmp_path, no_start=False)
+
+    with pytest.raises(CliError, match="systemd does not run this machine") as refused:
+        systemd.service(options)
+
+    assert "valve up --mode observe" in refused.value.next_step
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_events_details_are_sentences_and_never_raw_nanoseconds():
     gate = {"launch_ns": "1000000", "seen_ns": "1010000", "ioctl_ns": "1020000", "done_ns": "1420000"}
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from fakeapi import GONE, HANG_UP, FakeApi, event, item, until
+from fakeapi import GONE, HANG_UP, FakeApi, bookmark, event, item, until
 from valve_kube.client import ApiError, KubeClient, Unreachable
 from valve_kube.reflector import Reflector, Sink
 
@@ -80,7 +80,7 @@ def test_a_list_is_read_page_by_page_then_followed() -> None:
 @pytest.mark.parametrize("ending", [[], [HANG_UP]], ids=["in order", "cut off"])
 def test_a_watch_that_ends_goes_on_from_the_last_bookmark_without_a_new_list(ending: list[str]) -> None:
     api = FakeApi()
-    api.watches = [[event("ADDED", "a", 5), event("BOOKMARK", "", 6), *ending]]
+    api.watches = [[event("ADDED", "a", 5), bookmark(6), *ending]]
 
     async def story(view: View, reflector: Reflector) -> None:
         await until(lambda: len(api.seen) == 3)

@@ -244,13 +244,22 @@ def test_a_listed_report_never_takes_more_than_some_kilobytes() -> None:
     assert size < 14_000
 
 
-def test_pages_bookmarks_and_errors_are_read() -> None:
+SHAPES = (Shape, *Shape.__subclasses__())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_a_bookmark_is_never_read_as_an_object_of_its_kind(shape: type[Shape]) -> None:
+    """It has no name. The API server sends one a minute, and each ended the extender and the controller."""
+    bookmark = b'{"type": "BOOKMARK", "object": {"kind": "K", "metadata": {"resourceVersion": "12"}}}'
+
+    assert shape().event(bookmark)["object"]["metadata"]["resourceVersion"] == "12"
+
+
+def test_pages_and_errors_are_read() -> None:
     shape = PodShape()
     page = shape.page(b'{"metadata": {"resourceVersion": "9", "continue": "t"}, "items": null}')
 
     assert (page.items, page.version, page.next_token) == ([], "9", "t")
-    bookmark = shape.event(b'{"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": "12"}}}')
-    assert bookmark["object"]["metadata"]["resourceVersion"] == "12"
     gone = b'{"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old", "metadata": {}}}'
     assert shape.event(gone)["object"]["code"] == 410
     with pytest.raises(msgspec.DecodeError):

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from rich.console import Console
@@ -29,9 +28,9 @@ from valve_tools.cluster.node import RealNode, missing
 from valve_tools.demo import cluster_fleet, cluster_node, cluster_removal
 from valve_tools.demo.cluster_node import Stage
 from valve_tools.demo.cluster_screen import Screen
+from valve_tools.demo.endings import ENDS
 
 Entered = TypeVar("Entered")
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
 BROKEN = (AssertionError, HelmError, OSError, ApiRefused, RuntimeError, http.client.HTTPException)
 SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-scheduler")
 
@@ -47,19 +46,14 @@ def main(argv: list[str]) -> int:
         print(f"valve demo cluster: {problem}", file=sys.stderr)
         return 2
     screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
-    for number in ENDS:
-        signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="vd-") as scratch:
         folders = [Path(scratch)]
-        with contextlib.suppress(KeyboardInterrupt):
-            perform(options, screen, programs, folders)
-            screen.step("Nothing is left on this machine")
-            left = cluster_removal.left_on_machine(folders[1:])
-            screen.check("no process, mount, control group, network device or file", not left)
-            screen.say("\n".join(left))
-            return 0 if screen.verdict() else 1
-    print("valve demo cluster: interrupted; everything was taken down", file=sys.stderr)
-    return 130
+        perform(options, screen, programs, folders)
+        screen.step("Nothing is left on this machine")
+        left = cluster_removal.left_on_machine(folders[1:])
+        screen.check("no process, mount, control group, network device or file", not left)
+        screen.say("\n".join(left))
+        return 0 if screen.verdict() else 1
 
 
 def programs_or_why_not(root: Path) -> tuple[str, Path | None]:
@@ -73,10 +67,6 @@ def programs_or_why_not(root: Path) -> tuple[str, Path | None]:
     if not (programs / "helm").exists():
         problem = "no helm: build it once with `make cluster-tools`"
     return problem, None if problem else programs
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def perform(options: argparse.Namespace, screen: Screen, programs: Path, folders: list[Path]) -> None:

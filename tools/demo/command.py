@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,23 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
-from valve_tools.demo import cluster, granted, memory, tune
+from valve_tools.demo import cluster, endings, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
-from valve_tools.demo.node import EmulatedNode, NodeError, demo_folder
+from valve_tools.demo.node import EmulatedNode, demo_folder
 from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
-from valve_tools.emulator.node import NoCard, Options
+from valve_tools.emulator.node import Options
 
 USUAL = RoundsPlan()
 CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 
 
 def main(argv: list[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # else its node would run on
-    try:
-        return chosen(argv)
-    except (NodeError, NoCard) as error:
-        print(f"valve demo: {error}", file=sys.stderr)
-        return 1
+    return endings.perform("valve demo", lambda: chosen(argv))
 
 
 def chosen(argv: list[str]) -> int:

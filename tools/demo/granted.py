@@ -24,7 +24,7 @@ from valve_hook.policy.misses import MissSettings
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
 from valve_tools.demo.figures import units_between
-from valve_tools.demo.node import VALVE, EmulatedNode
+from valve_tools.demo.node import VALVE, EmulatedNode, NodeError
 from valve_tools.demo.rounds import OFFLINE, last_summary
 from valve_tools.emulator.node import Options
 
@@ -145,7 +145,7 @@ class GrantedDemo:
         job.wait()
         node.stop_valved()
         if child.returncode:
-            raise RuntimeError(f"the service ended with {child.returncode}: {out.read_text()[-500:]}")
+            raise NodeError(f"the service ended with {child.returncode}: {out.read_text()[-500:]}")
         return self._figures(seen[-1], json.loads(out.read_text().splitlines()[-1]), job_out, consents, rate)
 
     def _figures(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from valve_tools.demo.endings import DemoError, undisturbed
 from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
@@ -28,7 +29,7 @@ PATIENCE_S = 200.0  # only ends a hung run; nothing is judged by it
 VALVE = Path(sys.executable).parent / "valve"
 
 
-class NodeError(Exception):
+class NodeError(DemoError):
     """The node did not do what was waited for; the message holds what is known."""
 
 
@@ -67,21 +68,25 @@ class EmulatedNode:
     def __enter__(self) -> EmulatedNode:
         self.refuse_living()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._server = emulated.start(self.folder / "emu", self._options)
+        try:
+            self._server = emulated.start(self.folder / "emu", self._options)
+        except emulated.NoCard as error:
+            raise NodeError(str(error)) from None
         self._emulator = Emulator(self.folder / "emu")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in [*self._children, *([self.valved] if self.valved else [])]:
-            if child.poll() is None:
-                child.send_signal(signal.SIGCONT)
-                child.kill()
-            child.wait()
-        self._end_descendants()
-        if self._emulator:
-            self._emulator.close()
-        if self._server:
-            emulated.stop(self._server)
+        with undisturbed():
+            for child in [*self._children, *([self.valved] if self.valved else [])]:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGCONT)
+                    child.kill()
+                child.wait()
+            self._end_descendants()
+            if self._emulator:
+                self._emulator.close()
+            if self._server:
+                emulated.stop(self._server)
 
     def refuse_living(self) -> None:
         """A demo that was killed may have left some."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.demo.figures import DemoRun, OnlineRun, parse_gates, parse_online, units_between
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, NodeError
 
 from valved.state.trace import read_lines
 
@@ -113,7 +113,7 @@ class RoundsDemo:
             look()
             time.sleep(LOOK_S)
         if child.returncode:
-            raise RuntimeError(f"the online workload ended with {child.returncode}: {out.read_text()[-500:]}")
+            raise NodeError(f"the online workload ended with {child.returncode}: {out.read_text()[-500:]}")
         return parse_online(out.read_text().splitlines())
 
     def _start_offline(self, role: str, tag: str) -> subprocess.Popen[bytes]:
@@ -136,6 +136,6 @@ def last_summary(path: Path) -> dict[str, float]:
     """The summary line of a workload's output."""
     lines = [line for line in path.read_text().splitlines() if line.startswith('{"summary"')]
     if not lines:
-        raise RuntimeError(f"no summary in {path}: {path.read_text()[-500:]}")
+        raise NodeError(f"no summary in {path}: {path.read_text()[-500:]}")
     summary: dict[str, float] = json.loads(lines[-1])
     return summary

@@ -15,7 +15,7 @@ from typing import Any
 
 from valve_kube.options import option
 from valve_tools.demo import tune_served
-from valve_tools.demo.node import EmulatedNode, demo_folder
+from valve_tools.demo.node import EmulatedNode, NodeError, demo_folder
 from valve_tools.demo.rounds import ONLINE
 
 PROGRAM = Path(__file__).resolve().parent / "tune_program.py"
@@ -54,7 +54,7 @@ class TuneDemo:
     def until_step(self, step: int, child: subprocess.Popen[bytes]) -> None:
         def look() -> bool:
             if child.poll() not in (None, 0):
-                raise RuntimeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
+                raise NodeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
             return len(self.steps_done()) >= step
 
         self.node.wait_for(look, f"step {step}", PATIENCE_S)
@@ -81,7 +81,7 @@ class TuneDemo:
         self.until_step(self.steps, child)
         child.wait()
         if child.returncode:
-            raise RuntimeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
+            raise NodeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
         resumed = [line for line in (self.folder / "training-2.log").read_text().splitlines() if "resumed" in line]
         say(f"{resumed[0] if resumed else 'began anew'}; done at step {self.steps}")
 

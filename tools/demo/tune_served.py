@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from valve_tools.demo.endings import DemoError
+
 START_S = 600.0  # only ends a hung demo
 
 
@@ -53,7 +55,7 @@ def until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> N
             return
         except OSError:
             time.sleep(0.2)
-    raise RuntimeError(f"vLLM does not answer:\n{log.read_text(errors='replace')[-2000:]}")
+    raise DemoError(f"vLLM does not answer:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def serve(engines: Path, python: str, folder: Path, adapter: Path) -> bool:

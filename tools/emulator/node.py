@@ -83,10 +83,15 @@ def start(directory: Path, options: Options) -> subprocess.Popen[str]:
     directory.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen(options.command(directory), stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert server.stdout is not None
-    banner = server.stdout.readline()  # written after listen()
-    if not banner:
-        raise NoCard(f"valve-emu-server did not start (exit code {server.wait()})")
-    (directory / "server.txt").write_text(banner)
+    try:
+        banner = server.stdout.readline()  # written after listen()
+        if not banner:
+            raise NoCard(f"valve-emu-server did not start (exit code {server.wait()})")
+        (directory / "server.txt").write_text(banner)
+    except BaseException:  # a Ctrl-C, too: nobody else knows of it yet
+        server.kill()
+        server.wait()
+        raise
     return server
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from valve_kube.options import option
-from valve_tools.emulator.node import Options, environment, shared_node
+from valve_tools.emulator.node import Options, environment, is_running, shared_node
 
 DEFAULTS: dict[str, Any] = {
     "gpus": 1,
@@ -26,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "set": [],
     "fault": [],
 }
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -64,7 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def run_command(command: list[str], directory: Path) -> int:
     """Run it to its end. Signals of the terminal reach it by itself; ours must survive to stop the server."""
     child = subprocess.Popen(command, env=environment(directory, os.environ))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDS:
         signal.signal(number, lambda got, _frame: child.send_signal(got))
     code = child.wait()
     return code if code >= 0 else 128 - code
@@ -78,10 +82,27 @@ def joined(options: argparse.Namespace, directory: Path) -> str:
     return f"the emulated node in {directory} runs already and is joined" + (f": no use for {unused}" * bool(unused))
 
 
+def end(number: int, _frame: FrameType | None) -> NoReturn:
+    """The server that was started ends, too; a second signal changes nothing."""
+    for one in ENDS:
+        signal.signal(one, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    for number in ENDS:
+        signal.signal(number, end)
     known = options.dir or os.environ.get("VALVE_EMU_DIR")
     directory = Path(known) if known else Path(tempfile.mkdtemp(prefix="valve-emu-"))
+    try:
+        return share(options, directory)
+    finally:
+        if not known and not is_running(directory):  # else a program that it started uses it yet
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def share(options: argparse.Namespace, directory: Path) -> int:
     made = Options(
         gpus=options.gpus,
         gpu_bytes=options.bytes,
@@ -90,17 +111,15 @@ def main(arguments: list[str] | None = None) -> int:
         knobs=dict(pair.split("=", 1) for pair in options.set),
         faults=options.fault,
     )
-    ends = {signal.SIGINT, signal.SIGTERM}
     with shared_node(directory.resolve(), made) as is_ours:
-        if not options.command:
-            signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # else it ends at once, and the server stays
         if is_ours:
             print((directory / "server.txt").read_text().strip(), file=sys.stderr)
         elif told := joined(options, directory):
             print(told, file=sys.stderr)
         if options.command:
             return run_command(options.command, directory.resolve())
-        signal.sigwait(ends)
+        with suppress(SystemExit):  # to be ended is what it waits for
+            signal.pause()
         return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from valve.v1 import node_pb2
 from valve_kube.options import option
+from valve_tools.demo.endings import perform
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
@@ -168,6 +169,10 @@ def options() -> Any:
 
 
 def main() -> int:
+    return perform("make demo-vllm", play)
+
+
+def play() -> int:
     chosen = options()
     if not has_engines(chosen):
         return 2

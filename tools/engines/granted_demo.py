@@ -25,6 +25,7 @@ from rich.table import Table
 from valve_hook.policy.misses import MissSettings
 from valve_kube.options import option
 from valve_tools.bench.row import percentile
+from valve_tools.demo.endings import DemoError, perform
 from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH, launch
 from valve_tools.engines.demo import EXIT_VOID, end
 from valve_tools.engines.figures import RuleResult
@@ -211,7 +212,9 @@ class OpenClients:
         for thread in threads:
             thread.join()
         if len(answers) != count:
-            raise RuntimeError(f"{count - len(answers)} of {count} requests failed; see server.log")
+            raise DemoError(
+                f"{count - len(answers)} of {count} requests failed. With --keep FOLDER the server's log stays"
+            )
         return answers
 
     def _ask(self, prompt: int, answers: list[StreamedAnswer]) -> None:
@@ -264,6 +267,10 @@ def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> Ru
 
 
 def main() -> int:
+    return perform("make demo-granted-vllm", play)
+
+
+def play() -> int:
     usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
     option(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_kube.options import option
-from valve_tools.demo.node import EmulatedNode, demo_folder
+from valve_tools.demo.node import EmulatedNode, NodeError, demo_folder
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import BatchRun
 from valve_tools.engines.mount import mount
@@ -108,7 +108,8 @@ class Sides:
         self.node.wait_for(lambda: self._answers(server), "the server answers", PATIENCE_S)
 
     def _answers(self, server: subprocess.Popen[bytes]) -> bool:
-        assert server.poll() is None, "the server ended; see server.log"
+        if server.poll() is not None:
+            raise self._failure("server", server)
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -153,14 +154,18 @@ class Sides:
         )
 
     def finish(self, batch: subprocess.Popen[bytes], name: str, began: float = 0.0) -> BatchRun:
-        code = batch.wait(PATIENCE_S)
-        assert code == 0, f"{name} ended with {code}; see {name}.log"
+        if batch.wait(PATIENCE_S):
+            raise self._failure(name, batch)
         lines = [json.loads(line) for line in (self.folder / f"{name}.jsonl").read_text().splitlines()]
         tokens: dict[str, list[str]] = {}
         for line in lines:
             answer = line["response"]["body"]["choices"][0]["message"]["content"]
             tokens.setdefault(line["custom_id"], []).append(answer)
         return BatchRun(seconds=time.monotonic() - began, tokens=tokens)
+
+    def _failure(self, name: str, process: subprocess.Popen[bytes]) -> NodeError:
+        last = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
+        return NodeError(f"{name} ended with {process.returncode}. With --keep FOLDER its log stays. Its end:\n{last}")
 
     def services(self) -> dict[str, Any]:
         return {service.name: service for service in self.node.status().services}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -45,8 +46,10 @@ def keys() -> Iterator[Keys]:
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
+    former = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # nor may a kill keep them
     try:
         tty.setcbreak(fd)
         yield Keys(fd)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTERM, former)

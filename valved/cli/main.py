@@ -58,12 +58,17 @@ def dispatch(arguments: list[str]) -> int:
         return int(extra[arguments[0]].load()(arguments[1:]))
     if arguments and arguments[0] in TOOLS:
         raise CliError(
-            f"`valve {arguments[0]}` comes with valve-tools, which is not installed", USAGE, "pip install valve-tools"
+            f"`valve {arguments[0]}` comes with valve-tools, which is not installed",
+            USAGE,
+            "in a checkout of Valve: pip install ./tools",
         )
     root, known = build()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         names = ", ".join(sorted({*known, *extra, *TOOLS}))
         raise CliError(f"{arguments[0]}: no such command", USAGE, f"there are: {names}")
+    if not arguments:
+        root.print_help(sys.stderr)
+        return USAGE
     options = root.parse_args(arguments)
     return int(options.run(options))
 

@@ -52,11 +52,11 @@ def pause(_options: argparse.Namespace) -> int:
 
 def resume(_options: argparse.Namespace) -> int:
     path = _brake()
+    if not os.access(path.parent, os.W_OK):  # no file is there, perhaps: that would be no permission to say "resumed"
+        return _ask("Resume", node_pb2.ResumeRequest())
     try:
         path.unlink(missing_ok=True)
         path.with_name(DRAIN_FILE).unlink(missing_ok=True)
-    except PermissionError:
-        return _ask("Resume", node_pb2.ResumeRequest())
     except OSError as error:
         raise _not_ours(path, error) from None
     print(f"resumed: the files {PAUSE_FILE} and {DRAIN_FILE} are gone from {path.parent}", flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from valved.paths import SYSTEM_RUN_DIR, run_dir
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
+BOOTED = Path("/run/systemd/system")  # there while systemd runs the machine; its programs alone may be there, too
 
 # Type=exec: the daemon opens its sockets before it does anything, and `valve status` says when it answers.
 # KillMode=process: only valved itself is ours to stop. TimeoutStopSec leaves room to enable every channel.
@@ -28,7 +28,7 @@ Wants=nvidia-persistenced.service
 
 [Service]
 Type=exec
-ExecStart={python} -m valved.main{folder}{mode}{config}
+ExecStart={python} -m valved.main{folder}{options}
 WorkingDirectory=/
 KillMode=process
 KillSignal=SIGTERM
@@ -67,10 +67,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def unit(options: argparse.Namespace) -> str:
-    config = f" --config {quoted(options.config.resolve())}" if options.config else ""
-    mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
     folder = "" if configured_folder(options.config) else f" --run-dir {SYSTEM_RUN_DIR}"
-    return TEMPLATE.format(python=quoted(sys.executable), folder=folder, mode=mode, config=config)
+    return TEMPLATE.format(python=quoted(sys.executable), folder=folder, options=_options(options))
+
+
+def _options(options: argparse.Namespace) -> str:
+    """Of valved and of `valve up` alike."""
+    mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
+    return mode + (f" --config {quoted(options.config.resolve())}" if options.config else "")
 
 
 def quoted(word: object) -> str:
@@ -82,8 +86,6 @@ def quoted(word: object) -> str:
 
 
 def systemctl(*arguments: str) -> None:
-    if not shutil.which("systemctl"):
-        raise CliError("no systemctl on this machine", FAILED, "start it by hand: valve up")
     done = subprocess.run(["systemctl", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED)
@@ -100,13 +102,17 @@ def service(options: argparse.Namespace) -> int:
     if options.action == "show":
         print(unit(options), end="")
         return OK
+    is_used = not options.no_start and BOOTED.is_dir()
+    if options.action == "install" and not options.no_start and not is_used:
+        step = f"start valved without it: valve up{_options(options)}; to write the unit all the same: --no-start"
+        raise CliError("systemd does not run this machine", FAILED, step)
     if not os.access(options.folder, os.W_OK):
         raise CliError(f"cannot write in {options.folder}", FAILED, "run it as root, or name a --folder")
     if options.action == "install":
         fresh = path.with_suffix(".service.new")
         fresh.write_text(unit(options))
         fresh.replace(path)
-        if not options.no_start:
+        if is_used:
             systemctl("daemon-reload")
             systemctl("enable", "--now", UNIT)
         print(f"installed {path}")
@@ -114,6 +120,7 @@ def service(options: argparse.Namespace) -> int:
     if path.exists():
         if not options.no_start:
             _empty()
+        if is_used:
             systemctl("disable", "--now", UNIT)
         path.unlink()
         print(f"removed {path}")

@@ -29,7 +29,7 @@ ORDERS: dict[str, Callable[[Any], Any]] = {
     "delay": lambda service: -service.delay_ns,
     "harvested": lambda service: -service.harvest_ns,
 }
-HELP = "q end   s order by the next column   r reverse   space hold"
+HELP = "q end   s next order   r reverse   space hold"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,6 +34,7 @@ def gib(count: int) -> str:
 
 MOMENTS = ("seen_ns", "ioctl_ns", "done_ns")
 """Points of CLOCK_MONOTONIC in an event's detail, told as the time since its launch. Other `_ns` are durations."""
+EPOCH = "epoch"  # of the gate word, which says something to the shim alone
 
 
 def details(detail: Mapping[str, str]) -> str:
@@ -45,8 +46,10 @@ def details(detail: Mapping[str, str]) -> str:
     if launch_ns and done_ns:
         stopped = "not stopped yet" if number(values.get("status", "")) else "stopped"
         parts.append(f"{stopped} {duration(done_ns - launch_ns)} after the launch")
-    for name in MOMENTS:
+    for name in (*MOMENTS, EPOCH):
         values.pop(name, None)
+    if values.get("status") == "0":
+        del values["status"]
     for name, value in sorted(values.items()):
         count = number(value)
         if name.endswith("_ns") and count is not None:
