@@ -227,6 +227,7 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
         "valve_kv_reclaimed_bytes": ("KV memory taken from offline work", memory.reclaimed_bytes),
         "valve_kv_lent_bytes": ("KV memory lent to offline work", memory.lent_bytes),
         "valve_kv_returned_bytes": ("KV memory that online services gave back", memory.returned_bytes),
+        "valve_kv_full": ("Times that the driver had less memory for the pool than the card said", memory.full),
         "valve_kv_late_orders": ("Mapping orders that did not come back in time", memory.late_orders),
         "valve_kv_demotions": (
             "Processes that give memory between steps only, as the way set failed",

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from urllib.parse import quote
 
 SYSTEM_RUN_DIR = Path("/run/valve")
 ENV_RUN_DIR = "VALVE_RUN_DIR"
@@ -56,6 +57,11 @@ def _refuse_strangers(folder: Path) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise PermissionError(errno.EPERM, f"another user may write here; set {ENV_RUN_DIR}", str(folder))
+
+
+def grpc_address(socket: Path) -> str:
+    """For gRPC a path is a part of a URI, in which %41 is an A."""
+    return f"unix:{quote(str(socket))}"
 
 
 def preload_library() -> Path:

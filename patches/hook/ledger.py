@@ -99,6 +99,7 @@ class Flights:
     in_flight: deque[Any] = field(default_factory=deque)  # of the steps in flight
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     believed: int = 0  # steps, ever: with those in flight, all that were launched
+    has_missed: bool = False  # a step was launched and is not among them: nobody knows when it is over
 
     @property
     def launched(self) -> int:
@@ -107,10 +108,11 @@ class Flights:
 
     def is_over(self, launched: int) -> bool:
         """Whether the output of all that had been launched by then is in."""
-        return self.believed >= launched
+        return not self.has_missed and self.believed >= launched
 
     def launch(self, record: Any) -> None:
         if len(self.in_flight) >= MOST_STEPS:
+            self.has_missed = True
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight: the engine did not tell of their output")
         self.in_flight.append(record)
 

@@ -82,10 +82,10 @@ class SglangHook:
             self.link.lifecycle.tell(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
 
     def after_choose(self, batch: Any) -> None:
+        self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
         reasons = map(cannot_begin_again, batch.reqs if batch.forward_mode.is_extend() else ())
         if why := next(filter(None, reasons), ""):
             self.reconciler.give_up(why)
-        self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def put_back(self, batch: Any) -> None:
         """SGLang itself sends back a request that an offline engine leaves without memory; what an online one, with
@@ -252,7 +252,10 @@ def after_choose(scheduler: Any, batch: Any) -> None:
         refuse_blind(None, hook.link.said if hook is not None else "")
     if hook is not None:
         hook.put_back(batch)
-        hook.guard(lambda: hook.after_choose(batch))
+        ledger = hook.engine.ledger
+        begun = ledger.begun
+        if not hook.guard(lambda: hook.after_choose(batch)) and ledger.begun == begun:
+            hook.guard(lambda: ledger.begin_unread(batch.reqs))
 
 
 def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]:

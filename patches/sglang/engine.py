@@ -151,15 +151,7 @@ class SglangEngine:
     def come_in(self, batch: Any) -> Launched:
         """The step whose output this is; it may still be found to have been spoilt, until the next look."""
         flying = [each for each in self.ledger.flying if not each.is_in]
-        lengths = batch.seq_lens_cpu.numpy()[: len(batch.reqs)]  # the same requests have others in the next step
-        place = next(
-            (
-                place
-                for place, each in enumerate(flying)
-                if each.requests == batch.reqs and np.array_equal(each.lengths, lengths)
-            ),
-            None,
-        )
+        place = _place(flying, batch)
         if place is not None:  # else none of them has come in: each is matched when it does
             for step in flying[: place + 1]:
                 step.is_in = True
@@ -274,3 +266,14 @@ class SglangEngine:
             yield
         finally:
             self.scheduler.max_queued_requests = limit
+
+
+def _place(flying: Sequence[Launched], batch: Any) -> int | None:
+    """Of the step whose output this is. One that could not be read is known by its turn alone."""
+    if flying and not flying[0].is_read and flying[0].requests == batch.reqs:
+        return 0
+    lengths = batch.seq_lens_cpu.numpy()[: len(batch.reqs)]  # the same requests have others in the next step
+    for place, each in enumerate(flying):
+        if each.is_read and each.requests == batch.reqs and np.array_equal(each.lengths, lengths):
+            return place
+    return None

@@ -33,6 +33,7 @@ class Launched:
     dropped: set[str] = field(default_factory=set)  # retracted since: their output of it is not to be believed
     ended: int = 0  # requests that ended while this step of theirs was in flight
     is_in: bool = False  # its output has come in
+    is_read: bool = True  # False: what it reads and writes is not known
     number: int = 0  # of all steps
 
 
@@ -111,14 +112,23 @@ class StepLedger(Ledger):
     _is_blind: bool = False
     _last: tuple[Blocks, Judgement] | None = None  # valid until a row or the steps in flight change
 
-    def begin_step(self, step: Launched) -> int:
-        """Two are in flight at most; should one's output never come, it is not kept for ever. Returns how many tokens
-        are computed a second time in it.
+    def begin_unread(self, requests: Iterable[Any]) -> None:
+        """A step that cannot be read runs all the same. One that is not in flight counts as over, and what it touches
+        would be offered.
         """
-        self.begun += 1
-        step.number = self.begun
-        self.flying, self._last = [*self.flying[-3:], step], None
+        none = np.zeros(0, dtype=np.int64)
+        self._launch(Launched(requests=list(requests), rows=none, lengths=none, starts=None, is_read=False))
+
+    def begin_step(self, step: Launched) -> int:
+        """Returns how many tokens are computed a second time in it."""
+        self._launch(step)
         return computed_again(step)
+
+    def _launch(self, step: Launched) -> None:
+        """Two are in flight at most; should one's output never come, it is not kept for ever."""
+        step.number = self.begun + 1
+        self.flying, self._last = [*self.flying[-3:], step], None
+        self.begun = step.number
 
     @property
     def launched(self) -> int:
@@ -164,6 +174,8 @@ class StepLedger(Ledger):
         """As `losses.spread`, on a matrix. Asked again about the same with nothing changed, the answer is at hand."""
         if self._is_blind:
             raise RuntimeError("a row of the page table changed unseen")
+        if not all(step.is_read for step in self.flying):
+            raise RuntimeError("it is not known what a step in flight writes")
         if self._last is not None and np.array_equal(self._last[0], lost):
             return self._last[1]
         now, left = self._holders()

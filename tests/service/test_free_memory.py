@@ -87,3 +87,20 @@ def test_free_handles_are_never_reported_as_what_online_uses(world):
 
     assert observer.free_bytes(0, use) == 90 * MIB
     assert observer.free_bytes(1, use) == 90 * MIB - 16 * SIZE
+
+
+def test_what_is_kept_for_online_services_is_never_offered_to_the_cluster_as_free(tmp_path):
+    """Else a job is placed for memory that this node then refuses to it."""
+    memory = MemoryTable(handle_mib=2, remap=Remap.HELPER, online_mib=60)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
+    service = world.shim("online")
+    observer = Observer(
+        gpus=(), books=world.books, gating=None, book=None, register=None, processes=None, claims=None, kv=world.kv
+    )
+    has = {service.entry.process.pid: 20 * MIB}
+    use = CardUse(total_bytes=100 * MIB, used_bytes=30 * MIB, by_pid=has, is_mig=False)
+
+    world.kv.service.see_cards({bytes([1]) * 16: use})
+
+    assert observer.free_bytes(0, use) == 70 * MIB
+    assert observer.offered_bytes(0, use) == 30 * MIB  # it has 20 of the 60

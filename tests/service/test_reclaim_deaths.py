@@ -7,7 +7,7 @@ import errno
 import numpy as np
 import pytest
 from lent_fds import lend
-from memory_walk import MOMENTS_US, WALKS, Node, beside, under_pressure
+from memory_walk import MOMENTS_US, WALKS, Attacked, Node, beside, under_pressure
 from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
 from msgspec.structs import replace
 
@@ -418,8 +418,12 @@ class HelperWalk(Node):
     config = CONFIG
 
 
-HelperWalk.TestCase.settings = WALKS
-TestHelperWalk = HelperWalk.TestCase
+class AttackedWalk(Attacked):
+    config = CONFIG
+
+
+HelperWalk.TestCase.settings = AttackedWalk.TestCase.settings = WALKS
+TestHelperWalk, TestAttackedWalk = HelperWalk.TestCase, AttackedWalk.TestCase
 
 
 def test_zeroing_is_asked_for_with_every_handle(world):

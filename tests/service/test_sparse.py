@@ -7,7 +7,7 @@ import errno
 import numpy as np
 import pytest
 from lent_fds import lend
-from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
+from memory_walk import MOMENTS_US, WALKS, Attacked, Node, under_pressure
 from memory_world import BASE, MIB, Hook, KvWorld, Shim
 from msgspec.structs import replace
 from scarce import left
@@ -490,5 +490,9 @@ class SparseWalk(Node):
     config = CONFIG
 
 
-SparseWalk.TestCase.settings = WALKS
-TestSparseWalk = SparseWalk.TestCase
+class AttackedWalk(Attacked):
+    config = CONFIG
+
+
+SparseWalk.TestCase.settings = AttackedWalk.TestCase.settings = WALKS
+TestSparseWalk, TestAttackedWalk = SparseWalk.TestCase, AttackedWalk.TestCase

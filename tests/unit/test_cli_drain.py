@@ -14,7 +14,7 @@ from valved.cli import drain
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, STILL_THERE, CliError
 
 SECOND = 1_000_000_000
-GONE = CliError("no valved answers", NOT_RUNNING, is_silence=True)
+GONE = CliError("no valved answers", NOT_RUNNING, "start it: valve up", is_silence=True)
 
 
 def leaver(pid, waits_for="it was asked to end", until_s=60.0):
@@ -40,9 +40,10 @@ def run(monkeypatch):
         left = list(answers)
 
         def answer(*_):
-            if isinstance(left[0], Exception):
-                raise left[0]
-            return left.pop(0) if len(left) > 1 else left[0]
+            told = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(told, Exception):
+                raise told
+            return told
 
         connection = SimpleNamespace(stub=SimpleNamespace(Drain=None), call=answer, status=answer)
         monkeypatch.setattr(drain, "node", lambda: contextlib.nullcontext(connection))
@@ -116,4 +117,25 @@ def test_a_valved_that_is_silent_for_once_never_ends_a_drain(code, ends):
     def silent():
         raise CliError("does not answer", code, is_silence=True)
 
-    assert drain.look(SimpleNamespace(status=silent), before, ends=ends) is before
+    assert drain.look(SimpleNamespace(status=silent), before, drain.Silence(), ends=ends) is before
+
+
+@pytest.mark.parametrize("code", [NOT_RUNNING, FAILED], ids=["dead", "hung"])
+def test_a_drain_whose_valved_is_silent_never_waits_without_saying_so(run, capsys, code):
+    """Once, and again when it answers."""
+    gone = CliError("no answer", code, "start it: valve up", is_silence=True)
+
+    assert run(status(leaver(7)), gone, gone, gone, status(leaver(7)), status()) == 0
+
+    told = capsys.readouterr().err
+    assert told.count("no answer: offline work is not ended meanwhile, and may run again; start it: valve up") == 1
+    assert told.count("valved answers again") == 1
+
+
+def test_a_drain_whose_valved_does_not_come_back_never_ends_like_one_that_waits_for_processes(run, monkeypatch):
+    monkeypatch.setattr(drain, "AWAY_S", 0.0)
+
+    with pytest.raises(CliError, match="not known which processes are left") as caught:
+        run(status(leaver(7)), GONE)
+
+    assert (caught.value.code, caught.value.next_step) == (NOT_RUNNING, "start it: valve up; then drain again")

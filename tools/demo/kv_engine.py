@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def kv_options(parser: argparse.ArgumentParser, prefill_us: float) -> None:
     option(parser, "--duration", 0.0, "The seconds after which no new request is begun. 0 stands for no limit.")
 
 
-class KvEngine:
+class KvEngine(ABC):
     """`valve_hook.reconciler.EngineAdapter`: blocks that are used, and blocks that are withheld, by number."""
 
     def __init__(self, name: str, options: argparse.Namespace, rows: int) -> None:
@@ -115,8 +116,8 @@ class KvEngine:
         self.hook.publish()
 
     def lose(self, sequence: KvSequence) -> None:
-        """Its blocks are gone, and it holds none any more."""
-        raise NotImplementedError
+        """Its blocks are gone, and it holds none any more. Of an engine that recomputes what it lost."""
+        raise RuntimeError(f"blocks of {sequence.name} were taken from an engine that cannot lose any")
 
     # ---- what the hook asks ----
 
@@ -155,5 +156,5 @@ class KvEngine:
         found: list[int] = np.setdiff1d(free, self.column_of[self.used])[::-1].tolist()
         return found
 
-    def gauges(self) -> tuple[int, int, int, int]:
-        raise NotImplementedError
+    @abstractmethod
+    def gauges(self) -> tuple[int, int, int, int]: ...

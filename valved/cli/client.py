@@ -12,7 +12,7 @@ import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, USAGE, CliError
-from valved.paths import API_SOCKET, VIEW_SOCKET, run_dir
+from valved.paths import API_SOCKET, VIEW_SOCKET, grpc_address, run_dir
 
 Answer = TypeVar("Answer")
 
@@ -39,7 +39,7 @@ class NodeClient:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         name = API_SOCKET if may_use(folder) or not may_use(folder, VIEW_SOCKET) else VIEW_SOCKET
-        self._channel = grpc.insecure_channel(f"unix:{folder / name}", options=OPTIONS)
+        self._channel = grpc.insecure_channel(grpc_address(folder / name), options=OPTIONS)
         self.stub = node_pb2_grpc.NodeStub(self._channel)
 
     def call(self, method: Callable[..., Answer], request: object, *, deadline_s: float = DEADLINE_S) -> Answer:

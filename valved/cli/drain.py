@@ -1,6 +1,7 @@
 """`valve drain`: stop all offline work, end its processes, say when none is left. With --stop valved ends then.
 
-Meanwhile it says what is waited for and how long that takes at most, again whenever that changes.
+Meanwhile it says what is waited for and how long that takes at most, again whenever that changes; and at once when
+valved does not answer any more. A valved that is started again goes on with the drain.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from valved.cli.client import NodeClient, node
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, STILL_THERE, CliError
 
 LOOK_S = 0.2
+AWAY_S = 60.0  # longer than systemd takes to end a valved that hangs, and to start the next
 MOST_LINES = 8
 
 
@@ -37,6 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def drain(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + options.timeout
+    silence = Silence()
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
         try:
@@ -50,22 +54,60 @@ def drain(options: argparse.Namespace) -> int:
             if told != (told := [(one.pid, one.waits_for) for one in status.leavers]):
                 print("\n".join(waiting(status, left)), file=sys.stderr, flush=True)
             if time.monotonic() > end_s:
+                silence.check()
                 step = "they stay stopped; see valve explain, the log, and on Kubernetes the disruption budgets"
                 raise CliError(f"still there after {options.timeout:g} s: {', '.join(left)}", STILL_THERE, step)
             time.sleep(LOOK_S)
-            status = look(connection, status, ends=options.stop)
+            status = look(connection, status, silence, ends=options.stop)
     print("drained: no offline process is left" + (", valved ends" if options.stop else ""))
     return OK
 
 
-def look(connection: NodeClient, before: Any, *, ends: bool) -> Any:
-    """An empty status once valved has ended, as it does when none is left."""
+@dataclass(slots=True)
+class Silence:
+    """Of a valved that is busy, or has died: it may go on, and whoever waits for it should know."""
+
+    error: CliError | None = None
+    since_s: float = 0.0
+
+    def note(self, error: CliError) -> None:
+        if self.error is None:
+            self.since_s = time.monotonic()
+        if self.error is None or self.error.code != error.code:
+            print(
+                f"{error}: offline work is not ended meanwhile, and may run again; {error.next_step}. "
+                "A valved that runs again goes on with the drain",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.error = error
+        if time.monotonic() - self.since_s > AWAY_S:
+            self.check()
+
+    def end(self) -> None:
+        if self.error is not None:
+            print("valved answers again", file=sys.stderr, flush=True)
+        self.error = None
+
+    def check(self) -> None:
+        """Raises where it is silent now: it is not known who is left."""
+        if self.error is not None:
+            text = (
+                f"{self.error}, for {time.monotonic() - self.since_s:.0f} s: it is not known which processes are left"
+            )
+            raise CliError(text, self.error.code, f"{self.error.next_step}; then drain again")
+
+
+def look(connection: NodeClient, before: Any, silence: Silence, *, ends: bool) -> Any:
+    """An empty status once valved has ended, as it does when none is left. What was before, while it is silent."""
     try:
         status = connection.status()
+        silence.end()
     except CliError as error:
         if not error.is_silence:
             raise
         if not ends or error.code != NOT_RUNNING:  # it is busy for once, or starts again: the drain outlives both
+            silence.note(error)
             return before
         if alive := [pid for pid in before.offline_pids if runs(pid)]:
             text = f"valved ended before the offline processes {', '.join(map(str, alive))}"

@@ -73,15 +73,23 @@ def dispatch(arguments: list[str]) -> int:
     return int(options.run(options))
 
 
-def flush() -> None:
-    if sys.stdout is not None:  # closed
-        sys.stdout.flush()
+def open_closed() -> None:
+    """Input and outputs that we were started without: else our first socket takes the place of one, and what is
+    printed goes there. What `valve run` becomes finds them closed, as it would without us."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as we live
 
 
 def forget_output() -> None:
     """Nobody takes it: the interpreter must not try again at its end."""
     try:
-        flush()
+        sys.stdout.flush()
     except OSError:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,11 +97,12 @@ def forget_output() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know each character of a name
     try:
         code = dispatch(arguments)
-        flush()
+        sys.stdout.flush()
         return code
     except CliError as error:
         print(f"valve: {error}", file=sys.stderr)

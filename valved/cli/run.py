@@ -220,7 +220,7 @@ def signals_of_our_parent() -> Iterator[None]:
 
 
 def become(argv: list[str], env: dict[str, str]) -> int:
-    with contextlib.suppress(OSError, AttributeError):  # None: it is closed
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
     try:
         with signals_of_our_parent():

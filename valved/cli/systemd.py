@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from valved.cli import drain
-from valved.cli.client import is_running
-from valved.cli.exits import FAILED, OK, CliError
+from valved.cli.client import ask, status_of
+from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import configured_folder
-from valved.paths import SYSTEM_RUN_DIR, run_dir
+from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
@@ -85,16 +88,61 @@ def quoted(word: object) -> str:
     return f'"{text}"' if text != str(word) or " " in text else text
 
 
+def folder_of(text: str) -> Path:
+    """The run folder of the valved that this unit starts."""
+    command = next((line for line in text.splitlines() if line.startswith("ExecStart=")), "")
+    with contextlib.suppress(ValueError, CliError):  # somebody has changed it, or its file is gone
+        words = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(command)]
+        named = dict(pairwise(words))
+        config = Path(named["--config"]) if "--config" in named else None
+        return Path(named.get("--run-dir") or configured_folder(config) or SYSTEM_RUN_DIR)
+    return SYSTEM_RUN_DIR
+
+
+def asked_systemctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["systemctl", *arguments], check=False, capture_output=True, text=True)
+
+
 def systemctl(*arguments: str) -> None:
-    done = subprocess.run(["systemctl", *arguments], check=False, capture_output=True, text=True)
+    done = asked_systemctl(*arguments)
     if done.returncode:
         raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED)
 
 
-def _empty() -> None:
+def _install(path: Path, options: argparse.Namespace) -> None:
+    text = unit(options)
+    before = path.read_text(errors="replace") if path.exists() else text
+    if not options.no_start:
+        _refuse_another(folder_of(text))
+    fresh = path.with_suffix(".service.new")
+    fresh.write_text(text)
+    fresh.replace(path)
+    if options.no_start:
+        return
+    systemctl("daemon-reload")
+    if before != text:  # where one runs, it has the settings of before; the next takes over from its state file
+        systemctl("try-restart", UNIT)
+    systemctl("enable", "--now", UNIT)
+
+
+def _refuse_another(folder: Path) -> None:
+    """One that this unit did not start keeps the folder, and the unit's would end at once and be called installed."""
+    running = status_of(folder)
+    if running is not None and asked_systemctl("is-active", "--quiet", UNIT).returncode:
+        text = f"valved runs in {folder} already (pid {running.pid}), and not by this unit"
+        raise CliError(text, REFUSED, f"end it first, offline work stays as it is: kill {running.pid}")
+
+
+def _empty(folder: Path) -> None:
     """No valved follows this one: offline work ends first, stopped until then."""
-    if is_running(run_dir()):
-        drain.drain(argparse.Namespace(stop=True, timeout=120.0))
+    try:
+        ask(folder)
+    except CliError as error:
+        if error.code != NOT_RUNNING:  # it hangs: what it left running nobody would end
+            raise
+        return
+    os.environ[ENV_RUN_DIR] = str(folder)
+    drain.drain(argparse.Namespace(stop=True, timeout=120.0))
 
 
 def service(options: argparse.Namespace) -> int:
@@ -109,17 +157,12 @@ def service(options: argparse.Namespace) -> int:
     if not os.access(options.folder, os.W_OK):
         raise CliError(f"cannot write in {options.folder}", FAILED, "run it as root, or name a --folder")
     if options.action == "install":
-        fresh = path.with_suffix(".service.new")
-        fresh.write_text(unit(options))
-        fresh.replace(path)
-        if is_used:
-            systemctl("daemon-reload")
-            systemctl("enable", "--now", UNIT)
+        _install(path, options)
         print(f"installed {path}")
         return OK
     if path.exists():
         if not options.no_start:
-            _empty()
+            _empty(folder_of(path.read_text(errors="replace")))
         if is_used:
             systemctl("disable", "--now", UNIT)
         path.unlink()

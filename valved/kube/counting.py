@@ -110,7 +110,7 @@ class Counting:
         for place, gpu in enumerate(self._gpus):
             is_held = bool(self._host.gating.gpus[gpu.index].holders - STANDING)
             if (use := self._known.cards.get(gpu.uuid)) is not None and not self._uncounted.is_unheard(gpu.index):
-                free = self._observer.free_bytes(gpu.index, use)
+                free = self._observer.offered_bytes(gpu.index, use)
                 self.series.memory(now_ns / 1e9, place, free, use.total_bytes, is_held=is_held)
                 self.observed.note_free(place, free, is_held)
 

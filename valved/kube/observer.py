@@ -164,7 +164,7 @@ class Observer:
         lender = self.kv.lender
         withheld = lender.withheld(engine)
         uses = {gpu.index: cards.get(gpu.uuid) for gpu in self.gpus if gpu.index in engine.gpus}
-        free = [self.free_bytes(gpu, use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
+        free = [self.offered_bytes(gpu, use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
         if len(free) < len(engine.gpus):
             return None
         return EngineMemory(
@@ -209,8 +209,13 @@ class Observer:
         resting = (key for key, online in self.gating.online.items() if now_ns < online.breaker.open_until_ns)
         return sorted(self.books.services[key].name for key in resting)
 
+    def offered_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
+        """What of its free memory offline work may take: not what is kept for online services that will need it."""
+        kept = self.kv.supply.withheld_bytes(gpu) if self.kv is not None else 0
+        return max(0, self.free_bytes(gpu, use) - kept)
+
     def free_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
-        """What offline work could have: all but what others use. Free handles of the pool count as no use."""
+        """All but what others use, offline work's own included. Free handles of the pool count as no use."""
         offline = {client.process.pid for client in self.books.with_role(Role.OFFLINE)}
         theirs = use.used_bytes - sum(held for pid, held in use.by_pid.items() if pid in offline)
         theirs -= self.kv.books.pool.free_handles(gpu) * self.kv.books.pool.handle_bytes if self.kv is not None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ class Grown:
 
     came: int = 0  # columns
     has_cost: bool = False  # offline work lost memory for it
+    was_full: bool = False  # the driver had less than the card said
 
 
 class Growth:
@@ -108,6 +110,7 @@ class Growth:
                 grown.has_cost |= need.has_told
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])
+            grown.was_full |= any(order.status == errno.ENOMEM for order in orders)
         finally:
             self._supply.settle(need)
         # What seemed to be free was not: the next try asks for it, where an engine has some.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,10 @@ class Moves:
         return orders
 
     def _note_made(self, order: Order) -> None:
-        self._supply.note_made(order.slots.book.gpu, order.done, is_full=order.done < len(order.slots))
+        gpu, left = order.slots.book.gpu, len(order.slots) - order.done
+        is_told = left and order.status != errno.ECONNRESET  # a process that ended says nothing of the card
+        self._counters.full += order.status == errno.ENOMEM
+        self._supply.note_made(gpu, order.done, left, by=self._books.service_of(order.client) if is_told else None)
 
     def unback(self, engine: Engine, columns: Ints) -> list[Order]:
         cells = engine.cells(columns, backed=True)

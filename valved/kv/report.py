@@ -53,6 +53,7 @@ class MemoryReport:
             reclaimed_bytes=counters.reclaimed_handles * pool.handle_bytes,
             lent_bytes=counters.lent_handles * pool.handle_bytes,
             returned_bytes=counters.returned_handles * pool.handle_bytes,
+            full=counters.full,
             late_orders=counters.late_orders,
             demotions=counters.demotions,
             trials_passed=counters.trials_passed,

@@ -25,7 +25,7 @@ from valved.state.peaks import Peaks
 from valved.state.registry import ClientEntry
 from valved.state.saved import SavedPeak
 
-FULL_NS = 1_000_000_000  # a card that had less than it said gets no new handles for so long
+FULL_NS = 1_000_000_000  # a service that heard that the card is full gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
 MADE = 1024  # orders: more than come back while a card is read
 Mapped = dict[str, tuple[int, int]]  # handles of each name of services: mapped, and on their way to it
@@ -74,7 +74,7 @@ class Supply:
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
-        self._full_until_ns: dict[GpuIndex, int] = {}
+        self._full_until_ns: dict[tuple[GpuIndex, ServiceId], int] = {}  # by that service's own word
         self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
         self._uuids = {info.index: info.uuid for info in books.gpus}
         self.peaks = Peaks(remember_ns)
@@ -134,11 +134,18 @@ class Supply:
         kept = lost = 0
         if entry is not None and entry.role is Role.OFFLINE:
             kept, lost = self._kept_handles(gpu), self._lost_for_good(gpu) if for_good else 0
+        if entry is not None and self._is_full(gpu, entry.id):
+            kept = self._room[gpu]
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
         pool = self._books.pool
         return pool.free_handles(gpu) + max(0, min(self._room[gpu] - kept, pool.most - pool.total))
+
+    def _is_full(self, gpu: GpuIndex, service: ServiceId) -> bool:
+        """It heard so from the driver. Where NVML says what is free nobody else goes by that: a process may say what it
+        likes."""
+        return self._full_until_ns.get((gpu, service), 0) > self._clock.now_ns()
 
     def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
         """What must be taken from offline work, on each GPU, for these needs to be met."""
@@ -146,7 +153,8 @@ class Supply:
         for gpu in {gpu for need in batch for gpu in need.handles}:
             wanted = sum(need.handles.get(gpu, 0) for need in batch)
             others = sum(need.promised.get(gpu, 0) for need in self._needs if need not in batch)
-            short = wanted - max(0, self._at_hand(gpu) - others)
+            is_full = any(self._is_full(gpu, need.service) for need in batch if gpu in need.handles)
+            short = wanted - max(0, self._at_hand(gpu, self._room[gpu] if is_full else 0) - others)
             if short > 0:
                 missing[gpu] = short
         return missing
@@ -200,11 +208,16 @@ class Supply:
         self._room[gpu] += foreign
         return foreign
 
-    def note_made(self, gpu: GpuIndex, count: int, *, is_full: bool) -> None:
-        """A card that is being read may not have counted these. `is_full`: the driver had less than it said."""
+    def note_made(self, gpu: GpuIndex, count: int, left: int, *, by: ServiceId | None) -> None:
+        """A card that is being read may not have counted these. `left`: so many were not made, although there was room
+        by what the card said. `by`: who says so."""
         self._made.append((now_ns := self._clock.now_ns(), gpu, count))
-        if is_full:
-            self._room[gpu], self._full_until_ns[gpu] = 0, now_ns + FULL_NS
+        self._room[gpu] += left
+        if by is not None and gpu not in self._by_pid:  # no card has said anything: it is all that is known
+            self._room[gpu] = 0
+        if by is not None:
+            self._full_until_ns = {key: until for key, until in self._full_until_ns.items() if until > now_ns}
+            self._full_until_ns[gpu, by] = now_ns + FULL_NS
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
@@ -224,7 +237,9 @@ class Supply:
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
-            is_full = self._full_until_ns.get(gpu, 0) > now_ns
+            is_full = card is None and any(
+                there == gpu and until > now_ns for (there, _), until in self._full_until_ns.items()
+            )
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
     def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
@@ -304,6 +319,10 @@ class Supply:
     def _lost_for_good(self, gpu: GpuIndex) -> int:
         """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
         return max(0, -(-self._kept[gpu].kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
+
+    def withheld_bytes(self, gpu: GpuIndex) -> int:
+        """What offline work may not even borrow."""
+        return self._kept[gpu].plain_bytes
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""

@@ -188,6 +188,7 @@ class MemoryState:
     reclaimed_bytes: int = 0
     lent_bytes: int = 0
     returned_bytes: int = 0
+    full: int = 0
     late_orders: int = 0
     demotions: int = 0
     trials_passed: int = 0

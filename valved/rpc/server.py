@@ -10,6 +10,7 @@ from valve.v1 import node_pb2_grpc
 
 from valved.config import EVERYBODY, group_id
 from valved.node.api import Node
+from valved.paths import grpc_address
 from valved.rpc.front import Crowd, Front, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 
@@ -36,7 +37,7 @@ class GrpcServer:
         self._behind.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
-            self._server.add_insecure_port(f"unix:{self._behind}")
+            self._server.add_insecure_port(grpc_address(self._behind))
         finally:
             os.umask(before)
         await self._server.start()

@@ -167,7 +167,7 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         state = msgspec.json.decode(path.read_bytes(), type=SavedState)
     except FileNotFoundError:
         return None, ""
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and is_scarce(error):
             raise
         with contextlib.suppress(OSError):

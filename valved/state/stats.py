@@ -96,6 +96,7 @@ class MemoryCounters:
     lent_handles: int = 0
     remade_handles: int = 0  # free ones of another trust domain that were given back to the driver and made anew
     returned_handles: int = 0
+    full: int = 0  # orders to make handles for which the driver had less than the card said
     late_orders: int = 0
     demotions: int = 0  # processes whose memory is not taken in the way that the setting names
     lost_tokens: int = 0  # told by engines that have left

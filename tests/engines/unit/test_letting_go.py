@@ -11,7 +11,7 @@ from faults import Fault
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
-from valve_hook.ledger import Ledger
+from valve_hook.ledger import MOST_STEPS, Ledger
 from valve_hook.shared import Book, Table
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.wire import Mode
@@ -330,6 +330,20 @@ def test_a_block_of_a_step_that_could_not_be_noted_is_never_offered_before_it_is
     scheduler.launch()
     assert set(node.offered()) & held
     close(scheduler)
+
+
+def test_a_step_that_found_no_place_among_those_in_flight_never_counts_as_over():
+    """The engine was slow to tell of outputs. Those of the steps that are noted say nothing of this one."""
+    ledger, steps = Ledger(block_tokens=4), [object() for _ in range(MOST_STEPS + 1)]
+    for step in steps[:-1]:
+        ledger.launch(step)
+    with pytest.raises(RuntimeError, match="did not tell of their output"):
+        ledger.launch(steps[-1])
+    launched = ledger.launched
+    for step in steps[:-1]:
+        ledger.believe(step)
+
+    assert not ledger.is_over(launched)
 
 
 def test_blocks_that_valved_was_not_told_of_are_never_withheld_once_it_takes_none(node):

@@ -1,0 +1,112 @@
+"""`valve service`: what is installed comes into force, and what is removed leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from valved.cli import systemd
+from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, CliError
+from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """What systemctl is asked, in turn. The unit runs where the file `active` is there."""
+    log, active = tmp_path / "calls", tmp_path / "active"
+    tool = tmp_path / "bin" / "systemctl"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != is-active ] || [ -e {active} ]\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(systemd, "status_of", lambda _: None)
+    return lambda: log.read_text().splitlines() if log.exists() else []
+
+
+def service(folder, action="install", *, mode=None, config=None, no_start=False):
+    return systemd.service(
+        argparse.Namespace(action=action, mode=mode, config=config, folder=folder, no_start=no_start)
+    )
+
+
+def test_a_setting_that_is_installed_over_a_running_unit_is_never_left_for_its_next_start(tmp_path, calls):
+    service(tmp_path)
+    service(tmp_path, mode="observe")
+
+    assert calls()[-3:] == ["daemon-reload", "try-restart valved.service", "enable --now valved.service"]
+    assert "--mode observe" in (tmp_path / "valved.service").read_text()
+
+
+def test_the_same_unit_installed_again_never_restarts_what_runs(tmp_path, calls):
+    service(tmp_path)
+    service(tmp_path)
+
+    assert calls() == ["daemon-reload", "enable --now valved.service"] * 2
+
+
+def test_a_unit_is_never_called_installed_beside_a_valved_that_it_did_not_start(tmp_path, calls, monkeypatch):
+    """Its own would end at once, for the folder is taken."""
+    monkeypatch.setattr(
+        systemd, "status_of", lambda folder: SimpleNamespace(pid=77) if folder == SYSTEM_RUN_DIR else None
+    )
+
+    with pytest.raises(CliError, match=r"already \(pid 77\), and not by this unit") as caught:
+        service(tmp_path)
+
+    assert (caught.value.code, "kill 77" in caught.value.next_step) == (REFUSED, True)
+    assert not (tmp_path / "valved.service").exists()
+    (tmp_path / "active").touch()
+    service(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["plain", "with blank", "100% of $HOME"])
+def test_a_unit_is_never_removed_before_its_own_valved_is_empty(tmp_path, calls, monkeypatch, name):
+    """Its run folder is what its file says, whatever the environment of who removes it says."""
+    config = tmp_path / f"{name}.toml"
+    config.write_text(f'run_dir = "{tmp_path / name}"\n')
+    service(tmp_path, config=config)
+    asked, drained = [], []
+    monkeypatch.setenv(ENV_RUN_DIR, "/elsewhere")
+    monkeypatch.setattr(systemd, "ask", asked.append)
+    monkeypatch.setattr(systemd.drain, "drain", lambda options: drained.append((options.stop, os.environ[ENV_RUN_DIR])))
+
+    service(tmp_path, "remove")
+
+    assert (asked, drained) == ([tmp_path / name], [(True, str(tmp_path / name))])
+    assert calls()[-1] == "disable --now valved.service"
+
+
+def test_a_unit_whose_valved_hangs_is_never_removed_with_offline_work_behind_it(tmp_path, calls, monkeypatch):
+    service(tmp_path)
+
+    def hangs(_):
+        raise CliError("valved does not answer", FAILED, is_silence=True)
+
+    monkeypatch.setattr(systemd, "ask", hangs)
+    with pytest.raises(CliError, match="does not answer"):
+        service(tmp_path, "remove")
+    assert (tmp_path / "valved.service").exists()
+
+    def is_gone(_):
+        raise CliError("no valved answers", NOT_RUNNING, is_silence=True)
+
+    monkeypatch.setattr(systemd, "ask", is_gone)
+    service(tmp_path, "remove")
+    assert not (tmp_path / "valved.service").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("", SYSTEM_RUN_DIR),
+        (f"ExecStart={sys.executable} -m valved.main --run-dir /run/other --mode off\n", "/run/other"),
+        ("ExecStart=valved --config /is/not/there.toml\n", SYSTEM_RUN_DIR),
+        ('ExecStart=valved --run-dir "half a word\n', SYSTEM_RUN_DIR),
+    ],
+)
+def test_a_unit_that_somebody_has_changed_never_keeps_itself_from_being_removed(text, folder):
+    assert str(systemd.folder_of(text)) == str(folder)
