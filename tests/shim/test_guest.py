@@ -204,11 +204,14 @@ def test_a_thread_that_left_the_table_of_files_never_rings_the_bell_of_a_valved_
 def test_a_channel_of_a_thread_that_left_the_table_of_files_is_never_left_out(world):
     """Its copy of the link is that of a valved that is gone."""
     puppet, _ = world.offline()
-    process = Process.begin(puppet)
-    process.puppet = Elsewhere(puppet)
+    process, there = Process.begin(puppet), Elsewhere(puppet)
     world.daemons[0].close()
     heir = world.daemon(OFFLINE).client()
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+    heir.expect(CHANNEL_ADD, h_channel=SECOND)  # the new link is in use
 
+    process.puppet = there
     process.channel(process.device, FIRST, engine=GR0)
     process.register(FIRST)
 
