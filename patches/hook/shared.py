@@ -151,6 +151,7 @@ class Book:
         self.cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
         self._seen = view[wire.BOOK_EPOCH_SEEN : wire.BOOK_EPOCH_SEEN + 8].cast("Q")
         self.gauges = view[wire.BOOK_GAUGES_AT : wire.BOOK_GAUGES_AT + 16].cast("I")
+        self._receipts = view[wire.BOOK_RECEIPTS_AT : wire.BOOK_RECEIPTS_AT + wire.BOOK_RECEIPTS.size]
 
     def open_row(self, row: int, request: int, blocks: Sequence[int]) -> None:
         self.heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
@@ -186,7 +187,7 @@ class Book:
             self.gauges[0] = mode
 
     def write_receipts(self, *counters: int) -> None:
-        wire.BOOK_RECEIPTS.pack_into(self._map, wire.BOOK_RECEIPTS_AT, *counters)
+        self._receipts[:] = wire.BOOK_RECEIPTS.pack(*counters)
 
     def acknowledge(self, epoch: int) -> None:
         """Last of all: everything up to `epoch` is dealt with."""
@@ -201,19 +202,22 @@ class Region:
         self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         gaps_at = wire.REGION_SLOT_OFFSET + wire.REGION_SLOTS * 64
         numbers = (wire.LINK_ABI, size, features, wire.REGION_SLOTS, wire.REGION_SLOT_OFFSET, gaps_at, wire.REGION_GAPS)
-        wire.REGION_HEAD.pack_into(self.map, 0, 0, *numbers, os.getpid())
-        wire.REGION_HEAD.pack_into(self.map, 0, wire.REGION_MAGIC, *numbers, os.getpid())
+        head = wire.REGION_HEAD.pack(wire.REGION_MAGIC, *numbers, os.getpid())
+        self.map[8 : len(head)] = head[8:]
+        self.map[:8] = head[:8]  # the magic last: valved takes it for the word that the others are there
         self._open = memoryview(self.map)[wire.REGION_OPEN : wire.REGION_OPEN + 4].cast("I")
-        self._tokens = memoryview(self.map)[wire.REGION_TOKENS : wire.REGION_TOKENS + 8].cast("Q")
+        at = wire.REGION_STARTED_AT  # begun, ended, tokens
+        self._totals = memoryview(self.map)[at : at + wire.REGION_STARTED.size].cast("Q")
         self._hint = memoryview(self.map)[wire.REGION_HINT_NS : wire.REGION_HINT_NS + 8].cast("Q")
 
     def write(self, open_requests: int, ended: int, useful_tokens: int) -> None:
-        wire.REGION_STARTED.pack_into(self.map, wire.REGION_STARTED_AT, ended + open_requests, ended, useful_tokens)
+        totals = self._totals
+        totals[0], totals[1], totals[2] = ended + open_requests, ended, useful_tokens
         self._open[0] = open_requests
         self.renew()
 
     def write_tokens(self, useful_tokens: int) -> None:
-        self._tokens[0] = useful_tokens
+        self._totals[2] = useful_tokens
 
     def renew(self) -> None:
         """valved believes a hint for its lease: this says that the process lives."""

@@ -58,7 +58,6 @@ REGION_OPEN = valve_abi.REGION.at("open_requests")
 REGION_HINT_NS = valve_abi.REGION.at("hint_ns")
 REGION_STARTED = valve_abi.REGION.struct("requests_started", "useful_tokens")
 REGION_STARTED_AT = valve_abi.REGION.at("requests_started")
-REGION_TOKENS = valve_abi.REGION.at("useful_tokens")
 CONTROL_LEASE_NS = valve_abi.CONTROL.at("lease_ns")
 CONTROL_ROLE = valve_abi.CONTROL.at("role")
 CONTROL_BYTES = valve_abi.CONTROL_BYTES

@@ -139,7 +139,7 @@ def image_of(table: Table) -> bytes:
     """The whole file. The epoch is as it was before the entries were read, so that none is missed later."""
     table.accept(table.read())
     image = bytearray(table.map)
-    struct.pack_into("<Q", image, TABLE_EPOCH, table.seen_epoch)
+    image[TABLE_EPOCH : TABLE_EPOCH + 8] = struct.pack("<Q", table.seen_epoch)
     return bytes(image)
 
 
@@ -160,8 +160,8 @@ class TableCopy:
     def write(self, epoch: int, slow_words: tuple[int, int, int], pairs: Blocks) -> None:
         places, entries = np.split(pairs, 2)
         self._entries[places] = entries
-        struct.pack_into("<III", self.map, TABLE_BACKED_BLOCKS, *slow_words)
-        struct.pack_into("<Q", self.map, TABLE_EPOCH, epoch)
+        self.map[TABLE_BACKED_BLOCKS : TABLE_BACKED_BLOCKS + 12] = struct.pack("<III", *slow_words)
+        self.map[TABLE_EPOCH : TABLE_EPOCH + 8] = struct.pack("<Q", epoch)
 
 
 def ranks_of(scheduler: Any, link: Link) -> Alone | Ranks:

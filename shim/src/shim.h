@@ -103,7 +103,8 @@ struct valve_shim {
 	uint32_t role;            /* valve_role that valved gave */
 	uint32_t daemon_features; /* valve_feature bits */
 	uint32_t driver;          /* as in valve_link_hello */
-	uint32_t pid; /* the process that registered: a vfork child shares this memory and is not it */
+	uint32_t pid;     /* the process that registered: a vfork child shares this memory and is not it */
+	uint32_t session; /* its thread, 0: none. Our descriptors are in its table */
 	struct valve_own_fd own[VALVE_OWNS];
 	uint32_t link_generation; /* rises with every valved that took us */
 	uint32_t next_seq;
@@ -146,13 +147,18 @@ extern unsigned char valve_pool_submit[], valve_pool_observe[];
 /* interpose.c */
 void *valve_real_symbol(const char *name); /* in the real libcuda, whatever the scope; NULL when absent */
 void *valve_next(const char *name);        /* RTLD_NEXT */
-void valve_reset_child(void);              /* after fork, in the child */
 int valve_spawn(void *(*run)(void *));     /* a detached thread with all signals blocked */
 
 void *valve_bind(struct valve_entry *entry, void *real,
                  bool ptds); /* returns where the trampoline jumps now */
 bool valve_has_ptds_suffix(const char *name);
 bool valve_is_secure(void);
+
+/* hooks/child.c */
+void valve_reset_child(void); /* after fork, in the child */
+void valve_heed_child(void);  /* the same, where no handler of ours ran */
+bool valve_begin_process(
+        void); /* before the driver's file is watched; false: a vfork child, whose memory is not its own */
 
 /* activity.c */
 void *valve_launch_slow(struct valve_entry *entry); /* from the trampolines: returns where to jump */

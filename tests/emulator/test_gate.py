@@ -95,7 +95,7 @@ def test_disable_and_enable_are_idempotent(workload: Tree, daemon: Tree, emulato
 
 def test_an_empty_list_is_fine_and_a_list_above_64_is_refused(daemon: Tree) -> None:
     long = bytearray(gate_params([], on=False))
-    struct.pack_into("<I", long, 4, 65)
+    long[4:8] = struct.pack("<I", 65)
 
     assert daemon.gate([], on=False) == OK
     assert daemon.control(daemon.subdevice, DISABLE_CHANNELS, bytes(long)).status == BAD_ARGUMENT

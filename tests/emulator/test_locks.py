@@ -115,9 +115,8 @@ def test_a_gate_waits_for_the_mapping_that_came_before_it(emulator: Emulator) ->
         base = int(mapping.process.call("reserve", length=MIB))
         mapping.process.ioctl(mapping.uvm, 73, struct.pack("<QQII", base, MIB, 0, 0))
         memory = mapping.allocate_memory(MIB).handle
-        arg = bytearray(24 + 256 * 36 + 24)
-        struct.pack_into("<QQQ", arg, 0, base, MIB, 0)
-        struct.pack_into("<QiIII", arg, 24 + 256 * 36, 1, mapping.ctl, mapping.client, memory, 0)
+        arg = struct.pack("<QQQ", base, MIB, 0) + bytes(256 * 36)
+        arg += struct.pack("<QiIII", 1, mapping.ctl, mapping.client, memory, 0)
         emulator.set(map_us=500_000, map_locked_us=500_000)
 
         mapped = mapping.process.start("ioctl", fd=mapping.uvm, request=33, arg=arg.hex())

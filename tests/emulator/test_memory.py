@@ -124,10 +124,9 @@ class Addresses:
     length: int
 
     def map(self, memory: int, at: int, length: int, offset: int = 0) -> int:
-        arg = bytearray(24 + 256 * 36 + 24)
-        struct.pack_into("<QQQ", arg, 0, self.base + at, length, offset)
-        struct.pack_into("<QiIII", arg, 24 + 256 * 36, 1, self.tree.ctl, self.tree.client, memory, 0)
-        return self.tree.process.ioctl(self.tree.uvm, MAP, bytes(arg)).word(24 + 256 * 36 + 20)
+        arg = struct.pack("<QQQ", self.base + at, length, offset) + bytes(256 * 36)
+        arg += struct.pack("<QiIII", 1, self.tree.ctl, self.tree.client, memory, 0)
+        return self.tree.process.ioctl(self.tree.uvm, MAP, arg).word(24 + 256 * 36 + 20)
 
     def _plain(self, number: int, at: int, length: int, by: tuple[RmProcess, int] | None = None) -> int:
         process, fd = by or (self.tree.process, self.tree.uvm)

@@ -61,7 +61,7 @@ def test_freeing_a_context_share_takes_only_its_channels(emulator: Emulator, pro
     share, bound = 0x5C000020, 0x5C000021
     tree.alloc(tree.tsg, share, SHARE, struct.pack("<III", tree.vaspace, 0, 0))
     params = bytearray(channel_params(tree.vaspace))
-    struct.pack_into("<I", params, 24, share)
+    params[24:28] = struct.pack("<I", share)
     tree.alloc(tree.tsg, bound, CHANNEL, bytes(params))
 
     tree.free(share)
@@ -134,7 +134,7 @@ def test_an_unknown_class_is_refused_and_counted(emulator: Emulator, process: Rm
 def test_a_channel_below_a_device_gets_a_group_of_its_own(emulator: Emulator, process: RmProcess) -> None:
     tree = grow_tree(process, channels=1)
     params = bytearray(channel_params(tree.vaspace))
-    struct.pack_into("<I", params, 128, 9)  # copy engine 0
+    params[128:132] = struct.pack("<I", 9)  # copy engine 0
 
     tree.alloc(tree.device, 0x5C000030, CHANNEL, bytes(params))
 

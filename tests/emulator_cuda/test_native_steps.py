@@ -43,7 +43,8 @@ class Starter:
     def __call__(self, *command: str | Path, **env: str) -> subprocess.Popen[str]:
         env = child_env(self.emulator.directory, env={"OMP_WAIT_POLICY": "passive", **env})
         cwd = self.emulator.directory  # the installed packages, not the sources of the checkout
-        program = subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        program = subprocess.Popen(command, env=env, cwd=cwd, stdin=pipe, stdout=pipe, text=True)
         self.started.append(program)
         return program
 
@@ -57,12 +58,13 @@ def start(emulator: Emulator) -> Iterator[Starter]:
         program.communicate()
 
 
-def build(folder: Path, name: str) -> Path:
+def build(folder: Path, name: str, *first: str | Path) -> Path:
     """One of the C programs beside this file, linked to the emulated driver."""
     program = folder / name
     flags = ["-std=gnu11", "-O2", "-fopenmp", "-D_GNU_SOURCE"]
     source = Path(__file__).with_name(f"{name}.c")
-    built = subprocess.run(["cc", *flags, source, LIBCUDA, "-o", program], check=False, capture_output=True, text=True)
+    command = ["cc", *flags, source, *first, LIBCUDA, "-o", program]
+    built = subprocess.run(command, check=False, capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"no OpenMP here (apt install gcc): {built.stderr.splitlines()[:1]}")
     return program
@@ -195,13 +197,29 @@ def test_memory_moves_while_a_step_is_parked_with_any_lock_in_its_hands(
         channels = [channel for channel in state.of(job.pid) if channel.is_compute]
         for round_ in range(1, 101):
             assert gate(tree, channels, on=False) == OK
-            struct.pack_into("<Q", page, 8, round_)
+            page[8:16] = struct.pack("<Q", round_)
             emulator.wait(lambda _, round_=round_: read(2) == round_, f"round {round_} of moving while gated")
             assert gate(tree, channels, on=True) == OK
-        struct.pack_into("<Q", page, 24, 1)
+        page[24:32] = struct.pack("<Q", 1)
         out, _ = job.communicate(timeout=DEADLINE_S)
 
     assert (job.returncode, out) == (0, "0\n")  # every round found what the one before had written
+
+
+def test_a_thread_that_was_made_before_a_step_is_never_parked_with_it(
+    emulator: Emulator, start: Starter, tmp_path: Path
+) -> None:
+    """Given it gets a core only when the step runs already, as on a busy machine, then it is no thread of the step."""
+    held = tmp_path / "libheld.so"
+    flags = ["-shared", "-fPIC", "-D_GNU_SOURCE", "-DHELD"]
+    subprocess.run(["cc", *flags, Path(__file__).with_name("held_start.c"), "-o", held], check=True)
+    job = start(build(tmp_path, "held_start", held, f"-Wl,-rpath,{tmp_path}"))
+    assert job.stdout is not None
+
+    said = job.stdout.readline()
+
+    assert said == "both run\n"
+    assert sum(channel.active for channel in emulator.state().of(job.pid)) == 1
 
 
 KILLED_JOB = """
@@ -238,7 +256,7 @@ except DeviceError as error:
         out, _ = start(sys.executable, "-c", code).communicate(timeout=DEADLINE_S)
         return out
 
-    taken = "[struct.pack_into('<I', board, table + 16 * i, 1 << 31) for i in range(1024)]"
+    taken = "for i in range(1024): board[table + 16 * i : table + 16 * i + 4] = struct.pack('<I', 1 << 31)"
 
     assert parked("").split() == ["0", "ran"]
     assert "CUDA_ERROR_OUT_OF_MEMORY" in parked(taken)

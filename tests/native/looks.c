@@ -7,8 +7,8 @@
  */
 #include "fake_rm.h"
 #include "peers.h"
+#include "syscalls.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -20,8 +20,6 @@ static uint32_t *slept_on, is_over; /* by the watchdog alone; from its end on ti
 
 int __real_clock_gettime(clockid_t clock, struct timespec *now);
 int __wrap_clock_gettime(clockid_t clock, struct timespec *now);
-long __real_syscall(long number, ...);
-long __wrap_syscall(long number, ...);
 
 static void nap(void)
 {
@@ -55,20 +53,13 @@ static void sleep_until_told(const uint32_t *word, long seen, const struct times
 	store_full(&wakes_ns, 0);
 }
 
-long __wrap_syscall(long number, ...)
+static bool takes_syscall(long number, const long *word, long *result)
 {
-	long at[6];
-	va_list more;
-
-	va_start(more, number);
-	for (int i = 0; i < 6; i++)
-		at[i] = va_arg(more, long);
-	va_end(more);
-	if (number == SYS_futex && at[1] == FUTEX_WAIT_PRIVATE && at[0] == (long)load_full(&slept_on)) {
-		sleep_until_told((const uint32_t *)at[0], at[2], (const struct timespec *)at[3]);
-		return 0;
-	}
-	return __real_syscall(number, at[0], at[1], at[2], at[3], at[4], at[5]);
+	if (number != SYS_futex || word[1] != FUTEX_WAIT_PRIVATE || word[0] != (long)load_full(&slept_on))
+		return false;
+	sleep_until_told((const uint32_t *)word[0], word[2], (const struct timespec *)word[3]);
+	*result = 0;
+	return true;
 }
 
 /* Until it sleeps. Returns when it looks next. */

@@ -82,6 +82,16 @@ def spoken(crowd, times=EACH):
     return lambda: crowd.connect(times, SPOKEN)
 
 
+def is_welcomed_beside(server, crowd, act):
+    """Many processes act while the loop stands, and then this one knocks."""
+
+    def all_act():
+        crowd.add(PROCESSES, act)
+        return knock(server)
+
+    return welcomed(server.call(all_act))
+
+
 def test_the_cost_of_a_hello_in_these_tests_is_a_pass_of_the_loop():
     assert COST_S * 1e9 >= PASS_NS
 
@@ -119,13 +129,7 @@ def test_many_processes_of_one_account_never_keep_another_account_waiting(server
     """Root is in every container: there an account is a control group."""
     server.world.processes.homes[os.getpid()] = "/kubepods/pod-of-another"
 
-    def all_knock():
-        crowd.add(PROCESSES, spoken(crowd))
-        return knock(server)
-
-    honest = server.call(all_knock)
-
-    assert welcomed(honest)
+    assert is_welcomed_beside(server, crowd, spoken(crowd))
     assert judged.index(os.getpid()) <= AT_ONCE
 
 
@@ -154,13 +158,7 @@ def test_what_is_no_hello_never_costs_more_than_a_read(server, crowd, judged, wh
                 say(sock, LinkType.HELLO, HELLO, [0] * 200)
             sock.detach()
 
-    def all_knock():
-        crowd.add(PROCESSES, send)
-        return knock(server)
-
-    honest = server.call(all_knock)
-
-    assert welcomed(honest)
+    assert is_welcomed_beside(server, crowd, send)
     assert judged == [os.getpid()]
 
 
@@ -176,13 +174,7 @@ def test_connections_that_are_gone_again_never_keep_another_waiting(server, crow
                 sock.send(SPOKEN)
             sock.close()
 
-    def all_knock():
-        crowd.add(PROCESSES, come_and_go)
-        return knock(server)
-
-    honest = server.call(all_knock)
-
-    assert welcomed(honest)
+    assert is_welcomed_beside(server, crowd, come_and_go)
     assert judged == [os.getpid()]
 
 
@@ -246,13 +238,13 @@ def test_messages_of_many_links_never_keep_a_hello_waiting(server):
 
 def test_a_full_queue_of_the_kernel_never_stays_full_for_long(server, crowd, judged):
     """Whoever does not wait in connect() is told EAGAIN meanwhile; a shim tries again each millisecond."""
-    taken, come = [], server.link._arrivals.come
+    taken, come = [], server.link.arrivals.come
 
     def counted(accepted):
         taken.append(len(accepted))
         return come(accepted)
 
-    server.link._arrivals.come = counted
+    server.link.arrivals.come = counted
     server.call(lambda: crowd.add(1, spoken(crowd, BACKLOG)))
 
     server.until(lambda: sum(taken) == BACKLOG)
@@ -298,7 +290,7 @@ def test_a_hello_that_valved_fails_to_answer_never_keeps_the_next_of_its_process
 def in_debt(server, monkeypatch):
     """A user who has to wait for an hour. `in_debt(number)`: one of its processes connects. Returns its end."""
     monkeypatch.setattr(valved.clients.arrivals, "PENDING", FEW)
-    arrivals, ends = server.link._arrivals, []
+    arrivals, ends = server.link.arrivals, []
     server.call(lambda: arrivals._knocks._accounts.took(1000, 3600 * SECOND_NS, time.monotonic_ns()))
 
     def come(number):
@@ -317,7 +309,7 @@ def test_processes_that_were_turned_away_never_stay_in_line(server, in_debt):
     for number in range(4 * FEW):
         in_debt(number)
 
-    line = server.link._arrivals._lines[1]
+    line = server.link.arrivals._lines[1]
     assert server.call(lambda: len(list(iter(line.take, None)))) <= FEW + 1
 
 
@@ -362,4 +354,4 @@ def test_an_online_process_never_waits_for_what_its_last_link_cost(server):
         greet(server)
     server.until(lambda: not server.link.peers)
 
-    assert pid not in server.link._arrivals._knocks._processes.of
+    assert pid not in server.link.arrivals._knocks._processes.of

@@ -28,6 +28,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.arrivals import PENDING_PER_PROCESS
+from valved.clients.dear import DearAccounts, LinkLane
 from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
 from valved.machine.helpers import Closer
@@ -193,12 +194,16 @@ def test_a_client_that_does_not_read_is_dropped_and_stops_nobody(server, monkeyp
     other.close()
 
 
+def box_for(loop, sock, broken):
+    return outbox.Outbox(loop, sock, broken, LinkLane(DearAccounts(loop), lambda: "its account"))
+
+
 def test_a_packet_that_waits_in_valved_never_counts_as_arrived():
     """It dies with valved; what lies in the peer's socket does not."""
     loop = asyncio.new_event_loop()
     ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     arrived: list[int] = []
-    box = outbox.Outbox(loop, ours, pytest.fail)
+    box = box_for(loop, ours, pytest.fail)
     count = 0
     while len(arrived) == count:  # until the socket is full
         count += 1
@@ -227,7 +232,7 @@ def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
 
     loop.call_later.side_effect = later
     peer.sendmsg.side_effect = answers
-    box = outbox.Outbox(loop, peer, pytest.fail)
+    box = box_for(loop, peer, pytest.fail)
 
     assert box.send(b"first", (), lambda: box.send(b"second", ()))
     flush = loop.add_writer.call_args.args[1]
@@ -242,7 +247,7 @@ def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
 def test_copies_that_could_not_all_be_made_never_stay_open():
     peer, broken = mock.Mock(), []
     peer.sendmsg.side_effect = BlockingIOError
-    box, fd = outbox.Outbox(mock.Mock(), peer, broken.append), os.open(os.devnull, os.O_RDONLY)
+    box, fd = box_for(mock.Mock(), peer, broken.append), os.open(os.devnull, os.O_RDONLY)
     before = opened()
 
     with left(2):

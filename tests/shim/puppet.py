@@ -7,6 +7,7 @@ a foreign program would.
 import ctypes
 import json
 import os
+import queue
 import struct
 import sys
 import threading
@@ -157,6 +158,12 @@ class Commands:
         while os.dup(0) < count:
             pass
 
+    def limit_fds(self, count):
+        """No number from there on may be given out any more, as in a sandbox."""
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
     def bind(self, priority, *cores):
         """The calling thread, and what it makes from now on. False: not allowed here."""
         os.sched_setaffinity(0, cores)
@@ -227,10 +234,11 @@ class Commands:
             return LIBC.ioctl(fd, iowr(211, 16), outer)
         return LIBC.ioctl(fd, iowr(nr, size), where)
 
-    def fork_and(self, name, *arguments):
-        """Runs a command in a forked child and returns what it returned there."""
+    def fork_and(self, name, *arguments, how="fork"):
+        """Runs a command in a forked child and returns what it returned there. `_Fork` and the bare system call run no
+        handler in it."""
         read, write = os.pipe()
-        pid = os.fork()
+        pid = {"fork": os.fork, "_Fork": LIBC._Fork, "system call": lambda: LIBC.syscall(57)}[how]()
         if pid == 0:
             os.write(write, json.dumps(getattr(self, name)(*arguments)).encode())
             os._exit(0)
@@ -239,6 +247,24 @@ class Commands:
             text = answer.read()
         os.waitpid(pid, 0)
         return json.loads(text)
+
+    def leave_table(self):
+        """A thread that stays, with a table of files of its own."""
+        self.told, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
+
+        def serve():
+            self.answers.put(LIBC.unshare(0x400))
+            while True:
+                name, arguments, named = self.told.get()
+                self.answers.put(getattr(self, name)(*arguments, **named))
+
+        threading.Thread(target=serve, daemon=True).start()
+        return self.answers.get()
+
+    def elsewhere(self, name, *arguments, **named):
+        """On that thread."""
+        self.told.put((name, arguments, named))
+        return self.answers.get()
 
     def fork_idle(self):
         """A child that stays; returns its pid."""

@@ -443,6 +443,8 @@ def test_a_channel_is_never_left_out_because_valved_did_not_read_for_a_while(wor
     goes_on.set()
 
     client.expect(CHANNEL_ADD, h_channel=FIRST)
+    ended = [message.fields["h_channel"] for message in client.seen if message.type == CHANNEL_DEL]
+    assert ended == list(FILLING)  # all of them, and before the handle of one might come again
 
 
 def test_an_applications_own_enable_waits_for_the_gate_too(offline):

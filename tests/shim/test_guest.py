@@ -24,7 +24,11 @@ def test_a_process_that_opens_no_driver_gets_no_thread_and_no_descriptor(world):
     assert world.daemons[0].alive == []
 
 
-def test_a_forked_child_that_takes_up_cuda_is_a_client_of_its_own(world):
+WAYS_TO_FORK = pytest.mark.parametrize("how", ["fork", "_Fork", "system call"])
+
+
+@WAYS_TO_FORK
+def test_a_forked_child_that_takes_up_cuda_is_a_client_of_its_own(world, how):
     puppet, client = world.online()
     puppet.launch(2)
 
@@ -32,7 +36,7 @@ def test_a_forked_child_that_takes_up_cuda_is_a_client_of_its_own(world):
 
     def has_come():
         """A child that its machine kept off for the 50 ms of its start goes on without a link."""
-        pid, launches = puppet.fork_and("init_and_launch", 3)
+        pid, launches = puppet.fork_and("init_and_launch", 3, how=how)
         came = world.daemons[0].clients
         while not came.empty():
             child = came.get()
@@ -60,13 +64,24 @@ def test_a_forked_child_does_not_keep_a_dead_parents_link_open(world):
     os.kill(pid, 9)
 
 
-def test_a_forked_child_that_never_takes_up_cuda_rings_nobodys_bell(world):
+@WAYS_TO_FORK
+def test_a_forked_child_that_never_takes_up_cuda_rings_nobodys_bell(world, how):
     puppet, client = world.online()
     client.gate(1)
 
-    puppet.fork_and("launch", 5)
+    puppet.fork_and("launch", 5, how=how)
 
     assert (client.bells(), client.submitted()) == (0, 0)
+
+
+@WAYS_TO_FORK
+def test_a_forked_child_never_tells_of_its_parents_requests(world, how):
+    puppet, client = world.online()
+    puppet.hint(3)
+
+    puppet.fork_and("hint", 0, how=how)
+
+    assert client.region.open_requests == 3
 
 
 def test_a_forked_child_of_an_mps_client_never_passes_for_another_process(world):
@@ -155,6 +170,52 @@ def test_a_thread_that_leaves_the_table_of_files_never_takes_a_channel_along(wor
 
     client.expect(CHANNEL_ADD, h_channel=SECOND)
     assert client.none_of(CHANNEL_DEL)
+
+
+class Elsewhere:
+    """The puppet's commands, on its thread that has left the table of files."""
+
+    def __init__(self, puppet):
+        if puppet.leave_table():
+            pytest.skip("unshare is not allowed here")
+        self._puppet = puppet
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self._puppet.elsewhere(name, *arguments, **named)
+
+
+def test_a_thread_that_left_the_table_of_files_never_rings_the_bell_of_a_valved_that_is_gone(world):
+    """It has the old file under that number, and all eventfds look alike."""
+    puppet, client = world.online()
+    there = Elsewhere(puppet)
+    client.gate(1)
+    there.launch(1)
+    assert client.bells() == 1
+
+    world.daemons[0].close()
+    heir = world.daemon(ONLINE).client()
+    until(lambda: heir.submitted() == 1, "it is told what was launched before")
+    heir.gate(3)
+    there.launch(1)
+
+    assert heir.bells() == 1
+
+
+def test_a_channel_of_a_thread_that_left_the_table_of_files_is_never_left_out(world):
+    """Its copy of the link is that of a valved that is gone."""
+    puppet, _ = world.offline()
+    process, there = Process.begin(puppet), Elsewhere(puppet)
+    world.daemons[0].close()
+    heir = world.daemon(OFFLINE).client()
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+    heir.expect(CHANNEL_ADD, h_channel=SECOND)  # the new link is in use
+
+    process.puppet = there
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+
+    heir.expect(CHANNEL_ADD, h_channel=FIRST)
 
 
 @pytest.mark.parametrize("way", ["dup2", "dup3"])

@@ -397,6 +397,16 @@ def test_an_order_to_stop_is_carried_out_and_answered(world, offline):
     assert client.region.order_status == 0
 
 
+def test_a_process_that_may_open_no_file_any_more_never_stays_deaf(offline):
+    """Below two descriptors the kernel refuses to wait for ours."""
+    puppet, _, client = offline
+    puppet.limit_fds(0)
+
+    for order in (1, 0):
+        seq = client.give_order(order)
+        until(lambda seq=seq: client.region.order_done == seq, "answered")
+
+
 def test_channels_that_join_a_stopped_process_are_stopped_too(world, offline):
     _, process, client = offline
     seq = client.give_order(1)

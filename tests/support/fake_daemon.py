@@ -206,7 +206,7 @@ class Words:
 
     def __setattr__(self, name: str, value: int) -> None:
         form, at = self.words[name]
-        struct.pack_into(form, self.memory, at, value)
+        self.memory[at : at + struct.calcsize(form)] = struct.pack(form, value)
 
 
 @dataclass
@@ -228,7 +228,8 @@ class Client:
         os.ftruncate(control_fd, CONTROL_BYTES)
         os.ftruncate(region_fd, REGION_BYTES)
         page = mmap.mmap(control_fd, CONTROL_BYTES)
-        struct.pack_into("<QIIIIQ", page, 0, CONTROL_MAGIC, ABI, CONTROL_BYTES, FEATURE_SCHEDULE_DONE, self.role, 7)
+        head = struct.pack("<QIIIIQ", CONTROL_MAGIC, ABI, CONTROL_BYTES, FEATURE_SCHEDULE_DONE, self.role, 7)
+        page[: len(head)] = head
         fcntl.fcntl(control_fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW)
         fcntl.fcntl(region_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
         self.control = Words(page, CONTROL_WORDS)

@@ -119,10 +119,10 @@ class KvNode:
 
     def aim(self, target_blocks: int) -> None:
         """Ask for offers."""
-        struct.pack_into("<I", self._table, 84, target_blocks)
+        self._table[84:88] = struct.pack("<I", target_blocks)
 
     def detach(self) -> None:
-        struct.pack_into("<I", self._table, 88, 1)
+        self._table[88:92] = struct.pack("<I", 1)
 
     def backed(self) -> list[int]:
         return np.flatnonzero(self.entries & 1).tolist()
@@ -134,8 +134,8 @@ class KvNode:
     def _change(self, blocks: list[int], backed: int) -> None:
         for block in blocks:
             self.entries[block] = ((self.entries[block] >> 1) + 1) << 1 | backed
-        struct.pack_into("<I", self._table, 80, int(np.count_nonzero(self.entries & 1)))
-        struct.pack_into("<Q", self._table, 64, self.epoch + 1)
+        self._table[80:84] = struct.pack("<I", int(np.count_nonzero(self.entries & 1)))
+        self._table[64:72] = struct.pack("<Q", self.epoch + 1)
 
     # ---- what the hook wrote ----
 
@@ -223,8 +223,8 @@ class KvNode:
         columns = 0 if self.is_blank else int(self.column_of.max()) + 1
         magic = 0 if self.break_table else 0x31425456564B4C56
         head = (magic, 1, size, blocks, block_tokens, columns, 128, 128 + 4 * blocks)
-        struct.pack_into("<QIIIIIII", self._table, 0, *head)
-        struct.pack_into("<I", self._table, 84, blocks)
+        self._table[:36] = struct.pack("<QIIIIIII", *head)
+        self._table[84:88] = struct.pack("<I", blocks)
         self._table[128 : 128 + 4 * blocks] = self.entries.tobytes()
         self._table[128 + 4 * blocks :] = (self.column_of * (not self.is_blank)).astype(np.uint32).tobytes()
         self.entries = np.frombuffer(self._table, dtype=np.uint32, count=blocks, offset=128)
@@ -234,7 +234,7 @@ class KvNode:
         book_fd = memfd("book", book_bytes)
         self._book = mmap.mmap(book_fd, book_bytes)
         head = (0x314B4256564B4C56, 1, book_bytes, rows, row_blocks, 192, heads, cells)
-        struct.pack_into("<QIIIIIII", self._book, 0, *head)
+        self._book[:36] = struct.pack("<QIIIIIII", *head)
         self.attached = attached
         send(link, TABLE, struct.pack("<HHIII", self.kv_abi, 0, size, book_bytes, 0), seq, table_fd, book_fd)
 

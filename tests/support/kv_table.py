@@ -62,16 +62,17 @@ class Hook:
         for block in blocks:
             at = HEAD + 4 * block
             before = struct.unpack_from("<I", self.table, at)[0]
-            struct.pack_into("<I", self.table, at, ((before >> 1) + 1) << 1 | backed)
-        struct.pack_into("<QQ", self.table, 64, self.epoch + 1, time.monotonic_ns())
+            self.table[at : at + 4] = struct.pack("<I", ((before >> 1) + 1) << 1 | backed)
+        self.table[64:80] = struct.pack("<QQ", self.epoch + 1, time.monotonic_ns())
         return self.epoch
 
     def aim(self, target_blocks: int) -> None:
-        struct.pack_into("<I", self.table, 84, target_blocks)
+        self.table[84:88] = struct.pack("<I", target_blocks)
 
     def set_columns(self, column_of: list[int]) -> None:
-        struct.pack_into(f"<{self.blocks}I", self.table, HEAD + 4 * self.blocks, *column_of)
-        struct.pack_into("<I", self.table, 24, max(column_of) + 1)
+        at = HEAD + 4 * self.blocks
+        self.table[at : at + 4 * self.blocks] = struct.pack(f"<{self.blocks}I", *column_of)
+        self.table[24:28] = struct.pack("<I", max(column_of) + 1)
 
     def close(self) -> None:
         self.table.close()
@@ -118,12 +119,13 @@ class Hooks:
         os.ftruncate(book_fd, book_bytes)
         table, book = mmap.mmap(table_fd, table_bytes), mmap.mmap(book_fd, book_bytes)
         head = (TABLE_MAGIC, 1, table_bytes, message.blocks, message.block_tokens, 1, HEAD, HEAD + 4 * message.blocks)
-        struct.pack_into("<QIIIIIII", table, 0, *head)
+        table[:36] = struct.pack("<QIIIIIII", *head)
         backed = message.blocks if self.backed is None else self.backed
-        struct.pack_into(f"<{message.blocks}I", table, HEAD, *[block < backed for block in range(message.blocks)])
-        struct.pack_into("<II", table, 80, backed, message.blocks)
-        struct.pack_into(
-            "<QIIIIIII", book, 0, BOOK_MAGIC, 1, book_bytes, message.rows, message.row_blocks, 192, heads, cells
+        entries = struct.pack(f"<{message.blocks}I", *[block < backed for block in range(message.blocks)])
+        table[HEAD : HEAD + len(entries)] = entries
+        table[80:88] = struct.pack("<II", backed, message.blocks)
+        book[:36] = struct.pack(
+            "<QIIIIIII", BOOK_MAGIC, 1, book_bytes, message.rows, message.row_blocks, 192, heads, cells
         )
         hook = Hook(client, message, self._tensors.get(id(client), []), table, book)
         hook.set_columns([block * self.columns // message.blocks for block in range(message.blocks)])

@@ -223,7 +223,7 @@ class Tree:
 
 def channel_params(vaspace: int, size: int = 368) -> bytes:
     params = bytearray(size)
-    struct.pack_into("<I", params, 28, vaspace)
+    params[28:32] = struct.pack("<I", vaspace)
     return bytes(params)
 
 

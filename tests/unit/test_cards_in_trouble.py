@@ -30,7 +30,7 @@ def nvml(monkeypatch):
     def processes(handle, count, room):
         del handle
         count._obj.value = 1
-        cards._PROCESS.pack_into(room, 0, 4711, 1 << 62, 0, 0)
+        memoryview(room).cast("B")[: cards._PROCESS.size] = cards._PROCESS.pack(4711, 1 << 62, 0, 0)
         return 0
 
     fake = SimpleNamespace(

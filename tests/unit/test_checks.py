@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from valve_tools.check import firstlines, names, sizes, wiring
+from valve_tools.check import firstlines, names, sharing, sizes, wiring
 
 OWNER = "class Gate:\n    def __init__(self):\n        self.opened: Callable[[], None] = lambda: None\n"
 LISTENER = "class {0}:\n    def __init__(self):\n        self.listener = Listener()\n"
@@ -124,3 +124,9 @@ def test_no_page_names_what_its_class_does_not_have() -> None:
         "Ledger.grow is in no class",
         "Booker.end is in no class",
     ]
+
+
+def test_a_word_that_another_process_reads_is_never_zero_while_it_is_written() -> None:
+    """pack_into clears its place first. A thread that is taken off the core just there leaves the zero for a while."""
+    assert sharing.judge('struct.pack_into("<Q", page, 8, 7)\nHEAD.pack_into(page, 0, *head)\n') == [1, 2]
+    assert sharing.judge('page[8:16] = struct.pack("<Q", 7)\nstruct.unpack_from("<Q", page)\n') == []

@@ -222,7 +222,7 @@ def _driver_channels(gpu: int, count: int) -> tuple[int, list[link.Channel]]:
     channels = []
     for number in range(count):
         params = bytearray(368)
-        struct.pack_into("<I", params, 28, 3)
+        params[28:32] = struct.pack("<I", 3)
         handle, filled = _alloc(ctl, client, 4, 0x10 + number, CHANNEL, bytes(params))
         channels.append(_channel(gpu, client, handle, struct.unpack_from("<I", filled, 132)[0]))
     return ctl, channels

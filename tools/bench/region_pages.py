@@ -43,7 +43,7 @@ class Page:
 
     def __setitem__(self, name: str, value: int) -> None:
         field = self._fields[name]
-        struct.pack_into(field.format, self.memory, field.offset, value)
+        self.memory[field.offset : field.offset + field.bytes] = struct.pack(field.format, value)
 
     def close(self) -> None:
         self.memory.close()
@@ -74,4 +74,5 @@ def fill_region(region: Page, *, features: int = Feature.GAPS) -> None:
 
 def set_submitted(region: Page, slot: int, count: int) -> None:
     """One launching thread's counter."""
-    struct.pack_into("<Q", region.memory, SLOT_OFFSET + slot * valve_abi.SLOT.size, count)
+    at = SLOT_OFFSET + slot * valve_abi.SLOT.size
+    region.memory[at : at + 8] = struct.pack("<Q", count)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valve_tools.check import firstlines, includes, names, results, sizes, wiring
+from valve_tools.check import firstlines, includes, names, results, sharing, sizes, wiring
 from valve_tools.check.tree import ROOT, command, tracked
 
 PACKAGES = {
@@ -86,6 +86,7 @@ STEPS = {
     "sizes": sizes.findings,
     "names": names.findings,
     "wiring": wiring.findings,
+    "sharing": sharing.findings,
     "first lines": firstlines.findings,
     "results": results.findings,
 }

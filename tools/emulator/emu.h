@@ -44,6 +44,7 @@
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
@@ -173,10 +174,10 @@ struct emu_process {
 	struct emu_interval interval[EMU_INTERVALS];
 };
 
-/* Which threads OpenMP's libraries started for a thread; at most room of them. `joined` runs on every thread that a
- * thread starts from then on, before its own code, and `left` when that ends. */
+/* Which threads OpenMP's libraries started for a thread; at most room of them. From then on `joined` runs on every thread
+ * that is started while `joins` says so of its creator, before its own code, and `left` when a thread ends. */
 uint32_t emu_threads_of(uint32_t creator, uint32_t *tids, uint32_t room);
-void emu_threads_watch(void (*joined)(uint32_t creator), void (*left)(void));
+void emu_threads_watch(bool (*joins)(void), void (*joined)(uint32_t creator), void (*left)(void));
 
 /* libfakenv offers these to libcuda, which does without where there is none. */
 struct emu_process *emu_process_page(void);

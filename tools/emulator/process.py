@@ -107,7 +107,8 @@ class ProcessPage:
         for name, value in settings.items():
             if name not in names:
                 raise ValueError(f"process {self.pid} has no setting {name}; it has: {', '.join(names) or 'none yet'}")
-            struct.pack_into("<Q", self._page, _HEAD.size + names.index(name) * _SETTING.size + 24, value)
+            at = _HEAD.size + names.index(name) * _SETTING.size + 24
+            self._page[at : at + 8] = struct.pack("<Q", value)
 
 
 def inside_ns(

@@ -54,8 +54,8 @@ class RigDesk:
         size = at + 8 * blocks
         head = wire.TABLE_MAGIC, wire.KV_ABI, size, blocks, 16, max(column_of) + 1, at, at + 4 * blocks
         self._table, fd = memory("table", size)
-        wire.TABLE_HEAD.pack_into(self._table, 0, *head)
-        struct.pack_into("<II", self._table, wire.TABLE_BACKED_BLOCKS, blocks, blocks)
+        self._table[: wire.TABLE_HEAD.size] = wire.TABLE_HEAD.pack(*head)
+        self._write(wire.TABLE_BACKED_BLOCKS, "<II", blocks, blocks)
         self.entries = np.frombuffer(self._table, dtype=np.uint32, count=blocks, offset=at)
         self.entries[:] = 1
         np.frombuffer(self._table, dtype=np.uint32, count=blocks, offset=at + 4 * blocks)[:] = column_of
@@ -63,8 +63,8 @@ class RigDesk:
         cells = heads + wire.ROW.size * rows
         book_bytes = cells + 4 * rows * row_blocks
         self._book, book_fd = memory("book", book_bytes)
-        wire.BOOK_HEAD.pack_into(
-            self._book, 0, wire.BOOK_MAGIC, wire.KV_ABI, book_bytes, rows, row_blocks, wire.BOOK_BYTES, heads, cells
+        self._book[: wire.BOOK_HEAD.size] = wire.BOOK_HEAD.pack(
+            wire.BOOK_MAGIC, wire.KV_ABI, book_bytes, rows, row_blocks, wire.BOOK_BYTES, heads, cells
         )
         self.session = Session(number=1, table=Table(fd, size), book=Book(book_fd, book_bytes))
         self.sessions.begin(self.session)
@@ -76,13 +76,16 @@ class RigDesk:
         self._change(blocks, 1)
 
     def aim(self, target_blocks: int) -> None:
-        struct.pack_into("<I", self._table, wire.TABLE_TARGET_BLOCKS, target_blocks)
+        self._write(wire.TABLE_TARGET_BLOCKS, "<I", target_blocks)
 
     def _change(self, blocks: Sequence[int], backed: int) -> None:
         self.entries[blocks] = ((self.entries[blocks] >> 1) + 1) << 1 | backed
-        struct.pack_into("<I", self._table, wire.TABLE_BACKED_BLOCKS, int(np.count_nonzero(self.entries & 1)))
+        self._write(wire.TABLE_BACKED_BLOCKS, "<I", int(np.count_nonzero(self.entries & 1)))
         (epoch,) = struct.unpack_from("<Q", self._table, wire.TABLE_EPOCH)
-        struct.pack_into("<Q", self._table, wire.TABLE_EPOCH, epoch + 1)
+        self._write(wire.TABLE_EPOCH, "<Q", epoch + 1)
+
+    def _write(self, at: int, form: str, *numbers: int) -> None:
+        self._table[at : at + struct.calcsize(form)] = struct.pack(form, *numbers)
 
 
 def memory(name: str, size: int) -> tuple[mmap.mmap, int]:

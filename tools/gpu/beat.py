@@ -38,11 +38,11 @@ class Beat:
 
     def go(self) -> None:
         """Let a workload that was started held begin."""
-        struct.pack_into("<I", self._page, GATE, 0)
+        self._page[GATE : GATE + 4] = struct.pack("<I", 0)
 
     def stop(self) -> None:
         """Ask the workload to end by itself."""
-        struct.pack_into("<I", self._page, STOP, 1)
+        self._page[STOP : STOP + 4] = struct.pack("<I", 1)
 
     def close(self) -> None:
         self._page.close()

@@ -21,7 +21,8 @@ from valved.clients.turns import PASS_NS, Knocks, TurnLine
 from valved.machine.callers import Accepted
 
 if TYPE_CHECKING:
-    from valved.clients.server import LinkConnection, LinkServer
+    from valved.clients.connection import LinkConnection
+    from valved.clients.server import LinkServer
 
 PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet
 PENDING = 512  # of all processes together, but for those that were claimed themselves

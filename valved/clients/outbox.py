@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from valved.clients.dear import LinkLane
 from valved.fds import Fds
 
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
@@ -32,15 +35,26 @@ def widen(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
+def send_on(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
 Arrived = Callable[[], object]
+Unsent = tuple[bytes, list[int]]
+Item = tuple[bytes, list[int], Arrived | None]
 
 
 class Outbox:
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[str], None], lane: LinkLane
+    ) -> None:
         self._loop = loop
         self._sock = sock
         self._broken = broken
-        self._queue: deque[tuple[bytes, list[int], Arrived | None]] = deque()
+        self._lane = lane
+        self._queue: deque[Item] = deque()
+        self._handed: Item | None = None  # the first of them, with a thread aside
         self._bytes = self._fds = 0
         self._timer: asyncio.TimerHandle | None = None
         self._taken = 0  # packets that left the queue, ever
@@ -49,7 +63,7 @@ class Outbox:
         """Whether it may arrive; `arrived` is called when it has. From then on it lies in the peer's socket, and the
         peer reads it even if we are gone. What waits here dies with us. The descriptors stay the caller's.
         """
-        if self._queue:
+        if self._queue or self._lane.is_aside:
             return self._keep(packet, fds, arrived)
         try:
             self._send(packet, fds)
@@ -62,16 +76,17 @@ class Outbox:
             arrived()
         return True
 
-    def close(self) -> list[int]:
-        """Descriptors of ours that were never sent."""
+    def close(self) -> list[Unsent]:
+        """Packets that no thread has begun to send, with descriptors of ours."""
         self._stop_writing()
-        left = [fd for _, fds, _ in self._queue for fd in fds]
+        unsent = [(packet, fds) for packet, fds, _ in self._queue]
         self._queue.clear()
-        return left
+        return unsent[1:] if self._handed else unsent
 
-    def _send(self, packet: bytes, fds: tuple[int, ...] | list[int]) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self._sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    def _send(self, packet: bytes, fds: Sequence[int]) -> None:
+        began_ns = time.thread_time_ns()
+        send_on(self._sock, packet, fds)
+        self._lane.took(began_ns)
 
     def _keep(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None) -> bool:
         if self._bytes + len(packet) > MOST_BYTES or self._fds + len(fds) > MOST_FDS:
@@ -88,8 +103,11 @@ class Outbox:
         self._bytes += len(packet)
         self._fds += len(mine)
         if len(self._queue) == 1:
-            self._loop.add_writer(self._sock, self._flush)
             self._watch(self._taken)
+            if self._lane.is_aside:
+                self._hand_over()
+            else:
+                self._loop.add_writer(self._sock, self._flush)
         return True
 
     def _watch(self, taken: int) -> None:
@@ -106,25 +124,66 @@ class Outbox:
 
     def _flush(self) -> None:
         while self._queue:
-            packet, fds, arrived = self._queue[0]
+            if self._lane.is_aside:
+                self._loop.remove_writer(self._sock)
+                self._hand_over()
+                return
+            packet, fds, _ = self._queue[0]
             try:
                 self._send(packet, fds)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._stop_writing()
-                self._broken("its socket is broken")
+                self._break()
                 return
-            self._queue.popleft()
-            self._taken += 1
-            self._bytes -= len(packet)
-            self._fds -= len(fds)
-            for fd in fds:  # ours to begin with: closing them waits for nobody
-                os.close(fd)
-            if arrived is not None:
-                arrived()
+            self._is_sent()
         if not self._queue:  # a caller that was told may have sent more
             self._stop_writing()
+
+    def _is_sent(self) -> None:
+        """The first of the queue."""
+        packet, fds, arrived = self._queue.popleft()
+        self._taken += 1
+        self._bytes -= len(packet)
+        self._fds -= len(fds)
+        for fd in fds:  # ours to begin with: closing them waits for nobody
+            os.close(fd)
+        if arrived is not None:
+            arrived()
+
+    def _break(self) -> None:
+        self._stop_writing()
+        self._broken("its socket is broken")
+
+    def _hand_over(self) -> None:
+        """The first of the queue to a thread, with a descriptor of its own: the link may be closed meanwhile."""
+        if self._handed is not None:
+            return
+        packet, fds, _ = self._queue[0]
+        try:
+            copy = self._sock.dup()
+        except OSError:
+            self._stop_writing()
+            self._broken("out of descriptors")
+            return
+        self._handed = self._queue[0]
+        self._lane.do(partial(_send_and_close, copy, packet, fds), self._come_back)
+
+    def _come_back(self, _: None, error: Exception | None) -> None:
+        handed, self._handed = self._handed, None
+        if not self._queue or self._queue[0] is not handed:  # closed
+            for fd in handed[1] if handed is not None else ():
+                os.close(fd)
+        elif isinstance(error, BlockingIOError | InterruptedError):
+            self._loop.add_writer(self._sock, self._flush)
+        elif error is not None:
+            self._break()
+        else:
+            self._is_sent()
+            if self._queue:
+                self._hand_over()
+            else:
+                self._stop_writing()
 
     def _stop_writing(self) -> None:
         if self._queue or self._timer is not None:
@@ -133,3 +192,8 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _send_and_close(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
+    with sock:
+        send_on(sock, packet, fds)

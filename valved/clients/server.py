@@ -3,26 +3,23 @@
 Everything is non-blocking and bounded: a peer is read a few packets at a time, and no longer than its share of the loop
 (turns.py). Before its HELLO it waits for its turn (arrivals.py). One that does not read is dropped after a while
 (outbox.py), one that says nothing likewise, and one malformed packet ends its connection. What strangers sent is never
-closed here: close() may take as long as they like.
+closed here: close() may take as long as they like. What costs too much is done aside of the loop (dear.py).
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
 import resource
-import select
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from valved.abi.link import (
     MAX_FDS,
-    MAX_PACKET,
-    Body,
     Hello,
     LinkType,
     Malformed,
@@ -33,13 +30,14 @@ from valved.abi.link import (
     parse,
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
-from valved.clients.outbox import Arrived, Outbox, widen
+from valved.clients.aside import AsideReader
+from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received
+from valved.clients.dear import DearAccounts
 from valved.clients.register import Register
-from valved.clients.turns import PASS_NS, Turns
+from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
-from valved.machine.callers import CREDENTIALS, MOST, Accepted, accept
+from valved.machine.callers import MOST, Accepted, accept
 from valved.machine.helpers import Closer
-from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
 
 BACKLOG = MOST  # what is accepted in one pass of the loop: so many stand before a HELLO that comes
@@ -49,10 +47,6 @@ KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the k
 BEHIND_S = (
     0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
 )
-SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
-RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
-_SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 FDS_MOST = {
     LinkType.RM_CLIENT: 1,
     LinkType.KV_HELD: MAX_FDS,
@@ -81,83 +75,16 @@ FROM_CLIENT = frozenset(
 )
 
 
-class LinkConnection:
-    """One accepted peer."""
-
-    def __init__(self, server: LinkServer, fd: int, caller: LinkCaller) -> None:
-        self._server = server
-        self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
-        self.caller = caller
-        self.pid, self.uid = caller.pid, caller.uid
-        self.since_ns = time.monotonic_ns()
-        self.client: ClientId | None = None
-        self.is_open = True
-        self.is_online = False
-        self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
-        self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why))
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def send(
-        self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
-    ) -> bool:
-        """As of an outbox. Never waits."""
-        return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds, arrived)
-
-    def receive(self) -> tuple[bytes, list[int]] | None:
-        """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
-        try:
-            data, ancillary, flags, _ = self._sock.recvmsg(MAX_PACKET + 1, ANCILLARY, RECEIVE)
-        except (BlockingIOError, InterruptedError):
-            return None
-        except OSError as error:
-            raise EOFError from error
-        fds = _descriptors(ancillary)
-        self.sender = _sender(ancillary, self.sender)
-        if flags & socket.MSG_CTRUNC:  # all that can be sent fits: valved itself was out of them
-            self._server.closer.close(fds)
-            raise EOFError("valved is out of descriptors")
-        if flags & socket.MSG_TRUNC:
-            self._server.closer.close(fds)
-            raise Malformed("a packet was cut short")
-        if not data:
-            self._server.closer.close(fds)
-            raise EOFError
-        return data, fds
-
-    def has_left(self) -> bool:
-        """Its other end is closed. A HELLO that waited for long may be nobody's by now, and costs far more."""
-        end = select.poll()
-        end.register(self.fileno(), 0)
-        return bool(end.poll(0))
-
-    def open_up(self) -> None:
-        """It has said HELLO: room for answers, and it may pass descriptors."""
-        widen(self._sock)
-        with contextlib.suppress(OSError):
-            self._sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 1)
-
-    def close(self) -> None:
-        """The server forgets the peer; its client, if any, is the register's business. The peer hears the end at once;
-        the socket itself is closed elsewhere, with what is still queued in it."""
-        if self.is_open:
-            self.is_open = False
-            self._server.forget(self)
-            left = self.outbox.close()
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-            self._server.closer.close([*left, self._sock.detach()])
-
-
 class LinkServer:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float, closer: Closer
     ) -> None:
         self.loop = self._loop = loop
         self.closer = closer
+        self.dear = DearAccounts(loop)
+        self._aside = AsideReader(self)
         self._turns = Turns()
-        self._arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
+        self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
@@ -182,7 +109,7 @@ class LinkServer:
         fresh.unlink(missing_ok=True)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # of each packet, not only of the connection
         with contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)  # until HELLO; connections inherit both
+            listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)  # until HELLO; connections inherit both
         listener.bind(str(fresh))
         fresh.chmod(0o666)  # anybody may knock; quotas and identity come after
         listener.listen(BACKLOG)
@@ -202,7 +129,7 @@ class LinkServer:
             self._for_clients().unlink(missing_ok=True)
         for peer in list(self._peers):
             peer.close()
-        self._arrivals.close()
+        self.arrivals.close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -217,7 +144,7 @@ class LinkServer:
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
         self._peers.discard(peer)
-        self._arrivals.forget(peer)
+        self.arrivals.forget(peer)
 
     @property
     def peers(self) -> int:
@@ -231,7 +158,7 @@ class LinkServer:
             self._refuse_one()
             self._rest_accepting(0.1)
             return
-        if not self._arrivals.come(accepted):
+        if not self.arrivals.come(accepted):
             self._rest_accepting(FLOOD_REST_S)
 
     def _rest_accepting(self, seconds: float) -> None:
@@ -279,7 +206,13 @@ class LinkServer:
         if peer.has_left():
             self._drop(peer, "link closed")
             return True
-        return self._read_one(peer)
+        if not peer.lane.is_aside:
+            return self.read_one(peer)
+        if not peer.has_spoken():
+            return False
+        self.arrivals.forget(peer)
+        self._aside.read(peer)
+        return True
 
     def drop(self, peer: LinkConnection, why: str, *, is_wrong: bool) -> None:
         if is_wrong:
@@ -292,41 +225,48 @@ class LinkServer:
         if not peer.is_online:
             wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
             if wait_ns or self.closer.is_behind:
-                self._rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
+                self.rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
                 return
-        later = self._register.postponed_online if peer.is_online else self._register.postponed
+        if peer.lane.is_aside:
+            self._aside.read(peer)
+            return
+        later = self.later(peer)
         if later.has_time():
             later.do(peer.pid, partial(self._read_some, peer))
         else:
             self._loop.remove_reader(peer.fileno())
             later.do(peer.pid, partial(self._read_later, peer))
 
+    def later(self, peer: LinkConnection) -> Postponed:
+        return self._register.postponed_online if peer.is_online else self._register.postponed
+
     def _read_later(self, peer: LinkConnection) -> None:
-        self._go_on(peer)
+        self.go_on(peer)
         self._read_some(peer)
 
-    def _rest(self, peer: LinkConnection, seconds: float) -> None:
+    def rest(self, peer: LinkConnection, seconds: float) -> None:
         """Not read for a while; the end of its process is noticed all the same."""
         self._loop.remove_reader(peer.fileno())
-        self._loop.call_later(seconds, self._go_on, peer)
+        self._loop.call_later(seconds, self.go_on, peer)
 
-    def _go_on(self, peer: LinkConnection) -> None:
+    def go_on(self, peer: LinkConnection) -> None:
         if peer.is_open:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(PACKETS_AT_ONCE):
-            if not peer.is_open or not self._read_one(peer) or time.monotonic_ns() > until_ns:
+            if not peer.is_open or not self.read_one(peer) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
-    def _read_one(self, peer: LinkConnection) -> bool:
+    def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
         """Whether there was anything, the end included."""
         try:
-            received = peer.receive()
+            received = (receive or peer.receive)()
             if received is None:
                 return False
-            self._take(peer, *received)
+            peer.sender = received.sender or peer.sender
+            self._take(peer, received.data, received.fds)
         except EOFError as end:
             self._drop(peer, str(end) or "link closed")
         except Malformed as error:
@@ -359,7 +299,7 @@ class LinkServer:
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
-        self._arrivals.forget(peer)
+        self.arrivals.forget(peer)
         peer.open_up()  # before the answer that invites descriptors
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
@@ -376,22 +316,4 @@ class LinkServer:
         if peer.client is not None:
             self._register.leave(peer.client, reason)
             if not peer.is_online:
-                self._arrivals.took(peer.caller, time.thread_time_ns() - began_ns)
-
-
-def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:
-    """The process that sent the packet, as the kernel says."""
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
-            return int(CREDENTIALS.unpack_from(data)[0])
-    return before
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found: list[int] = []
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array.array("i")
-            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-            found.extend(numbers)
-    return found
+                self.arrivals.took(peer.caller, time.thread_time_ns() - began_ns)

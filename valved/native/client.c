@@ -128,11 +128,11 @@ void client_reap(struct valve_client *client)
 		errand_do(client, ERRAND_END);
 }
 
-/* What is left of it. By the thread that runs its last errand. */
-void client_end(struct valve_gate *gate, struct valve_client *client)
+/* What is left of it. By the thread that runs its last errand. The doorbell is not taken out of the listeners' epoll: whoever
+ * does holds the lock of that epoll while it waits for the eventfd's, which the client can keep by ringing, and no listener
+ * hears anybody meanwhile. It has been muted, and goes with its file, of which the client must keep a descriptor for that. */
+void client_end(struct valve_client *client)
 {
-	if (client->service >= 0 && client->doorbell >= 0)
-		listener_remove(gate, client);
 	for (uint32_t i = 0; i < MAX_PASSED; i++)
 		close_fd(client->passed[i]);
 	close_fd(client->doorbell);

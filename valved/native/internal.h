@@ -353,7 +353,6 @@ int listener_open(struct valve_gate *gate);
 struct gpu *listener_serve(struct valve_gate *gate);
 void listener_quiesce(struct valve_gate *gate);
 int listener_add(struct valve_gate *gate, struct valve_client *client);
-void listener_remove(struct valve_gate *gate, const struct valve_client *client);
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute);
 
 /* worker.c */

@@ -163,7 +163,8 @@ int listener_add(struct valve_gate *gate, struct valve_client *client)
 
 /* A doorbell that is not listened to is marked as muted, always, so that the watchdog finds it: the mark is set after the
  * listening ends, and cleared before it begins again. Listener and watchdog may both be here for one client. EPOLLET: a client
- * can bring the counter to its end, and that error is always reported; without an edge, again and again. */
+ * can bring the counter to its end, and that error is always reported; without an edge, again and again. Unlike the end of
+ * the listening for good (client_end) it takes no lock of the eventfd. */
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute)
 {
 	if (!mute)
@@ -174,13 +175,6 @@ void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mu
 		store_release(&gate->mutes,
 		              1); /* pairs with the swap in watchdog_main, which finds the client */
 	}
-}
-
-/* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. May wait for as long as it likes: it
- * can keep the lock of the eventfd, which muting does not take. */
-void listener_remove(struct valve_gate *gate, const struct valve_client *client)
-{
-	epoll_ctl(gate->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);
 }
 
 int listener_open(struct valve_gate *gate)

@@ -84,6 +84,7 @@ void valve_ring(void)
 {
 	struct valve_region *region = VALVE_REGION;
 	uint32_t epoch = load_acquire(&VALVE_LAUNCH->gate_epoch);
+	bool is_heard = true, is_borrowed;
 	const uint64_t one = 1;
 	int bell;
 
@@ -95,12 +96,15 @@ void valve_ring(void)
 	store_release(&region->busy,
 	              1); /* valved reads launch_ns after it saw the bell, which is ordered by the kernel */
 	store_relaxed(&region->rings, load_relaxed(&region->rings) + 1);
-	bell = valve_own(VALVE_OWN_DOORBELL);
+	bell = valve_own_borrow(VALVE_OWN_DOORBELL, &is_borrowed);
 	if (bell < 0)
 		valve_own_hang_up(); /* closed behind our back: a new link brings a new one, which rings for us */
 	else if (syscall(SYS_write, bell, &one, sizeof(one)) < 0)
-		return; /* no listener: valved is gone, and then no work is gated either */
-	valve_wake_watcher();
+		is_heard = false; /* no listener: valved is gone, and then no work is gated either */
+	if (is_borrowed)
+		syscall(SYS_close, bell);
+	if (is_heard)
+		valve_wake_watcher();
 }
 
 /*
@@ -150,6 +154,7 @@ void *valve_launch_slow(struct valve_entry *entry)
 	int saved_errno = errno;
 	void *real = load_acquire(&entry->real);
 
+	valve_heed_child();
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
 	if ((load_relaxed(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {

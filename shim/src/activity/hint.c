@@ -47,6 +47,7 @@ void valve_hint_open_requests(uint32_t open)
 {
 	bool begins;
 
+	valve_heed_child();
 	valve_lock(&hint.lock);
 	begins = open > 0 && hint.open == 0;
 	hint.started += open > hint.open ? open - hint.open : 0;

@@ -45,6 +45,7 @@ struct rm_map valve_rm = {.objects = objects, .capacity = OBJECTS, .readable = i
 void valve_capture_reset(void)
 {
 	valve_watched_reset();
+	valve_ends_forget();
 	if (uvm_fd)
 		uvm_fd = 0;
 	if (valve_rm.version || valve_rm.used || valve_rm.incomplete) {
@@ -165,10 +166,9 @@ static void watch_fd(int fd, const char *path)
 	int saved_errno = errno;
 	bool is_watched;
 
-	if (fd < 0 || kind == WATCHED_NOT || valve_tls.inside)
+	if (fd < 0 || kind == WATCHED_NOT || valve_tls.inside || !valve_begin_process())
 		return;
 	valve_tls.inside++;
-	valve_shim.pid = (uint32_t)syscall(SYS_getpid);
 	is_watched = valve_watch(fd, kind);
 	if (kind == WATCHED_CTL) {
 		query_driver(fd);

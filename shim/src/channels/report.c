@@ -172,34 +172,43 @@ static int send_report(struct report *report, bool wait)
 	                          -1, ANSWER_MS);
 }
 
-/* The socket is full. The session goes on when there is room; its own bell wakes it. */
+/* The socket is full, or is none of this thread's (unshare). The session goes on when there is room. Its own bell wakes it; where
+ * that is none of this thread's either, it looks by itself. */
 static void leave_to_session(void)
 {
 	const uint64_t one = 1;
 
-	if (!exchange_full(&valve_shim.untold, 1) &&
-	    syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one)) < 0)
-		store_relaxed(&valve_shim.untold, 0); /* the next driver call tries again */
+	if (!exchange_full(&valve_shim.untold, 1))
+		(void)!syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one));
 }
 
-void valve_capture_report(bool wait)
+/* False: the session is to tell the rest. */
+static bool tell_all(bool wait)
 {
 	struct report report;
 
-	store_relaxed(&valve_shim.untold, 0);
-	if (valve_rm.is_mps) /* before its channels: they are never gated */
-		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
+	if (!valve_ends_are_told())
+		return false;
 	while (valve_is_linked() && captures() && next_report(&report)) {
 		int err = send_report(&report, wait);
 
 		if (was_not_sent(err)) {
 			take_back(&report);
-			leave_to_session();
-			return;
+			return false;
 		}
 		if (report.kind == REPORT_CHANNEL)
 			remember_told(&report, wait && !err);
 	}
+	return true;
+}
+
+void valve_capture_report(bool wait)
+{
+	store_relaxed(&valve_shim.untold, 0);
+	if (valve_rm.is_mps) /* before its channels: they are never gated */
+		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
+	if (!tell_all(wait))
+		leave_to_session();
 	if (valve_rm.incomplete)
 		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
 	if (load_relaxed(&valve_shim.self_stopped))
@@ -215,6 +224,7 @@ void valve_capture_forget_reports(void)
 		object->reported = object->taken = object->wants_fd = 0;
 		object->note_due = object->app_disabled;
 	}
+	valve_ends_forget(); /* this valved has never heard of them */
 	valve_unlock(&valve_shim.capture_lock);
 }
 
@@ -256,41 +266,17 @@ int valve_capture_ack(const struct valve_link_header *packet, int length, struct
 
 /* ---- ends ---- */
 
-static void tell_end(const struct rm_object *object)
-{
-	struct valve_link_channel message = {
-	        .h_client = object->h_client, .h_channel = object->handle, .cid = object->cid};
-	const struct rm_object *device = rm_device_of(&valve_rm, object);
-
-	message.device_instance = device ? device->instance : 0;
-	if (device)
-		memcpy(message.gpu_uuid, device->uuid, sizeof(device->uuid));
-	if (valve_is_linked())
-		valve_link_send(&message, sizeof(message), VALVE_LINK_CHANNEL_DEL, -1);
-}
-
-/* Precondition: capture_lock is held. */
-static void tell_ends(uint32_t free_number)
-{
-	for (uint32_t i = 0; free_number && i < valve_rm.used; i++) {
-		struct rm_object *object = &valve_rm.objects[i];
-
-		if (object->dying != free_number || object->kind != RM_CHANNEL || !object->reported)
-			continue;
-		object->reported = 0;
-		tell_end(object);
-	}
-}
-
 void valve_report_closing(int fd)
 {
 	uint32_t free_number;
 
 	valve_lock(&valve_shim.capture_lock);
 	free_number = rm_closing(&valve_rm, fd);
-	tell_ends(free_number);
+	valve_ends_tell(free_number);
 	rm_bury(&valve_rm, free_number);
 	valve_unlock(&valve_shim.capture_lock);
+	if (!valve_ends_are_told())
+		leave_to_session();
 }
 
 /* ---- the ioctl hook's two halves ---- */
@@ -328,7 +314,7 @@ void valve_report_before(uint32_t request, const void *argument, struct rm_call 
 
 	valve_lock(&valve_shim.capture_lock);
 	rm_before(&valve_rm, request, argument, call);
-	tell_ends(call->free_number);
+	valve_ends_tell(call->free_number);
 	valve_unlock(&valve_shim.capture_lock);
 	if (call->is_enable && captures()) {
 		valve_capture_report(valve_is_offline());

@@ -156,28 +156,6 @@ void *valve_bind(struct valve_entry *entry, void *real, bool ptds)
 
 /* ---- fork, threads ---- */
 
-/*
- * In a forked child. It keeps: bound entries (same addresses), descriptors that the application opened. It gives up:
- * the parent's pages, link, map and threads. A CUDA context does not survive fork, so until the child opens
- * nvidiactl itself (and becomes a client of its own) every hook passes through.
- */
-void valve_reset_child(void)
-{
-	if (valve_shim.state != VALVE_STATE_NEW)
-		valve_map_fresh();
-	for (int which = 0; which < VALVE_OWNS; which++)
-		valve_own_close(which); /* else the parent's end of file would wait for the child's */
-	memset(&valve_shim, 0, sizeof(valve_shim));
-	valve_tls.slot = valve_tls.fenced = NULL;
-	valve_tls.inside = valve_tls.kv_depth = valve_tls.pool_depth = 0;
-	valve_capture_reset();
-	valve_contexts_reset();
-	valve_hint_reset_child();
-	valve_memory_reset();
-	valve_note_reset();
-	valve_say_reset_child();
-}
-
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */
 extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
 

@@ -4,7 +4,8 @@
  * uses a number without asking whether it still is our file. One that is not is forgotten, never closed.
  *
  * All eventfds share one inode. What tells ours from others is a mark on the open file: the signal that it would send
- * if it were asked to send one. No program asks.
+ * if it were asked to send one. No program asks. Each has another mark than those before it: a thread that left our table
+ * (unshare) keeps the file of a valved that is gone under that number.
  */
 #include "ownfd.h"
 
@@ -15,8 +16,17 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef SYS_pidfd_getfd
+#define SYS_pidfd_getfd 438
+#endif
+#define PIDFD_THREAD O_EXCL
+
 #define HIGH      900 /* below 1024: within the usual limit, and within an fd_set */
-#define MARK      61  /* a real-time signal */
+#define MARK      35  /* real-time signals, from here on */
+#define MARKS     29
 #define PUT_TRIES 100 /* as many yields as another thread has to end its open() under that number */
 
 static int number_of(const struct valve_own_fd *own)
@@ -24,19 +34,56 @@ static int number_of(const struct valve_own_fd *own)
 	return (int)load_acquire(&own->number) - 1;
 }
 
-static bool is_ours(const struct valve_own_fd *own)
+static bool has_mark(const struct valve_own_fd *own, int fd)
+{
+	for (int looks = 0; looks < 2; looks++) { /* another file may take the number between file and mark */
+		uint32_t found = (uint32_t)syscall(SYS_fcntl, fd, F_GETSIG);
+		uint32_t next = load_acquire(&own->next_mark), mark = load_acquire(&own->mark);
+
+		if (!mark || found == mark || (next && found == next))
+			return true;
+	}
+	return false;
+}
+
+static bool is_its_file(const struct valve_own_fd *own, int fd)
 {
 	struct stat now;
-	int fd = number_of(own);
 
 	return fd >= 0 && !syscall(SYS_fstat, fd, &now) && now.st_ino == load_relaxed(&own->ino) &&
-	       now.st_dev == load_relaxed(&own->dev) &&
-	       (!load_relaxed(&own->is_marked) || syscall(SYS_fcntl, fd, F_GETSIG) == MARK);
+	       now.st_dev == load_relaxed(&own->dev) && has_mark(own, fd);
+}
+
+static bool is_ours(const struct valve_own_fd *own)
+{
+	return is_its_file(own, number_of(own));
 }
 
 int valve_own(enum valve_own which)
 {
 	return is_ours(&valve_shim.own[which]) ? number_of(&valve_shim.own[which]) : -1;
+}
+
+/* In the table of the session's thread; before Linux 6.9 a table is named by the process's first thread alone. */
+int valve_own_borrow(enum valve_own which, bool *is_borrowed)
+{
+	const struct valve_own_fd *own = &valve_shim.own[which];
+	int number = number_of(own), fd = valve_own(which), table;
+
+	*is_borrowed = false;
+	if (fd >= 0 || number < 0)
+		return fd;
+	table = (int)syscall(SYS_pidfd_open, load_relaxed(&valve_shim.session), PIDFD_THREAD);
+	if (table < 0)
+		table = (int)syscall(SYS_pidfd_open, valve_shim.pid, 0);
+	if (table < 0)
+		return -1;
+	fd = (int)syscall(SYS_pidfd_getfd, table, number, 0);
+	syscall(SYS_close, table);
+	*is_borrowed = is_its_file(own, fd);
+	if (fd >= 0 && !*is_borrowed)
+		syscall(SYS_close, fd);
+	return *is_borrowed ? fd : -1;
 }
 
 /* Where there is no room it stays where it is. */
@@ -70,21 +117,26 @@ static bool put_there(int fd, int number)
  * that had to move leaves its old number open, to no effect, for a program to close. */
 void valve_own_take(enum valve_own which, int fd)
 {
+	static uint32_t taken;
 	struct valve_own_fd *own = &valve_shim.own[which];
 	int before = valve_own(which);
+	uint32_t mark = MARK + taken++ % MARKS;
 	struct stat file = {0};
 
 	syscall(SYS_fstat, fd, &file);
-	store_relaxed(&own->is_marked, !syscall(SYS_fcntl, fd, F_SETSIG, MARK));
+	mark = syscall(SYS_fcntl, fd, F_SETSIG, mark) ? 0 : mark;
+	store_relaxed(&own->next_mark, mark);
 	store_relaxed(&own->dev, file.st_dev);
 	store_relaxed(&own->ino, file.st_ino);
 	if (before >= 0 && put_there(fd, before)) {
 		syscall(SYS_close, fd);
-		return;
+	} else {
+		store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
+		if (before >= 0 && which == VALVE_OWN_LINK)
+			syscall(SYS_close, before);
 	}
-	store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
-	if (before >= 0 && which == VALVE_OWN_LINK)
-		syscall(SYS_close, before);
+	store_release(&own->mark, mark);
+	store_release(&own->next_mark, 0);
 }
 
 void valve_own_close(enum valve_own which)

@@ -81,6 +81,10 @@ void valve_slow(void)
 {
 }
 
+void valve_heed_child(void)
+{
+}
+
 void valve_memory_forget(CUcontext context, int device, bool is_gone)
 {
 	(void)context, (void)device, (void)is_gone;

@@ -253,6 +253,13 @@ static void signal_members(struct step *step)
 	}
 }
 
+static bool is_member(void)
+{
+	struct step *step;
+
+	return member_of(my_tid(), &step);
+}
+
 /* A thread that a member starts is one from its first instruction on. */
 static void thread_joins(uint32_t creator)
 {
@@ -290,7 +297,7 @@ static void prepare(void)
 	sigaddset(&park, EMU_PARK_SIGNAL);
 	pthread_sigmask(SIG_UNBLOCK, &park, NULL);
 	if (emu_threads_watch)
-		emu_threads_watch(thread_joins, thread_leaves);
+		emu_threads_watch(is_member, thread_joins, thread_leaves);
 }
 
 static struct step *step_of(uint32_t runner)

@@ -20,6 +20,7 @@ struct thread {
 	uint32_t tid, creator, pid; /* tid 0: free */
 };
 static struct thread openmp[THREADS];
+static bool (*joins)(void);
 static void (*joined)(uint32_t creator);
 static void (*left)(void);
 
@@ -29,6 +30,7 @@ struct start {
 	void *argument;
 	uint32_t creator;
 	enum origin origin;
+	bool joins; /* asked when it is made: a step that begins before it runs is none of its business */
 };
 
 static uint32_t my_tid(void)
@@ -101,7 +103,7 @@ static void *trampoline(void *argument)
 	if (s.origin == OPENMP)
 		remember(s.creator);
 	pthread_cleanup_push(forget, NULL);
-	if (__atomic_load_n(&joined, __ATOMIC_ACQUIRE))
+	if (s.joins)
 		joined(s.creator);
 	result = s.routine(s.argument);
 	pthread_cleanup_pop(1);
@@ -122,7 +124,8 @@ EXPORT int pthread_create(pthread_t *restrict out, const pthread_attr_t *restric
 		*(void **)&next = dlsym(RTLD_NEXT, "pthread_create");
 	if (!s)
 		return next(out, attributes, routine, argument);
-	*s = (struct start){routine, argument, my_tid(), origin};
+	*s = (struct start){routine, argument, my_tid(), origin,
+	                    __atomic_load_n(&joins, __ATOMIC_ACQUIRE) && joins()};
 	error = next(out, attributes, trampoline, s);
 	if (error)
 		free(s);
@@ -139,10 +142,11 @@ EXPORT uint32_t emu_threads_of(uint32_t creator, uint32_t *tids, uint32_t room)
 	return n;
 }
 
-EXPORT void emu_threads_watch(void (*on_start)(uint32_t), void (*on_end)(void))
+EXPORT void emu_threads_watch(bool (*on_create)(void), void (*on_start)(uint32_t), void (*on_end)(void))
 {
 	__atomic_store_n(&left, on_end, __ATOMIC_RELEASE);
 	__atomic_store_n(&joined, on_start, __ATOMIC_RELEASE);
+	__atomic_store_n(&joins, on_create, __ATOMIC_RELEASE); /* last: who reads it finds the others */
 }
 
 /* ---- masks ---- */

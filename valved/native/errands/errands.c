@@ -124,7 +124,7 @@ static void carry_out(struct valve_gate *gate, struct valve_client *client, bool
 		if (is_slow && due & ERRAND_GIVE_UP)
 			client_give_up_passed(client);
 		if (is_slow && due & ERRAND_END) {
-			client_end(gate, client);
+			client_end(client);
 			return;
 		}
 		taken = ERRAND_TAKEN;

@@ -56,7 +56,7 @@ void errand_do(struct valve_client *client, uint32_t what);
 
 /* client.c */
 void client_give_up_passed(struct valve_client *client);
-void client_end(struct valve_gate *gate, struct valve_client *client);
+void client_end(struct valve_client *client);
 
 /* bell.c */
 int bell_open(struct ringer *ringer);

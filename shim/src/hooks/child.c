@@ -1,0 +1,69 @@
+/*
+ * child.c - a process that was forked from ours. It keeps bound entries (same addresses) and descriptors that the application
+ * opened. It gives up the parent's pages, link, map and threads. A CUDA context does not survive fork, so until the child
+ * opens nvidiactl itself (and becomes a client of its own) every hook passes through.
+ *
+ * fork() calls us in the child. _Fork(), a bare clone() and musl do not: there the word below, which the kernel makes zero in
+ * a process of its own memory, tells the first hook that matters. A vfork child shares our memory, and reads what we read.
+ */
+#include "shim.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+enum { CHILD, BECOMING, SELF };
+
+static uint32_t *what_we_are; /* NULL: no driver was opened, or a kernel before 4.14 */
+
+void valve_reset_child(void)
+{
+	if (valve_shim.state != VALVE_STATE_NEW)
+		valve_map_fresh();
+	for (int which = 0; which < VALVE_OWNS; which++)
+		valve_own_close(which); /* else the parent's end of file would wait for the child's */
+	memset(&valve_shim, 0, sizeof(valve_shim));
+	valve_tls.slot = valve_tls.fenced = NULL;
+	valve_tls.inside = valve_tls.kv_depth = valve_tls.pool_depth = 0;
+	valve_capture_reset();
+	valve_contexts_reset();
+	valve_hint_reset_child();
+	valve_memory_reset();
+	valve_note_reset();
+	valve_say_reset_child();
+	if (what_we_are)
+		store_release(what_we_are, SELF);
+}
+
+void valve_heed_child(void)
+{
+	uint32_t is_child = CHILD;
+
+	if (!what_we_are || load_acquire(what_we_are) == SELF)
+		return;
+	if (swap_if(what_we_are, &is_child, BECOMING))
+		valve_reset_child();
+	while (load_acquire(what_we_are) != SELF)
+		syscall(SYS_sched_yield); /* another thread of the child is at it */
+}
+
+bool valve_begin_process(void)
+{
+	uint32_t pid = (uint32_t)syscall(SYS_getpid);
+	void *page;
+
+	valve_heed_child();
+	if (what_we_are && valve_shim.pid && valve_shim.pid != pid &&
+	    (uint32_t)syscall(SYS_getppid) == valve_shim.pid)
+		return false;
+	valve_shim.pid = pid;
+	if (what_we_are)
+		return true;
+	page = mmap(NULL, VALVE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (page != MAP_FAILED && !madvise(page, VALVE_PAGE, MADV_WIPEONFORK)) {
+		store_relaxed((uint32_t *)page, SELF);
+		store_release(&what_we_are, page);
+	} else if (page != MAP_FAILED) {
+		munmap(page, VALVE_PAGE);
+	}
+	return true;
+}

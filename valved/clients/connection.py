@@ -1,0 +1,173 @@
+"""One peer of the link socket: its packets, and the descriptors on them. Never waits for it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, build
+from valved.clients.arrivals import LinkCaller
+from valved.clients.dear import LinkLane
+from valved.clients.outbox import Arrived, Outbox, Unsent, send_on, widen
+from valved.machine.callers import CREDENTIALS
+from valved.machine.helpers import Closer
+from valved.model.ids import ClientId
+
+if TYPE_CHECKING:
+    from valved.clients.server import LinkServer
+
+SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
+RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
+SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    data: bytes
+    fds: list[int]
+    sender: int  # the process that sent it, as the kernel says; 0: it does not
+
+
+class LinkConnection:
+    def __init__(self, server: LinkServer, fd: int, caller: LinkCaller) -> None:
+        self._server = server
+        self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+        self.caller = caller
+        self.pid, self.uid = caller.pid, caller.uid
+        self.since_ns = time.monotonic_ns()
+        self.client: ClientId | None = None
+        self.is_open = True
+        self.is_online = False
+        self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
+        self.lane = LinkLane(server.dear, self._account)
+        self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(
+        self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
+    ) -> bool:
+        """As of an outbox. Never waits."""
+        return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds, arrived)
+
+    def receive(self) -> Received | None:
+        """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
+        began_ns = time.thread_time_ns()
+        try:
+            return _receive(self._sock, self._server.closer)
+        finally:
+            self.lane.took(began_ns)
+
+    def receive_aside(self) -> Callable[[], Received | None]:
+        """The same for a thread: this connection may be closed meanwhile. OSError: out of descriptors."""
+        copy, closer = self._sock.dup(), self._server.closer
+
+        def job() -> Received | None:
+            with copy:
+                return _receive(copy, closer)
+
+        return job
+
+    def has_left(self) -> bool:
+        """Its other end is closed. A HELLO that waited for long may be nobody's by now, and costs far more."""
+        return self._shows(0)
+
+    def has_spoken(self) -> bool:
+        return self._shows(select.POLLIN)
+
+    def open_up(self) -> None:
+        """It has said HELLO: room for answers, and it may pass descriptors."""
+        widen(self._sock)
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
+
+    def close(self) -> None:
+        """The server forgets the peer; its client, if any, is the register's business. The peer hears the end at once;
+        the socket itself is closed elsewhere, with what is still queued in it."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._server.forget(self)
+        unsent = self.outbox.close()
+        if self.lane.is_aside:
+            last_words = unsent if self.client is None else []  # that it is refused
+            self.lane.do(partial(_end, self._sock, last_words, unsent), lambda *_: None)
+            return
+        began_ns = time.thread_time_ns()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.lane.took(began_ns)
+        self._server.closer.close([*_fds_of(unsent), self._sock.detach()])
+
+    def _account(self) -> Hashable:
+        caller = self.caller
+        return caller.account if caller.account is not None else ("awaited", caller.root or caller.pid)
+
+    def _shows(self, events: int) -> bool:
+        seen = select.poll()
+        seen.register(self.fileno(), events)
+        return bool(seen.poll(0))
+
+
+def _fds_of(unsent: list[Unsent]) -> list[int]:
+    return [fd for _, fds in unsent for fd in fds]
+
+
+def _end(sock: socket.socket, last_words: list[Unsent], unsent: list[Unsent]) -> None:
+    try:
+        with contextlib.suppress(OSError):
+            for packet, fds in last_words:
+                send_on(sock, packet, fds)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+    finally:
+        for fd in _fds_of(unsent):
+            os.close(fd)
+        sock.close()
+
+
+def _receive(sock: socket.socket, closer: Closer) -> Received | None:
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET + 1, ANCILLARY, RECEIVE)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError as error:
+        raise EOFError from error
+    fds = _descriptors(ancillary)
+    if flags & socket.MSG_CTRUNC:  # all that can be sent fits: valved itself was out of them
+        closer.close(fds)
+        raise EOFError("valved is out of descriptors")
+    if flags & socket.MSG_TRUNC:
+        closer.close(fds)
+        raise Malformed("a packet was cut short")
+    if not data:
+        closer.close(fds)
+        raise EOFError
+    return Received(data, fds, _sender(ancillary))
+
+
+def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
+            return int(CREDENTIALS.unpack_from(data)[0])
+    return 0
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+            found.extend(numbers)
+    return found
