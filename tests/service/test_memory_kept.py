@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,9 +14,11 @@ from node_world import successor
 
 from valved.abi.link import Feature
 from valved.config import MIB, Config, MemoryTable
+from valved.kv.supply import kv_uses
 from valved.machine.cards import CardUse
-from valved.model.ids import Remap, Role
+from valved.model.ids import ProcessId, Remap, Role
 from valved.policy.keeping import MemoryUse
+from valved.state.kept import online_names
 
 SIZE = 2 * MIB
 SHIM = Feature.GAPS | Feature.MEMORY | Feature.KEEP
@@ -329,3 +334,74 @@ def test_what_was_reclaimed_before_a_reboot_never_counts_after_it(world):
     for second, is_same in ((same, True), (other, False)):
         assert bool(second.kv.reserve.budget.saved()) is is_same
         assert bool(second.kv.supply.peaks.saved()) is is_same
+
+
+def calls_of_a_look(tmp_path, services):
+    """At cards that say what they said before."""
+    world = world_of(tmp_path)
+    shims = [world.shim("online", name=f"chat{n}") for n in range(services)]
+    read = cards(20, [(shim.entry.process.pid, 1) for shim in shims], total_mib=1000)
+    for _ in range(2):
+        world.kv.service.see_cards(read)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if "call" in event else None)
+    world.kv.service.see_cards(read)
+    sys.setprofile(None)
+    world.check()
+    return calls
+
+
+def test_a_look_at_cards_that_say_the_same_never_costs_more_calls_for_more_services(tmp_path):
+    for folder in ("few", "many"):
+        (tmp_path / folder).mkdir()
+
+    assert calls_of_a_look(tmp_path / "few", 2) == calls_of_a_look(tmp_path / "many", 20)
+
+
+def computed_anew(world, read):
+    """What a look at these cards finds if it remembers nothing of how it came to the last answer."""
+    supply, now_ns = world.kv.supply, world.clock.now_ns()
+    kept = copy.deepcopy(supply._kept)
+    names = online_names(world.books, supply._away())
+    uses = kv_uses(world.kv.books, names.of_client)
+    for gpu, uuid in supply._uuids.items():
+        kept._gpus[gpu].went_by = None
+        kept.look(gpu, names, read[uuid].by_pid, uses.get(gpu, {}), now_ns, is_read=True)
+    return [(kept.of(gpu), kept.peaks.of(gpu, now_ns)) for gpu in supply._uuids]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_look_that_computes_nothing_never_misses_a_change(tmp_path, seed):
+    """Whatever changes: services, their memory and its orders, cards, processes that come back, the time."""
+    draw, world = random.Random(seed), world_of(tmp_path, handles=60, remember_s=3.0)
+    engines, shims, read = [], [], cards(90)
+    for _ in range(40):
+        match draw.choice(["same", "same", "same", "card", "time", "come", "grow", "die", "engine", "mute", "away"]):
+            case "card":
+                pids = [one.entry.process.pid for one in world.shims if one.is_alive]
+                read = cards(draw.choice([20, 60]), [(pid, draw.choice([0, 10, 30])) for pid in pids], total_mib=200)
+            case "time":
+                world.run(draw.choice([1, 1000, 3100]))
+            case "come":
+                shims.append(world.shim(draw.choice(["online", "offline"]), name=draw.choice(["chat", "code"])))
+            case "engine" if len(engines) < 3:
+                engines += filter(None, [world.engine(draw.choice(["online", "offline"]), columns=4, name="chat")])
+            case "grow" if engines:
+                engine = draw.choice(engines)
+                engine.want(used=draw.randrange(16))
+                world.run(draw.choice([0, 1, 300]))
+            case "mute" if engines:
+                shim = draw.choice(engines).shim
+                shim.answers = not shim.answers
+            case "die" if shims:
+                shims.pop(draw.randrange(len(shims))).die()
+                world.run(draw.choice([0, 1]))
+            case "away" if world.gating.online:
+                online = draw.choice(list(world.gating.online.values()))
+                online.away ^= {ProcessId(pid=5000, start_time=50_000)}
+                online.back_ns = world.clock.now_ns()
+        anew = computed_anew(world, read)
+        world.kv.service.see_cards(read)
+
+        now_ns, supply = world.clock.now_ns(), world.kv.supply
+        assert anew == [(supply._kept.of(gpu), supply.peaks.of(gpu, now_ns)) for gpu in supply._uuids]

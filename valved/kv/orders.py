@@ -10,7 +10,8 @@ process gets them. An answer, or the end of the client, settles it; a client tha
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -287,11 +288,13 @@ class Orders:
         orders = (order for order in self._under_way.values() if order.is_creating and order.slots.book.gpu == gpu)
         return sum(len(order.slots) for order in orders)
 
-    def coming(self, gpu: GpuIndex, clients: Iterable[ClientId]) -> int:
-        """Handles of this GPU that are on their way to these."""
-        wanted = set(clients)
-        backs = (order for order in self._under_way.values() if order.op is KvOp.BACK and order.client in wanted)
-        return sum(len(order.slots) for order in backs if order.slots.book.gpu == gpu)
+    def coming(self) -> Counter[tuple[GpuIndex, ClientId]]:
+        """How many handles are on their way."""
+        backs = (order for order in self._under_way.values() if order.op is KvOp.BACK)
+        found = Counter[tuple[GpuIndex, ClientId]]()
+        for order in backs:
+            found[order.slots.book.gpu, order.client] += len(order.slots)
+        return found
 
     @property
     def is_idle(self) -> bool:

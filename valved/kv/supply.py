@@ -15,21 +15,17 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause
 from valved.kv.orders import Order
-from valved.kv.pool import Pool
 from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
-from valved.policy.keeping import MemoryUse, OnlineNeed, keep
-from valved.state.peaks import Peaks
+from valved.state.kept import KeptMemory, KvUse, OnlineNames, online_names
 from valved.state.registry import ClientEntry
 from valved.state.saved import SavedPeak
 
 FULL_NS = 1_000_000_000  # a service that heard that the card is full gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
 MADE = 1024  # orders: more than come back while a card is read
-Mapped = dict[str, tuple[int, int]]  # handles of each name of services: mapped, and on their way to it
-TELL_NS = 2_000_000_000  # a process that comes back tells its ranges within this time
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,9 +62,13 @@ class Need:
 
 class Supply:
     def __init__(
-        self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], tuple[set[ProcessId], int]]
+        self,
+        books: KvBooks,
+        clock: Clock,
+        remember_ns: int,
+        away: Callable[[], Mapping[ServiceId, frozenset[ProcessId]]],
     ) -> None:
-        """`away`: processes of an online service that have not come back to this valved yet; when the last one did."""
+        """`away`: see online_names."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
@@ -77,11 +77,12 @@ class Supply:
         self._full_until_ns: dict[tuple[GpuIndex, ServiceId], int] = {}  # by that service's own word
         self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
         self._uuids = {info.index: info.uuid for info in books.gpus}
-        self.peaks = Peaks(remember_ns)
-        self._kept: dict[GpuIndex, MemoryUse] = {}
+        self._kept = KeptMemory(self._uuids, books.settings.online_mib * MIB, remember_ns)
+        self.peaks = self._kept.peaks
         self._by_pid: dict[GpuIndex, Mapping[int, int]] = {}  # as the card said last
-        self._mapped: defaultdict[GpuIndex, Mapped] = defaultdict(dict)  # as it was then
         self._away = away
+        self._named_by: object = None  # the books and those away, from which ...
+        self._names = OnlineNames(of_client={}, of_pid={}, untold=frozenset())  # ... these names are
         self._books = books
         self._clock = clock
         self.see_cards({})
@@ -230,7 +231,7 @@ class Supply:
             if card is None and gpu in self._by_pid:
                 continue  # NVML does not answer any more: what it left is still all that may be made
             if card is not None:
-                self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
+                self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept.of(gpu).plain_bytes)
                 left = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
                 room = left - _made_since(self._made, gpu, card.read_ns)
             by_card = room
@@ -279,46 +280,28 @@ class Supply:
 
     @property
     def keeps(self) -> bool:
-        return bool(self.settings.online_mib) or self.peaks.remembers
+        return self._kept.is_wanted
 
     def services_changed(self, read: Container[bytes] = ()) -> None:
         """What each name of online services has on each GPU, and so what offline work must leave. `read`: cards that
         have just said who has how much."""
-        clients: dict[str, list[ClientId]] = {}
-        name_of: dict[int, str] = {}  # by pid
-        untold: set[str] = set()  # they come back to a new valved: it does not know yet what of theirs is KV memory
-        now_ns = self._clock.now_ns()
-        for service in self._books.registry.services.values():
-            if service.role is Role.ONLINE:
-                shims = [one for one in self._books.registry.clients_of(service.id) if one.role is Role.ONLINE]
-                clients.setdefault(service.name, []).extend(one.id for one in shims)
-                away, back_ns = self._away(service.id)
-                name_of.update((process.pid, service.name) for process in (*(one.process for one in shims), *away))
-                if away or (back_ns and now_ns - back_ns < TELL_NS):
-                    untold.add(service.name)
-        bare = _bare(self._books.pool, self._uuids, clients)
-        for gpu in self._uuids:
-            has = _uses(self._by_pid.get(gpu, {}), name_of, self._books.pool, gpu, clients)
-            as_before = untold if gpu in self._by_pid else name_of.values()
-            has |= {name: use for name, use in self.peaks.last(gpu).items() if name in as_before}
-            if self._uuids[gpu] in read:  # else the pool may have moved since, and KV memory would seem to be other
-                before, self._mapped[gpu] = self._mapped[gpu], _mapped(self._books, gpu, clients)
-                self.peaks.see(gpu, has, now_ns, _surely_plain(has, self._books.pool, before, self._mapped[gpu]))
-            had, none = self.peaks.of(gpu, now_ns), MemoryUse()
-            needs = (
-                OnlineNeed(had=had.get(name, none), has=has.get(name, none), bare_bytes=bare[gpu][name])
-                for name in {*had, *has, *bare[gpu]}
-            )
-            self._kept[gpu] = keep(needs, self.settings.online_mib * MIB)
+        registry, now_ns, away = self._books.registry, self._clock.now_ns(), self._away()
+        if self._named_by != (named_by := (registry.revision, away)):
+            self._named_by, names = named_by, online_names(registry, away)
+            self._names = self._names if names == self._names else names  # the same is compared fastest
+        kv = kv_uses(self._books, self._names.of_client)
+        for gpu, uuid in self._uuids.items():
+            by_pid = self._by_pid.get(gpu)
+            self._kept.look(gpu, self._names, by_pid, kv.get(gpu, {}), now_ns, is_read=uuid in read)
 
     def _kept_handles(self, gpu: GpuIndex) -> int:
         """Room that offline work must leave. What it has as KV memory of an engine that can lose it is not missing."""
-        plain = -(-self._kept[gpu].plain_bytes // self._books.pool.handle_bytes)
+        plain = -(-self._kept.of(gpu).plain_bytes // self._books.pool.handle_bytes)
         return max(0, plain - self._beyond[gpu])  # `pool_mib` bounds KV memory alone
 
     def _lost_for_good(self, gpu: GpuIndex) -> int:
         """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
-        return max(0, -(-self._kept[gpu].kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
+        return max(0, -(-self._kept.of(gpu).kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
 
     def withheld_bytes(self, gpu: GpuIndex) -> int:
         """What offline work may not even borrow."""
@@ -326,7 +309,7 @@ class Supply:
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
-        kept, pool = self._kept[gpu], self._books.pool
+        kept, pool = self._kept.of(gpu), self._books.pool
         at_hand = (pool.free_handles(gpu) + self.takeable(gpu)) * pool.handle_bytes
         return kept.plain_bytes + max(0, kept.kv_bytes - at_hand)
 
@@ -339,36 +322,18 @@ def _made_since(made: Iterable[tuple[int, GpuIndex, int]], gpu: GpuIndex, since_
     return sum(count for at_ns, there, count in made if there == gpu and at_ns >= since_ns)
 
 
-def _bare(pool: Pool, gpus: Iterable[GpuIndex], clients: Mapping[str, list[ClientId]]) -> dict[GpuIndex, Counter[str]]:
-    """Bytes of each name's ranges that have no memory."""
-    bare = {gpu: Counter[str]() for gpu in gpus}
-    for name, ids in clients.items() if pool.ranges else ():
-        for book in (book for client in ids for book in pool.of_client(client)):
-            bare[book.gpu][name] += len(book.empty_slots()) * book.handle_bytes
-    return bare
-
-
-def _mapped(books: KvBooks, gpu: GpuIndex, clients: Mapping[str, list[ClientId]]) -> Mapped:
-    mapped, coming = books.pool.mapped, books.orders.coming
-    return {name: (mapped(gpu, ids), coming(gpu, ids)) for name, ids in clients.items()}
-
-
-def _surely_plain(has: Mapping[str, MemoryUse], pool: Pool, before: Mapped, now: Mapped) -> dict[str, int]:
-    """Bytes of each name that are no KV memory, even if the card was read before what moves had come or gone."""
-    sure: dict[str, int] = {}
-    for name, use in has.items():
-        kv_bytes = max(before.get(name, (0, 0))[0], sum(now.get(name, (0, 0)))) * pool.handle_bytes
-        sure[name] = min(use.plain_bytes, max(0, use.plain_bytes + use.kv_bytes - kv_bytes))
-    return sure
-
-
-def _uses(
-    by_pid: Mapping[int, int], name_of: Mapping[int, str], pool: Pool, gpu: GpuIndex, ids: Mapping[str, list[ClientId]]
-) -> dict[str, MemoryUse]:
-    """What each name has there, by what the card said last and what the pool says now."""
-    used = Counter[str]()
-    for pid, held in by_pid.items():
-        if pid in name_of:
-            used[name_of[pid]] += held
-    kv = {name: min(held, pool.mapped(gpu, ids[name]) * pool.handle_bytes) for name, held in used.items()}
-    return {name: MemoryUse(plain_bytes=held - kv[name], kv_bytes=kv[name]) for name, held in used.items()}
+def kv_uses(books: KvBooks, name_of: Mapping[ClientId, str]) -> dict[GpuIndex, dict[str, KvUse]]:
+    """What each name has as KV memory, on the GPUs where it has ranges."""
+    mapped, coming, bare = (Counter[tuple[GpuIndex, str]]() for _ in range(3))
+    for key, book in books.pool.ranges.items():
+        if (name := name_of.get(key.client)) is not None:
+            mapped[book.gpu, name] += int((book.at >= 0).sum())
+            bare[book.gpu, name] += len(book.empty_slots())
+    for (gpu, client), handles in books.orders.coming().items():
+        if (name := name_of.get(client)) is not None:
+            coming[gpu, name] += handles
+    found, size = defaultdict[GpuIndex, dict[str, KvUse]](dict), books.pool.handle_bytes
+    for gpu, name in {*mapped, *coming}:
+        place = gpu, name
+        found[gpu][name] = KvUse(mapped=size * mapped[place], coming=size * coming[place], bare=size * bare[place])
+    return found

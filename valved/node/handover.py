@@ -222,6 +222,7 @@ class Handover:
             return
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
+        self._books.touch()
         self._books.claims[root] = ProcessClaim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
         self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
         for pid, start_time, tokens in saved.tokens:

@@ -39,6 +39,8 @@ from valved.state.journal import Journal
 from valved.state.registry import Books
 from valved.state.stats import MemoryCounters
 
+RANGES_NS = 2_000_000_000  # a process that comes back tells its ranges within this time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kv:
@@ -72,9 +74,13 @@ class Kv:
         self.service.close()
 
 
-def _away(gating: GateService, service: ServiceId) -> tuple[set[ProcessId], int]:
-    online = gating.online.get(service)
-    return (online.away, online.back_ns) if online is not None else (set(), 0)
+def _away(gating: GateService, now_ns: int) -> dict[ServiceId, frozenset[ProcessId]]:
+    """Online services of a predecessor that have not told all of theirs, and which of their processes are not back."""
+    return {
+        online.id: frozenset(online.away)
+        for online in gating.online.values()
+        if online.away or (online.back_ns and now_ns - online.back_ns < RANGES_NS)
+    }
 
 
 def put_together(
@@ -107,7 +113,7 @@ def put_together(
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
     layouts = Layouts(books, tables, clock, work)
 
-    supply = Supply(books, clock, remember_ns, lambda service: _away(gating, service))
+    supply = Supply(books, clock, remember_ns, lambda: _away(gating, clock.now_ns()))
     turn = GateTurn(gate, gating, clock, supply)
     outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters, closer)
     ways = Ways(books, outside, gate, journal)

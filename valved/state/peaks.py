@@ -34,6 +34,7 @@ class Peaks:
         self._remember_ns = remember_ns
         self._had: dict[GpuIndex, dict[str, tuple[_Peak, _Peak]]] = {}  # by name: plain, KV
         self._last: dict[GpuIndex, dict[str, MemoryUse]] = {}
+        self._again: dict[GpuIndex, tuple[list[_Peak], int]] = {}  # what the last look reached; when it forgets others
 
     @property
     def remembers(self) -> bool:
@@ -48,14 +49,32 @@ class Peaks:
         if not self._remember_ns:
             return
         peaks, self._last[gpu] = self._had.setdefault(gpu, {}), dict(uses)
+        reached, others_ns = list[_Peak](), list[int]()
         for name in {*peaks, *uses}:
             use, (plain, kv) = uses.get(name, MemoryUse()), peaks.setdefault(name, (_Peak(), _Peak()))
-            plain.see((sure or {}).get(name, use.plain_bytes), now_ns, self._remember_ns)
-            kv.see(use.kv_bytes, now_ns, self._remember_ns)
+            for peak, has in (plain, (sure or {}).get(name, use.plain_bytes)), (kv, use.kv_bytes):
+                peak.see(has, now_ns, self._remember_ns)
+                if peak.bytes == has:
+                    reached.append(peak)
+                else:
+                    others_ns.append(peak.at_ns)
             if not plain.bytes and not kv.bytes:
                 del peaks[name]
+        self._again[gpu] = reached, min(others_ns, default=now_ns) + self._remember_ns
         for name in sorted(peaks, key=lambda name: max(one.at_ns for one in peaks[name]))[:-MOST_NAMES]:
             del peaks[name]
+            self._again.pop(gpu, None)
+
+    def see_again(self, gpu: GpuIndex, now_ns: int) -> bool:
+        """What the last look saw. False: more than the times of its peaks may change, so it is to be said in full."""
+        if not self._remember_ns:
+            return True
+        reached, until_ns = self._again.get(gpu, ([], 0))
+        if now_ns > until_ns:
+            return False
+        for peak in reached:
+            peak.at_ns = now_ns
+        return True
 
     def of(self, gpu: GpuIndex, now_ns: int) -> dict[str, MemoryUse]:
         """Also where nothing is seen any more."""
@@ -85,6 +104,7 @@ class Peaks:
 
     def restore(self, saved: Iterable[SavedPeak], now_ns: int) -> None:
         """Without what makes no sense. Those of another boot, whose clock was another, are not among them."""
+        self._again.clear()
         for one in saved:
             told = [_Peak(bytes=size, at_ns=at_ns) for size, at_ns in (one.plain, one.kv)]
             gpu, (plain, kv) = GpuIndex(one.gpu), one.last
