@@ -24,6 +24,7 @@ def calls(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(systemd, "status_of", lambda _: None)
+    monkeypatch.setattr(systemd, "BOOTED", tmp_path)  # systemd runs this machine
     return lambda: log.read_text().splitlines() if log.exists() else []
 
 

@@ -305,7 +305,7 @@ class Supply:
 
     def withheld_bytes(self, gpu: GpuIndex) -> int:
         """What offline work may not even borrow."""
-        return self._kept[gpu].plain_bytes
+        return self._kept.of(gpu).plain_bytes
 
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
