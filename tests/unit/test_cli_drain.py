@@ -117,7 +117,7 @@ def test_a_valved_that_is_silent_for_once_never_ends_a_drain(code, ends):
     def silent():
         raise CliError("does not answer", code, is_silence=True)
 
-    assert drain.look(SimpleNamespace(status=silent), before, drain.Silence(), ends=ends) is before
+    assert drain.look(SimpleNamespace(status=silent), before, drain.Unanswered(), ends=ends) is before
 
 
 @pytest.mark.parametrize("code", [NOT_RUNNING, FAILED], ids=["dead", "hung"])

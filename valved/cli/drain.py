@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def drain(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + options.timeout
-    silence = Silence()
+    silence = Unanswered()
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
         try:
@@ -64,7 +64,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 @dataclass(slots=True)
-class Silence:
+class Unanswered:
     """Of a valved that is busy, or has died: it may go on, and whoever waits for it should know."""
 
     error: CliError | None = None
@@ -98,7 +98,7 @@ class Silence:
             raise CliError(text, self.error.code, f"{self.error.next_step}; then drain again")
 
 
-def look(connection: NodeClient, before: Any, silence: Silence, *, ends: bool) -> Any:
+def look(connection: NodeClient, before: Any, silence: Unanswered, *, ends: bool) -> Any:
     """An empty status once valved has ended, as it does when none is left. What was before, while it is silent."""
     try:
         status = connection.status()

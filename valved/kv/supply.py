@@ -21,13 +21,14 @@ from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.keeping import MemoryUse, OnlineNeed, keep
+from valved.state.full import FullCards
 from valved.state.peaks import Peaks
 from valved.state.registry import ClientEntry
 from valved.state.saved import SavedPeak
 
-FULL_NS = 1_000_000_000  # a service that heard that the card is full gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
 MADE = 1024  # orders: more than come back while a card is read
+Away = Callable[[ServiceId], tuple[set[ProcessId], int]]
 Mapped = dict[str, tuple[int, int]]  # handles of each name of services: mapped, and on their way to it
 TELL_NS = 2_000_000_000  # a process that comes back tells its ranges within this time
 
@@ -65,16 +66,13 @@ class Need:
 
 
 class Supply:
-    def __init__(
-        self, books: KvBooks, clock: Clock, remember_ns: int, away: Callable[[ServiceId], tuple[set[ProcessId], int]]
-    ) -> None:
+    def __init__(self, books: KvBooks, clock: Clock, full: FullCards, remember_ns: int, away: Away) -> None:
         """`away`: processes of an online service that have not come back to this valved yet; when the last one did."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
-        self._full_until_ns: dict[tuple[GpuIndex, ServiceId], int] = {}  # by that service's own word
         self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
         self._uuids = {info.index: info.uuid for info in books.gpus}
         self.peaks = Peaks(remember_ns)
@@ -84,6 +82,7 @@ class Supply:
         self._away = away
         self._books = books
         self._clock = clock
+        self.full = full
         self.see_cards({})
 
     @property
@@ -134,7 +133,7 @@ class Supply:
         kept = lost = 0
         if entry is not None and entry.role is Role.OFFLINE:
             kept, lost = self._kept_handles(gpu), self._lost_for_good(gpu) if for_good else 0
-        if entry is not None and self._is_full(gpu, entry.id):
+        if entry is not None and self.full.is_full_for(gpu, entry.id):
             kept = self._room[gpu]
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
@@ -142,18 +141,13 @@ class Supply:
         pool = self._books.pool
         return pool.free_handles(gpu) + max(0, min(self._room[gpu] - kept, pool.most - pool.total))
 
-    def _is_full(self, gpu: GpuIndex, service: ServiceId) -> bool:
-        """It heard so from the driver. Where NVML says what is free nobody else goes by that: a process may say what it
-        likes."""
-        return self._full_until_ns.get((gpu, service), 0) > self._clock.now_ns()
-
     def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
         """What must be taken from offline work, on each GPU, for these needs to be met."""
         missing: dict[GpuIndex, int] = {}
         for gpu in {gpu for need in batch for gpu in need.handles}:
             wanted = sum(need.handles.get(gpu, 0) for need in batch)
             others = sum(need.promised.get(gpu, 0) for need in self._needs if need not in batch)
-            is_full = any(self._is_full(gpu, need.service) for need in batch if gpu in need.handles)
+            is_full = any(self.full.is_full_for(gpu, need.service) for need in batch if gpu in need.handles)
             short = wanted - max(0, self._at_hand(gpu, self._room[gpu] if is_full else 0) - others)
             if short > 0:
                 missing[gpu] = short
@@ -208,21 +202,16 @@ class Supply:
         self._room[gpu] += foreign
         return foreign
 
-    def note_made(self, gpu: GpuIndex, count: int, left: int, *, by: ServiceId | None) -> None:
-        """A card that is being read may not have counted these. `left`: so many were not made, although there was room
-        by what the card said. `by`: who says so."""
-        self._made.append((now_ns := self._clock.now_ns(), gpu, count))
-        self._room[gpu] += left
-        if by is not None and gpu not in self._by_pid:  # no card has said anything: it is all that is known
-            self._room[gpu] = 0
-        if by is not None:
-            self._full_until_ns = {key: until for key, until in self._full_until_ns.items() if until > now_ns}
-            self._full_until_ns[gpu, by] = now_ns + FULL_NS
+    def note_made(self, gpu: GpuIndex, count: int, left: int) -> None:
+        """A card that is being read may not have counted these. `left`: so many could not be made."""
+        self._made.append((self._clock.now_ns(), gpu, count))
+        is_known = gpu in self._by_pid or not self.full.is_full(gpu)  # else it is all that is known of the card
+        self._room[gpu] = self._room[gpu] + left if is_known else 0
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
         self.cards = cards
-        settings, pool, now_ns = self.settings, self._books.pool, self._clock.now_ns()
+        settings, pool = self.settings, self._books.pool
         self._by_pid |= {gpu: cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in cards}
         self.services_changed(cards)
         for gpu, uuid in self._uuids.items():
@@ -232,14 +221,13 @@ class Supply:
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept[gpu].plain_bytes)
                 left = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
-                room = left - _made_since(self._made, gpu, card.read_ns)
+                made = sum(count for at_ns, there, count in self._made if there == gpu and at_ns >= card.read_ns)
+                room = left - made
             by_card = room
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
-            is_full = card is None and any(
-                there == gpu and until > now_ns for (there, _), until in self._full_until_ns.items()
-            )
+            is_full = card is None and self.full.is_full(gpu)
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
     def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
@@ -270,10 +258,8 @@ class Supply:
     def _hope(self, entry: ClientEntry, gpu: GpuIndex) -> int:
         hope = self._books.pool.mapped(gpu, (entry.id,))
         if entry.role is Role.ONLINE:
-            hope += self._at_hand(gpu) + self.takeable(gpu)
-        else:
-            hope += self._at_hand(gpu, self._kept_handles(gpu))
-        return max(1, hope)
+            return max(1, hope + self._at_hand(gpu) + self.takeable(gpu))
+        return max(1, hope + self._at_hand(gpu, self._kept_handles(gpu)))
 
     # What online services will need
 
@@ -320,10 +306,6 @@ class Supply:
         """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
         return max(0, -(-self._kept[gpu].kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
 
-    def withheld_bytes(self, gpu: GpuIndex) -> int:
-        """What offline work may not even borrow."""
-        return self._kept[gpu].plain_bytes
-
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
         kept, pool = self._kept[gpu], self._books.pool
@@ -333,10 +315,6 @@ class Supply:
     def restore(self, saved: Iterable[SavedPeak]) -> None:
         self.peaks.restore(saved, self._clock.now_ns())
         self.services_changed()
-
-
-def _made_since(made: Iterable[tuple[int, GpuIndex, int]], gpu: GpuIndex, since_ns: int) -> int:
-    return sum(count for at_ns, there, count in made if there == gpu and at_ns >= since_ns)
 
 
 def _bare(pool: Pool, gpus: Iterable[GpuIndex], clients: Mapping[str, list[ClientId]]) -> dict[GpuIndex, Counter[str]]:
