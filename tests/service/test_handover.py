@@ -313,27 +313,6 @@ def test_the_state_is_written_once_for_a_burst_of_changes(first, monkeypatch):
     assert len(writes[0].clients) == 20
 
 
-def set_aside(path, data):
-    path.write_bytes(data)
-    saved, problem = state.load(path)
-    return saved is None and "set aside" in problem and path.with_name("state.json.bad").read_bytes() == data
-
-
-def test_a_state_file_that_is_cut_at_any_byte_is_set_aside_and_named(first):
-    first.offline()
-    first.online()
-    first.handover.save()
-    path = first.folder / "state.json"
-    data = path.read_bytes()
-
-    assert [end for end in range(len(data)) if not set_aside(path, data[:end])] == []
-
-
-@pytest.mark.parametrize("data", [b"", b"\0" * 4096, b"\xff", b"[]", b'{"more": ' + b"[" * 100_000])
-def test_a_state_file_that_is_none_never_keeps_valved_from_starting(tmp_path, data):
-    assert set_aside(tmp_path / "state.json", data)
-
-
 def test_what_a_predecessor_left_is_never_forgotten_because_it_cannot_be_opened_now(first):
     first.offline()
     first.handover.save()

@@ -211,7 +211,7 @@ class Observer:
 
     def offered_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
         """What of its free memory offline work may take: not what is kept for online services that will need it."""
-        kept = self.kv.supply.withheld_bytes(gpu) if self.kv is not None else 0
+        kept = self.kv.supply.kept_bytes(gpu) if self.kv is not None else 0
         return max(0, self.free_bytes(gpu, use) - kept)
 
     def free_bytes(self, gpu: GpuIndex, use: CardUse) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,6 @@ class Grown:
 
     came: int = 0  # columns
     has_cost: bool = False  # offline work lost memory for it
-    was_full: bool = False  # the driver had less than the card said
 
 
 class Growth:
@@ -110,7 +108,6 @@ class Growth:
                 grown.has_cost |= need.has_told
                 need.promised.clear()  # it is on its way
             await all_of([order.settled for order in orders])
-            grown.was_full |= any(order.status == errno.ENOMEM for order in orders)
         finally:
             self._supply.settle(need)
         # What seemed to be free was not: the next try asks for it, where an engine has some.

@@ -118,9 +118,9 @@ class Moves:
 
     def _note_made(self, order: Order) -> None:
         gpu, left = order.slots.book.gpu, len(order.slots) - order.done
-        is_told = left and order.status != errno.ECONNRESET  # a process that ended says nothing of the card
-        self._counters.full += order.status == errno.ENOMEM
-        self._supply.note_made(gpu, order.done, left, by=self._books.service_of(order.client) if is_told else None)
+        if left and order.status != errno.ECONNRESET:  # a process that ended says nothing of the card
+            self._supply.full.hear(gpu, self._books.service_of(order.client), is_short=order.status == errno.ENOMEM)
+        self._supply.note_made(gpu, order.done, left)
 
     def unback(self, engine: Engine, columns: Ints) -> list[Order]:
         cells = engine.cells(columns, backed=True)

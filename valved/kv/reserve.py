@@ -78,7 +78,6 @@ class Online:
     before: tuple[int, ReservationState] | None = None  # a reclaim was decided then, in this state, and is under way
     giving: bool = False
     blocked_until_ns: int = 0
-    has_told_full: bool = False  # the last growth found the card full, and the journal says so
     had_blocks: int = 0  # a wish for more than that stops ...
     ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as a look foresaw ...
     foreseen_by: object = None  # ... and foresees again if this has changed
@@ -243,24 +242,9 @@ class Reserve:
             if not grown.has_cost:
                 self._uncount(engine, online)
             online.before = None
-            self._note_full(engine, online, len(columns), grown)
         if self.online.get(engine.service) is online and engine.is_complete:
             self._set_target(engine, online, engine.standing_count())
         self._changes.put(Look())
-
-    def _note_full(self, engine: Engine, online: Online, columns: int, grown: Grown) -> None:
-        """Once, until one finds what it asked for: a service that waits asks each second."""
-        if grown.was_full and not online.has_told_full:
-            self._journal.emit(
-                EventKind.RESERVED,
-                service=engine.service,
-                gpus=tuple(sorted(engine.gpus)),
-                reason="the card is full: the driver had less memory than NVML says",
-                action="grow",
-                columns=columns,
-                came=grown.came,
-            )
-        online.has_told_full = grown.was_full or (online.has_told_full and grown.came < columns)
 
     def _uncount(self, engine: Engine, online: Online) -> None:
         """It was decided as a reclaim, and offline work lost nothing: the GPU could not be stopped, or all came from

@@ -19,11 +19,11 @@ from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
+from valved.state.full import FullCards
 from valved.state.kept import KeptMemory, KvUse, OnlineNames, online_names
 from valved.state.registry import ClientEntry
 from valved.state.saved import SavedPeak
 
-FULL_NS = 1_000_000_000  # a service that heard that the card is full gets no new handles for so long
 UNLIMITED = 1 << 30  # handles
 MADE = 1024  # orders: more than come back while a card is read
 
@@ -65,6 +65,7 @@ class Supply:
         self,
         books: KvBooks,
         clock: Clock,
+        full: FullCards,
         remember_ns: int,
         away: Callable[[], Mapping[ServiceId, frozenset[ProcessId]]],
     ) -> None:
@@ -74,7 +75,6 @@ class Supply:
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
-        self._full_until_ns: dict[tuple[GpuIndex, ServiceId], int] = {}  # by that service's own word
         self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
         self._uuids = {info.index: info.uuid for info in books.gpus}
         self._kept = KeptMemory(self._uuids, books.settings.online_mib * MIB, remember_ns)
@@ -85,6 +85,7 @@ class Supply:
         self._names = OnlineNames(of_client={}, of_pid={}, untold=frozenset())  # ... these names are
         self._books = books
         self._clock = clock
+        self.full = full
         self.see_cards({})
 
     @property
@@ -135,7 +136,7 @@ class Supply:
         kept = lost = 0
         if entry is not None and entry.role is Role.OFFLINE:
             kept, lost = self._kept_handles(gpu), self._lost_for_good(gpu) if for_good else 0
-        if entry is not None and self._is_full(gpu, entry.id):
+        if entry is not None and self.full.is_full_for(gpu, entry.id):
             kept = self._room[gpu]
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
@@ -143,18 +144,13 @@ class Supply:
         pool = self._books.pool
         return pool.free_handles(gpu) + max(0, min(self._room[gpu] - kept, pool.most - pool.total))
 
-    def _is_full(self, gpu: GpuIndex, service: ServiceId) -> bool:
-        """It heard so from the driver. Where NVML says what is free nobody else goes by that: a process may say what it
-        likes."""
-        return self._full_until_ns.get((gpu, service), 0) > self._clock.now_ns()
-
     def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
         """What must be taken from offline work, on each GPU, for these needs to be met."""
         missing: dict[GpuIndex, int] = {}
         for gpu in {gpu for need in batch for gpu in need.handles}:
             wanted = sum(need.handles.get(gpu, 0) for need in batch)
             others = sum(need.promised.get(gpu, 0) for need in self._needs if need not in batch)
-            is_full = any(self._is_full(gpu, need.service) for need in batch if gpu in need.handles)
+            is_full = any(self.full.is_full_for(gpu, need.service) for need in batch if gpu in need.handles)
             short = wanted - max(0, self._at_hand(gpu, self._room[gpu] if is_full else 0) - others)
             if short > 0:
                 missing[gpu] = short
@@ -209,21 +205,16 @@ class Supply:
         self._room[gpu] += foreign
         return foreign
 
-    def note_made(self, gpu: GpuIndex, count: int, left: int, *, by: ServiceId | None) -> None:
-        """A card that is being read may not have counted these. `left`: so many were not made, although there was room
-        by what the card said. `by`: who says so."""
-        self._made.append((now_ns := self._clock.now_ns(), gpu, count))
-        self._room[gpu] += left
-        if by is not None and gpu not in self._by_pid:  # no card has said anything: it is all that is known
-            self._room[gpu] = 0
-        if by is not None:
-            self._full_until_ns = {key: until for key, until in self._full_until_ns.items() if until > now_ns}
-            self._full_until_ns[gpu, by] = now_ns + FULL_NS
+    def note_made(self, gpu: GpuIndex, count: int, left: int) -> None:
+        """A card that is being read may not have counted these. `left`: so many could not be made."""
+        self._made.append((self._clock.now_ns(), gpu, count))
+        is_known = gpu in self._by_pid or not self.full.is_full(gpu)  # else it is all that is known of the card
+        self._room[gpu] = self._room[gpu] + left if is_known else 0
 
     def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
         """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
         self.cards = cards
-        settings, pool, now_ns = self.settings, self._books.pool, self._clock.now_ns()
+        settings, pool = self.settings, self._books.pool
         self._by_pid |= {gpu: cards[uuid].by_pid for gpu, uuid in self._uuids.items() if uuid in cards}
         self.services_changed(cards)
         for gpu, uuid in self._uuids.items():
@@ -233,14 +224,13 @@ class Supply:
             if card is not None:
                 self._return_to_driver(gpu, card, settings.spare_mib * MIB + self._kept.of(gpu).plain_bytes)
                 left = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
-                room = left - _made_since(self._made, gpu, card.read_ns)
+                made = sum(count for at_ns, there, count in self._made if there == gpu and at_ns >= card.read_ns)
+                room = left - made
             by_card = room
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
-            is_full = card is None and any(
-                there == gpu and until > now_ns for (there, _), until in self._full_until_ns.items()
-            )
+            is_full = card is None and self.full.is_full(gpu)
             self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
 
     def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
@@ -271,10 +261,8 @@ class Supply:
     def _hope(self, entry: ClientEntry, gpu: GpuIndex) -> int:
         hope = self._books.pool.mapped(gpu, (entry.id,))
         if entry.role is Role.ONLINE:
-            hope += self._at_hand(gpu) + self.takeable(gpu)
-        else:
-            hope += self._at_hand(gpu, self._kept_handles(gpu))
-        return max(1, hope)
+            return max(1, hope + self._at_hand(gpu) + self.takeable(gpu))
+        return max(1, hope + self._at_hand(gpu, self._kept_handles(gpu)))
 
     # What online services will need
 
@@ -316,10 +304,6 @@ class Supply:
     def restore(self, saved: Iterable[SavedPeak]) -> None:
         self.peaks.restore(saved, self._clock.now_ns())
         self.services_changed()
-
-
-def _made_since(made: Iterable[tuple[int, GpuIndex, int]], gpu: GpuIndex, since_ns: int) -> int:
-    return sum(count for at_ns, there, count in made if there == gpu and at_ns >= since_ns)
 
 
 def kv_uses(books: KvBooks, name_of: Mapping[ClientId, str]) -> dict[GpuIndex, dict[str, KvUse]]:

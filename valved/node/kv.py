@@ -35,6 +35,7 @@ from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, WorkPort
 from valved.model.ids import ProcessId, ServiceId
 from valved.model.states import MemoryState
+from valved.state.full import FullCards
 from valved.state.journal import Journal
 from valved.state.registry import Books
 from valved.state.stats import MemoryCounters
@@ -113,7 +114,8 @@ def put_together(
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
     layouts = Layouts(books, tables, clock, work)
 
-    supply = Supply(books, clock, remember_ns, lambda: _away(gating, clock.now_ns()))
+    full = FullCards(journal, clock, counters)
+    supply = Supply(books, clock, full, remember_ns, lambda: _away(gating, clock.now_ns()))
     turn = GateTurn(gate, gating, clock, supply)
     outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters, closer)
     ways = Ways(books, outside, gate, journal)
