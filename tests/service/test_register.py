@@ -221,17 +221,6 @@ def test_no_common_version_is_refused_with_both_versions_named(world, abi):
     assert str(abi[1]) in connection.last.text
 
 
-def test_a_stranger_never_keeps_the_thread_that_gives_it_an_order(world):
-    """What rings it takes as long as it likes. A process that could end valved needs no such means."""
-    for pid in (200, 201):
-        world.processes.add(pid)
-    world.processes.near.add(201)
-
-    stranger, near = world.hello(200).client, world.hello(201).client
-
-    assert [world.gate.clients[one].at_once for one in (stranger, near)] == [False, True]
-
-
 def test_one_user_cannot_take_every_place(world):
     for pid in (200, 201, 202, 203):
         world.processes.add(pid)
