@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from valve_abi import Order
 
 from valved.abi.link import Feature
 from valved.machine.ports import StampKind, WakeOutcome
-from valved.model.ids import ChannelRef, ServiceId
+from valved.model.ids import ChannelRef, Role, ServiceId
 
 SERVICE = ServiceId(7)
 GIVES_UP = replace(SETTINGS, hang_ns=1_000_000_000)  # no loaded machine passes for a driver that hangs
@@ -274,3 +275,13 @@ def test_no_step_whose_own_search_is_cut_ever_holds_up_the_steps_behind_it(rig: 
     rig.driver.rules.hang_enable = 0
 
     assert ran >= {1, 2, 3}
+
+
+def test_an_order_to_a_process_that_could_end_valved_anyway_never_waits_for_another_thread(driver: FakeDriver) -> None:
+    with gate_rig(driver, SETTINGS) as rig:
+        client = rig.name()
+        fds = rig.gate.create_client(client, Role.OFFLINE, ServiceId(0), at_once=True)
+
+        rig.gate.hold_launches(client, True)
+
+        assert select.select([fds.order], [], [], 0)[0]

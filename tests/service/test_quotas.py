@@ -136,3 +136,14 @@ def test_a_process_under_mps_is_never_stopped(world):
     assert not world.gate.off
     assert ("give_up", offline) in world.gate.calls
     assert world.books.offline_on[GpuIndex(0)] == 1  # seen, and known not to be reached
+
+
+def test_a_stranger_never_keeps_the_thread_that_gives_it_an_order(world):
+    """What rings it takes as long as it likes. A process that could end valved needs no such means."""
+    for pid in (200, 201):
+        world.processes.add(pid)
+    world.processes.near.add(201)
+
+    stranger, near = world.hello(200).client, world.hello(201).client
+
+    assert [world.gate.clients[one].at_once for one in (stranger, near)] == [False, True]

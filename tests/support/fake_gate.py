@@ -54,6 +54,7 @@ class Client:
     pending_proof: bool = False
     online_registered: bool | None = None
     hints: bool = False
+    at_once: bool = False
 
     @property
     def is_hinting(self):
@@ -187,13 +188,13 @@ class FakeGate:
     def driver_version(self):
         return "580.159.04"
 
-    def create_client(self, client, role, service):
+    def create_client(self, client, role, service, *, at_once=False):
         if self.create_error:
             raise self.create_error
         fds = ClientFds(*(), **{name: lend() for name in ("control", "region", "doorbell", "order")})
         if role is not Role.OFFLINE:
             self._service(service)
-        self.clients[client] = Client(role=role, service=service, fds=fds)
+        self.clients[client] = Client(role=role, service=service, fds=fds, at_once=at_once)
         return fds
 
     def remove_client(self, client, *, lives_on=False):

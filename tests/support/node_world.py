@@ -33,6 +33,7 @@ class FakeProcesses:
     def __init__(self, reactor):
         self.table = {1: (0, 0, "/", "init")}
         self.ending = set()  # in the table still, but no code of theirs runs any more
+        self.near = set()  # they could end valved
         self.slow_to_stop = set()  # they have not met their stop signal yet
         self._reactor = reactor
         self._pid_of = {}  # by descriptor; one that was closed may have become another process's
@@ -70,6 +71,9 @@ class FakeProcesses:
             chain.append(ProcessId(pid=pid, start_time=self.start_time(pid)))
             pid = self.table[pid][1]
         return chain
+
+    def could_end_us(self, pid, uid):
+        return pid in self.near
 
     def cgroup(self, pid):
         return self.table[pid][2] if pid in self.table else None

@@ -32,6 +32,19 @@ def world(root: Path, **processes: tuple[str, int, int, str]) -> LinuxProcesses:
     return LinuxProcesses(root)
 
 
+def test_only_a_process_of_our_user_that_sees_our_number_could_end_us(tmp_path: Path) -> None:
+    """One in a container has our user's number, and none for us."""
+    for pid, space in ((os.getpid(), "pid:[1]"), (5, "pid:[1]"), (6, "pid:[2]")):
+        (tmp_path / str(pid) / "ns").mkdir(parents=True)
+        (tmp_path / str(pid) / "ns" / "pid").symlink_to(space)
+    processes, uid = LinuxProcesses(tmp_path), os.geteuid()
+
+    assert processes.could_end_us(5, uid)
+    assert not processes.could_end_us(5, uid + 1)
+    assert not processes.could_end_us(6, uid)
+    assert not processes.could_end_us(7, uid)
+
+
 def test_start_time_survives_a_name_with_blanks_and_brackets(tmp_path: Path) -> None:
     processes = world(tmp_path, p5=("a) S 1 (b", 1, 777, "S"))
 

@@ -25,6 +25,7 @@ class Peer:
     chain: tuple[ProcessId, ...]  # itself, its parent, and so on
     cgroup: str
     comm: str
+    could_end_us: bool = False  # so what it could do beside that is no harm more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:
         chain=tuple(chain),
         cgroup=processes.cgroup(pid) or "",
         comm=processes.comm(pid),
+        could_end_us=processes.could_end_us(pid, uid),
     )
 
 

@@ -162,7 +162,7 @@ class Register:
         hello = packet.body
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
-        fds = self._create(client, role, service)
+        fds = self._create(client, role, service, at_once=peer.could_end_us)
         if fds is None or not self._watch(client, peer.process.pid):
             self._take_back(client, service, created=fds is not None)
             why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
@@ -216,9 +216,9 @@ class Register:
         self.listener.books_changed()
         return client
 
-    def _create(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds | None:
+    def _create(self, client: ClientId, role: Role, service: ServiceId, *, at_once: bool) -> ClientFds | None:
         try:
-            return self._gate.create_client(client, role, service)
+            return self._gate.create_client(client, role, service, at_once=at_once)
         except OSError:
             return None
 

@@ -88,7 +88,7 @@ class NativeGate:
 
     # clients
 
-    def create_client(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds:
+    def create_client(self, client: ClientId, role: Role, service: ServiceId, *, at_once: bool = False) -> ClientFds:
         index = self._service_index(service) if role is Role.ONLINE else -1
         if role is Role.HOOK:  # of an online service, which has its place from its claim on; others need none
             index = self._services.get(service, -1)
@@ -104,6 +104,7 @@ class NativeGate:
             if native == ffi.NULL:
                 raise OSError(errno.EMFILE, f"client {client}: the native gate has no slot, memory or descriptor left")
             bells.keep()  # the native client's
+            lib.valve_client_at_once(native, at_once)
             pages.callback(lib.valve_client_free, self._gate, native)
             region.seal_control(fds.control)  # after our mapping: see region.py; F_SEAL_FUTURE_WRITE is of Linux 5.1
             region.seal_region(fds.region)

@@ -287,8 +287,9 @@ class GatePort(Protocol):
 
     def driver_version(self) -> str: ...
 
-    def create_client(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds:
-        """Create and map both memfds and both eventfds; an online client's doorbell is listened to from now on."""
+    def create_client(self, client: ClientId, role: Role, service: ServiceId, *, at_once: bool = False) -> ClientFds:
+        """Create and map both memfds and both eventfds; an online client's doorbell is listened to from now on.
+        `at_once`: its orders are rung by the thread that gives them, though it can make that take long."""
         ...
 
     def remove_client(self, client: ClientId, *, lives_on: bool = False) -> tuple[ChannelRef, ...]:
@@ -457,19 +458,18 @@ class ProcessPort(Protocol):
 
     def is_gone(self, process: ProcessId) -> bool:
         """Whether nothing of it is left, or its number is another's. One that cannot be looked at is there."""
-        ...
 
     def is_ending(self, pid: int, start_time: int) -> bool:
         """Whether it is gone, or every thread of it is past the point from which no code of its own runs."""
-        ...
 
     def is_stopped(self, pid: int) -> bool:
         """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time."""
-        ...
 
     def ancestors(self, pid: int, most: int = ...) -> Sequence[ProcessId]:
         """The process itself, its parent, and so on up to 1, but no zombie."""
-        ...
+
+    def could_end_us(self, pid: int, uid: int) -> bool:
+        """By a signal: it is of our user and sees our number."""
 
     def cgroup(self, pid: int) -> str | None: ...
 

@@ -113,6 +113,14 @@ class LinuxProcesses:
             pid = int(fields[_FIELD_PARENT - _FIELD_STATE])
         return chain
 
+    def could_end_us(self, pid: int, uid: int) -> bool:
+        """The kernel lets a process signal those of its user; in another pid namespace it has no number for us."""
+        try:
+            spaces = {os.readlink(f"{self._root}/{one}/ns/pid") for one in (pid, os.getpid())}
+        except OSError:  # gone, or it hides itself
+            return False
+        return uid == os.geteuid() and len(spaces) == 1
+
     def cgroup(self, pid: int) -> str | None:
         """The unified (v2) path, else that of the first v1 controller; on a hybrid machine the one that is not /."""
         text = self._read(pid, "cgroup")

@@ -235,6 +235,8 @@ void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uin
 void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,
                           uint64_t bytes, uint64_t keep_bytes);
 void valve_client_hold(struct valve_client *client, uint32_t on);
+void valve_client_at_once(struct valve_client *client,
+                          uint32_t on); /* whoever gives it an order rings; before its first channel */
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);
 uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t gpu);

@@ -5,6 +5,8 @@
  * which one has cost much lately. Any ring may once, because interrupts count as its thread's own time: that is forgotten after
  * FORGIVEN others, else every client that stays for long would wait behind all goodbyes. So a client can keep each of the other
  * threads for one ring in so many.
+ *
+ * The wake of such a thread comes before the wake of the client. A client that could end valved anyway (register.py) is spared it.
  */
 #include "internal.h"
 
@@ -157,13 +159,21 @@ static void *errand_main(void *argument)
 	}
 }
 
-/* Any thread, for a client that something still keeps. Never waits. The client may be gone afterwards if that is its end. */
+/* Any thread, for a client that something still keeps. Waits for no client but one that is rung at once. The client may be gone afterwards if that is its end. */
 void errand_do(struct valve_client *client, uint32_t what)
 {
 	struct errands *errands = client->errand.runners;
 
-	if (!(__atomic_fetch_or(&client->errand.due, what | ERRAND_TAKEN, __ATOMIC_ACQ_REL) & ERRAND_TAKEN))
+	if (what == ERRAND_RING && client->errand.at_once)
+		bell_ring(&errands->ringer, client->order);
+	else if (!(__atomic_fetch_or(&client->errand.due, what | ERRAND_TAKEN, __ATOMIC_ACQ_REL) &
+	           ERRAND_TAKEN))
 		list(errands, client);
+}
+
+void valve_client_at_once(struct valve_client *client, uint32_t on)
+{
+	client->errand.at_once = on;
 }
 
 int errands_start(struct valve_gate *gate)

@@ -33,6 +33,7 @@ struct errand {
 	struct valve_client *next; /* in a queue, behind this one */
 	uint32_t due;              /* ERRAND_*; any thread */
 	uint32_t dear_rings; /* to come until one that has cost much is forgotten; of whoever has taken it */
+	uint32_t at_once;    /* rung by whoever has an order for it; caller sets, before any order */
 };
 
 struct errand_queue {
