@@ -22,6 +22,7 @@ from valved.machine.possession import THREADS
 
 JOINS = int(os.environ.get("JOINS", "500"))
 PARTS = 10  # after each of them what valved has is looked at
+THAWER = Counter({"pipe": 1, "anon_inode": 1})  # begun when a process is frozen for the first time, then kept
 WARM = 200  # joins after which what is made once is there
 POOLS = CLOSERS + THREADS + WORKERS  # threads that are made when a call has to wait for one, and then stay
 
@@ -48,7 +49,7 @@ def threads(node):
 
 
 def leaked(node, before, began):
-    more = held(node) - before
+    more = held(node) - before - THAWER
     more["socket"] -= threads(node) - began  # a thread that asks the emulated driver keeps a connection to it
     return +more
 

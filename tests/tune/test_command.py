@@ -74,7 +74,7 @@ def test_passes_over_the_data_decide_the_steps_where_nothing_else_does(job):
 def test_a_killed_job_goes_on_with_the_same_command_and_says_the_same_losses(job, tmp_path, moment):
     command, run, folder = job
     run = [*run, "--max-steps", "16", "--save-steps", "3"]
-    process = command.start(*run, FAKE_TILE_S="0.01")
+    process = command.start(*run, FAKE_WAITS_AT=str(moment))
     until(lambda: len(losses(folder)) >= moment, f"step {moment}")
     process.kill()
     process.communicate()
@@ -108,7 +108,7 @@ def test_a_paused_job_takes_no_step_and_goes_on_where_it_was(job):
 
 def test_ctrl_c_ends_between_two_tiles_and_resume_takes_it_up(job):
     command, run, folder = job
-    process = command.start(*run, "--max-steps", "40", "--save-steps", "2", FAKE_TILE_S="0.005")
+    process = command.start(*run, "--max-steps", "40", "--save-steps", "2", FAKE_WAITS_AT="5")
     until(lambda: len(losses(folder)) >= 5, "five steps")
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate()

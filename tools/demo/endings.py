@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
@@ -37,7 +38,21 @@ def perform(name: str, act: Callable[[], int]) -> int:
         return 1
 
 
+@dataclass(slots=True)
+class _Signals:
+    """What came while nothing may be left half done."""
+
+    held: int = 0
+    waiting: int = 0
+
+
+_signals = _Signals()
+
+
 def _interrupt(number: int, _frame: FrameType | None) -> None:
+    if _signals.held:
+        _signals.waiting = number
+        return
     for one in ENDS:
         signal.signal(one, signal.SIG_IGN)
     raise Interrupted(number)
@@ -45,9 +60,11 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A signal that comes meanwhile counts at the end. Nothing may be started in here: it would inherit that."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    """A signal that comes meanwhile counts at the end. No mask, which a program that is started would inherit."""
+    _signals.held += 1
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        _signals.held -= 1
+    if _signals.waiting and not _signals.held:
+        _interrupt(_signals.waiting, None)

@@ -69,10 +69,14 @@ class EmulatedNode:
         self.refuse_living()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._server = emulated.start(self.folder / "emu", self._options)
+            with undisturbed():  # a card that is being started is nobody's yet
+                self._server = emulated.start(self.folder / "emu", self._options)
+                self._emulator = Emulator(self.folder / "emu")
         except emulated.NoCard as error:
             raise NodeError(str(error)) from None
-        self._emulator = Emulator(self.folder / "emu")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

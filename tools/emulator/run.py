@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from valve_kube.options import option
 from valve_tools.emulator.node import Options, environment, is_running, shared_node
@@ -65,11 +63,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def run_command(command: list[str], directory: Path) -> int:
+def run_command(command: list[str], directory: Path, came: list[int]) -> int:
     """Run it to its end. Signals of the terminal reach it by itself; ours must survive to stop the server."""
     child = subprocess.Popen(command, env=environment(directory, os.environ))
     for number in ENDS:
         signal.signal(number, lambda got, _frame: child.send_signal(got))
+    for number in came:
+        child.send_signal(number)
     code = child.wait()
     return code if code >= 0 else 128 - code
 
@@ -82,27 +82,21 @@ def joined(options: argparse.Namespace, directory: Path) -> str:
     return f"the emulated node in {directory} runs already and is joined" + (f": no use for {unused}" * bool(unused))
 
 
-def end(number: int, _frame: FrameType | None) -> NoReturn:
-    """The server that was started ends, too; a second signal changes nothing."""
-    for one in ENDS:
-        signal.signal(one, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    for number in ENDS:
-        signal.signal(number, end)
+    came: list[int] = []
+    for number in ENDS:  # none may end this before it knows of the server that it starts
+        signal.signal(number, lambda got, _frame: came.append(got))
     known = options.dir or os.environ.get("VALVE_EMU_DIR")
     directory = Path(known) if known else Path(tempfile.mkdtemp(prefix="valve-emu-"))
     try:
-        return share(options, directory)
+        return share(options, directory, came)
     finally:
         if not known and not is_running(directory):  # else a program that it started uses it yet
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def share(options: argparse.Namespace, directory: Path) -> int:
+def share(options: argparse.Namespace, directory: Path, came: list[int]) -> int:
     made = Options(
         gpus=options.gpus,
         gpu_bytes=options.bytes,
@@ -117,9 +111,10 @@ def share(options: argparse.Namespace, directory: Path) -> int:
         elif told := joined(options, directory):
             print(told, file=sys.stderr)
         if options.command:
-            return run_command(options.command, directory.resolve())
-        with suppress(SystemExit):  # to be ended is what it waits for
-            signal.pause()
+            return run_command(options.command, directory.resolve(), came)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        if not came:
+            signal.sigwait(ENDS)
         return 0
 
 
