@@ -104,7 +104,6 @@ class FakeGate:
         self._applied = None  # GPUs whose channels are off
         self.off = {}  # (h_client, h_channel) -> ChannelRef
         self.stops = {}  # GPU -> when its channels are off after a hold
-        self.stop_ns = STOP_NS  # 0: channels are off while the caller still waits
         self.deaf = set()  # GPUs that never stop
         self.failing = set()  # GPUs whose last disable failed
         self.launches_held = set()
@@ -223,7 +222,7 @@ class FakeGate:
         for gpu in gpus:
             self.calls.append(("stop", gpu))
             self.failing.discard(gpu)
-            self.stops[gpu] = self.clock.now_ns() + (self.stop_ns if self._channels_on(gpu) else 0)
+            self.stops[gpu] = self.clock.now_ns() + (STOP_NS if self._channels_on(gpu) else 0)
             self.clock.call_at_ns(self.stops[gpu], self.on_stamps)
 
     def _service(self, service):

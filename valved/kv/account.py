@@ -6,14 +6,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from valved.kv.choice.first import BegunPart
-from valved.kv.choice.victims import Victims
-from valved.kv.journey import all_of, start
 from valved.kv.supply import Need
-from valved.machine.clock import Clock
-from valved.model.events import Event, EventKind
+from valved.kv.victims import Victims
+from valved.model.events import Event
 from valved.model.ids import GpuIndex, Remap
-from valved.state.journal import Journal
 from valved.state.stats import RECLAIM_BOUNDS_US, Histogram, MemoryCounters
 
 PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
@@ -41,8 +37,6 @@ class Reclaim:
     lets: int = 0  # times that an offline step was let end beside a waiting request, for this
     let_ns: int = 0
     victims: list[Victims] = field(default_factory=list)
-    begun: BegunPart | None = None  # its first part
-    rest: dict[GpuIndex, int] = field(default_factory=dict)  # missing beside that
     freed: int = 0
     late: int = 0
     reason: str = ""
@@ -112,7 +106,6 @@ class Reclaim:
             "cost": sum(one.decision.total_cost for one in victims),
             "from": ",".join(dict.fromkeys(str(one.engine.service) for one in victims)),
             "late": self.all_late,
-            "ahead": sum(sum(one.begun.handles.values()) for one in self.tries if one.begun is not None),
             "total_ns": self.total_ns,
             "heard_ns": self.began_ns - min(need.rung_ns for need in self.needs),
             **{f"{name}_ns": spent_ns for name, spent_ns in self.phases().items()},
@@ -146,48 +139,3 @@ class ReclaimLog:
 
     def numbers(self) -> list[int]:
         return [seq for seq, _ in self._reclaims]
-
-
-@dataclass(eq=False, repr=False)
-class ReclaimAccounts:
-    """Tells of each reclaim once it is through in all its tries."""
-
-    _journal: Journal
-    _clock: Clock
-    _log: ReclaimLog
-    _handle_bytes: int
-
-    def __post_init__(self) -> None:
-        self._untold: list[Reclaim] = []  # whose needs may be asked again
-
-    def begin(self, reclaim: Reclaim) -> None:
-        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
-        if reclaim.missing:
-            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
-
-    def end(self, reclaim: Reclaim) -> None:
-        reclaim.given_ns = self._clock.now_ns()
-        set_ready(reclaim.needs)
-        first = next((one for one in self._untold if reclaim in one.tries), None)
-        if first is not None:
-            start(self._tell(first, reclaim.needs))
-
-    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
-        """Once those ask no more, and it has ended in all its tries."""
-        await all_of([need.over for need in needs if need.given.is_set])
-        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
-            return
-        self._untold.remove(reclaim)
-        event = self._journal.emit(
-            EventKind.RECLAIMED,
-            service=reclaim.needs[0].service,
-            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
-            reason="; then ".join(one.why for one in reclaim.tries),
-            **reclaim.account(self._handle_bytes),
-        )
-        self._log.note(reclaim, event)
-
-
-def set_ready(needs: list[Need]) -> None:
-    for need in needs:
-        need.set_ready()

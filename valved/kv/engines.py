@@ -7,8 +7,6 @@ those of its siblings is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from valve_abi import KvMode
 
@@ -21,9 +19,6 @@ from valved.kv.slots import NOTHING, Ints
 from valved.model.ids import ClientId, Role, ServiceId
 from valved.model.memory import ColumnId, LayoutRefused
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
-
-STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim ...
-QUICK_NS = 5_000_000  # ... if that was quick the last time: a service that waits for memory waits for no request table
 
 
 class Engine(Columns):
@@ -147,18 +142,6 @@ class Engine(Columns):
     def put_index(self, index: CostIndex, steps: int, now_ns: int) -> None:
         """One that was begun at this step count of the engine."""
         self.index, self.indexed_steps, self.indexed_ns = index, steps, now_ns
-
-    def skip_in_queue(self, columns: Ints) -> None:
-        """These are being taken. If they were the first, the others stay in their order: requests that lose something
-        anyway lose more first."""
-        queue, count = self.queue, len(columns)
-        if queue is not None and np.array_equal(queue.columns[:count], columns):
-            handles = max(0, queue.handles - count * per_column(queue.index))
-            picks, columns = queue.picks[count:], queue.columns[count:]
-            self.queue = replace(queue, takeable=self.takeable(), picks=picks, columns=columns, handles=handles)
-
-    def is_index_stale(self, now_ns: int) -> bool:
-        return self.indexed_ns + STALE_NS < now_ns and self.index_ns < QUICK_NS and not self.is_index_new
 
     @property
     def is_index_new(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from valved.kv.books import KvBooks
-from valved.kv.choice.first import BegunPart, FirstParts
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
@@ -30,26 +29,17 @@ class Grown:
 
 
 class Growth:
-    def __init__(
-        self,
-        books: KvBooks,
-        supply: Supply,
-        turn: GateTurn,
-        moves: Moves,
-        first: FirstParts,
-        reclaimer: Reclaimer,
-    ) -> None:
+    def __init__(self, books: KvBooks, supply: Supply, turn: GateTurn, moves: Moves, reclaimer: Reclaimer) -> None:
         self._books = books
         self._supply = supply
         self._turn = turn
         self._moves = moves
-        self._first = first
         self._reclaimer = reclaimer
 
     def would_stop(self, engine: Engine, columns: int) -> frozenset[GpuIndex]:
         """The GPUs whose offline work a need for so many more columns stops; none where they can be had without."""
         bare = engine.bare_columns()[: max(0, columns)]
-        short = frozenset(self._supply.lacking(engine, bare))
+        short = frozenset(gpu for gpu in engine.gpus if len(bare) and self._supply.is_short(engine, bare, gpu))
         return self._reclaimer.would_stop(short) if short else short
 
     def stops_by(self, engine: Engine) -> object:
@@ -61,26 +51,8 @@ class Growth:
         loop."""
         self._reclaimer.stop_ahead(gpus)
 
-    def prepare(self, engine: Engine) -> None:
-        """It could need more than is free."""
-        self._first.prepare(engine.gpus)
-
-    def begin(self, engine: Engine, columns: int) -> None:
-        """It asks for so many columns next: what is ready of their reclaim begins before that is worked out."""
-        lacking = self._supply.lacking(engine, engine.bare_columns()[: max(0, columns)])
-        self._first.begin(engine.service, engine.gpus, lacking)
-
     def calm(self) -> None:
-        if self._first.begun is not None:  # and no need was told for it
-            self._carry_on(self._first.begun)
         self._turn.calm()
-
-    def _carry_on(self, begun: BegunPart) -> None:
-        """Nothing opens the GPUs before its orders have come back. What it brings is free."""
-        over = Pause()
-        over.set()
-        need = self._reclaimer.ask(begun.service, begun.handles, lambda: False, over)
-        need.ready.then(lambda: self._supply.settle(need))
 
     async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> Grown:
         """Back bare columns of an online engine, taking from offline work what is missing.
@@ -120,16 +92,14 @@ class Growth:
                 handles = {gpu: int(engine.bare_handles(gpu)[columns].sum()) for gpu in engine.gpus}
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), over, rung_ns)
                 await need.begun
-                coming: list[Ints] = []
+                if not need.ready.is_set and self._books.is_attached(engine):
+                    plan = self._moves.plan_giving(engine, columns, need.coming)
                 while not need.ready.is_set:
-                    if self._books.is_attached(engine):
-                        if plan is None or need.coming is not coming:
-                            coming = need.coming
-                            plan = self._moves.plan_giving(engine, columns, coming)
+                    await need.partly
+                    if plan is not None and not need.ready.is_set and self._books.is_attached(engine):
                         given, plan = self._moves.give_ahead(plan)
                         self._supply.note_given(need, given)
                         orders += given
-                    await need.partly
             else:
                 await self._turn.while_turning()
             if self._books.is_attached(engine):

@@ -89,13 +89,6 @@ async def until(pause: Pause, clock: Clock, deadline_ns: int) -> bool:
     return pause.is_set
 
 
-def next_turn(clock: Clock) -> Pause:
-    """Of the loop: what has come meanwhile is heard first."""
-    pause = Pause()
-    clock.call_at_ns(clock.now_ns(), pause.set)
-    return pause
-
-
 def all_of(pauses: list[Pause]) -> Pause:
     """Set when every one of them is."""
     whole = Pause()

@@ -14,7 +14,6 @@ from valved.gate.wake import GateService
 from valved.kv.beside import LET_REST_NS, Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
-from valved.kv.choice.ways import Ways
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import Moves
@@ -22,6 +21,7 @@ from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
+from valved.kv.ways import Ways
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, Role, ServiceId

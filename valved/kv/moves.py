@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, zip_longest
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from valved.abi.kv_link import KvHow, KvOp
 from valved.kv.books import KvBooks
-from valved.kv.choice.ways import Ways
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.outside import Outside, Packed
 from valved.kv.slots import NO_HANDLE, NOTHING, Ints, RangeSlots
 from valved.kv.supply import Supply
+from valved.kv.ways import Ways
 from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Remap
 from valved.state.stats import MemoryCounters
@@ -131,11 +131,6 @@ class Moves:
             else:
                 orders += self._books.orders.take_away(KvOp.QUARANTINE, part.slots, how, part.drafts)
         return orders
-
-    def take_planned(self, plans: list[MovePlan], how: KvHow) -> Iterator[list[Order]]:
-        """The orders of each stage of all of these together."""
-        for stage in zip_longest(*(plan.stages for plan in plans), fillvalue=[]):
-            yield self.take(chain(*stage), how)
 
     # What can be worked out before
 

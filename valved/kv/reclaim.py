@@ -9,8 +9,7 @@
     open      the hold is dropped
 
 Taking and giving of a large one go in stages (kv/moves.py): all is told before any is taken, and the handles of a stage
-are given as soon as its orders are answered, while the next stage is taken. The first part of it may
-be under way before it begins (kv/choice/first.py).
+are given as soon as its orders are answered, while the next stage is taken.
 
 Where it was tried (kv/outside.py) valved makes the memory sparse itself instead of asking for it. A cooperative reclaim
 has no gate: the same orders wait for the next step of the engine, channels on; if a service waits, they are on once
@@ -25,28 +24,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 
 from valved.abi.kv_link import KvHow
-from valved.kv.account import Reclaim, ReclaimAccounts, set_ready
+from valved.kv.account import Reclaim, ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
-from valved.kv.choice.first import BegunPart, FirstParts
-from valved.kv.choice.victims import Victims, choose
-from valved.kv.choice.ways import Ways
 from valved.kv.engines import Engine
-from valved.kv.journey import Pause, all_of, next_turn, start, until
+from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
 from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
+from valved.kv.victims import choose
+from valved.kv.ways import Ways
 from valved.machine.clock import Clock
+from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
+from valved.state.journal import Journal
+
+STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim ...
+QUICK_NS = 5_000_000  # ... if that was quick the last time: a service that waits for memory waits for no request table
 
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
@@ -59,13 +62,14 @@ class Reclaimer:
     _ways: Ways
     _moves: Moves
     _beside: Beside
-    _first: FirstParts
-    _accounts: ReclaimAccounts
+    _journal: Journal
     _clock: Clock
     _costs: EvictionSettings
+    _log: ReclaimLog
 
     def __post_init__(self) -> None:
         self._needs: list[Need] = []  # that no reclaim serves yet
+        self._untold: list[Reclaim] = []  # whose needs may be asked again
         self._is_running = False
 
     # Needs
@@ -137,42 +141,20 @@ class Reclaimer:
                 need.served.set()
 
     async def _serve_batch(self, batch: list[Need]) -> None:
-        begun = self._first.adopt()
-        if begun is not None:
-            victims, how = list(begun.part.victims), begun.part.how
-            reclaim = Reclaim(needs=batch, missing={}, how=how, began_ns=begun.began_ns, victims=victims, begun=begun)
-            await self._or_let_go(reclaim, self._go_on(reclaim, begun))
-            return
         missing = self._supply.missing(batch)
         engines = self._supply.losers(missing)
         how = self._ways.way_of(engines)
-        reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns, rest=missing)
-        self._accounts.begin(reclaim)
+        reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
+        self._begin(reclaim)
         if not missing or not engines:
             reclaim.reason = why_none(missing, is_allowed=self._supply.is_allowed)
-            self._accounts.end(reclaim)
+            self._end(reclaim)
             self._turn.give_up()
         elif how is not Remap.COOPERATIVE:
             await self._or_let_go(reclaim, self._take_gated(reclaim, engines))
         else:
             self._turn.give_up()
             start(self._or_let_go(reclaim, self._take_at_step(reclaim, engines)))
-
-    async def _go_on(self, reclaim: Reclaim, begun: BegunPart) -> None:
-        """With one that is under way. It may be taken before the rest is planned, and is given then. What another way
-        would be needed for is asked for again."""
-        note_told(reclaim.needs)
-        if not begun.is_whole:
-            raise RuntimeError("the first part of a reclaim failed half way")
-        reclaim.missing = self._supply.missing(reclaim.needs) or begun.handles
-        left = {gpu: count - begun.handles.get(gpu, 0) for gpu, count in reclaim.missing.items()}
-        reclaim.rest = {gpu: count for gpu, count in left.items() if count > 0}
-        self._accounts.begin(reclaim)
-        if reclaim.rest:
-            self._begun(reclaim, [*begun.stages, []])
-            await next_turn(self._clock)
-        engines = self._supply.losers(reclaim.rest)
-        await self._take_gated(reclaim, engines if self._ways.way_of(engines) is reclaim.how else [])
 
     async def _or_let_go(self, reclaim: Reclaim, steps: Coroutine[Pause, None, Any]) -> None:
         """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""
@@ -188,7 +170,7 @@ class Reclaimer:
             await self._settle(reclaim, beside)
             if not reclaim.given_ns:
                 reclaim.reason = "a step of it failed"
-                self._accounts.end(reclaim)
+                self._end(reclaim)
             raise
 
     async def _settle(self, reclaim: Reclaim, orders: list[Order]) -> None:
@@ -202,17 +184,11 @@ class Reclaimer:
     # The two ways
 
     async def _take_gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
-        begun = reclaim.begun
-        held = begun.gpus if begun is not None else frozenset()
-        concerned = held.union(reclaim.missing, *(engine.gpus for engine in engines))
+        concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))
         is_stopped = await self._turn.stop(concerned, lambda: self._plan(reclaim, engines))
-        reclaim.stopped_ns = begun.stopped_ns if begun is not None else self._clock.now_ns()
-        stages = begun.stages if begun is not None else []
+        reclaim.stopped_ns = self._clock.now_ns()
         if is_stopped:
-            stages = [*stages, *self._tell_and_take(reclaim, KvHow.AT_ONCE)]
-        reclaim.victims = [victims for victims in reclaim.victims if victims.is_told]
-        if is_stopped or begun is not None:
-            reclaim.told_ns = begun.told_ns if begun is not None else reclaim.told_ns
+            stages = self._tell_and_take(reclaim, KvHow.AT_ONCE)
             orders = list(chain(*stages))
             self._begun(reclaim, stages)
             await self._settle(reclaim, orders)
@@ -220,7 +196,8 @@ class Reclaimer:
             await self._wait_given(reclaim)
         else:
             reclaim.reason = "the GPU could not be stopped"
-        self._accounts.end(reclaim)
+            reclaim.victims = []
+        self._end(reclaim)
         self._turn.open()
 
     async def _take_at_step(self, reclaim: Reclaim, engines: list[Engine]) -> None:
@@ -237,41 +214,41 @@ class Reclaimer:
         reclaim.late = sum(not order.settled.is_set for order in orders)
         self._taken(reclaim, orders)
         await self._wait_given(reclaim)
-        self._accounts.end(reclaim)
+        self._end(reclaim)
 
     # Their steps
 
     def _select(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         reclaim.chose_ns = now_ns = self._clock.now_ns()
         for engine in engines:
-            if engine.index is None or engine.is_index_stale(now_ns):
+            is_stale = engine.indexed_ns + STALE_NS < now_ns and engine.index_ns < QUICK_NS and not engine.is_index_new
+            if engine.index is None or is_stale:
                 engine.put_index(engine.make_index(self._costs), engine.view().steps, now_ns)
-        reclaim.victims += choose(engines, reclaim.rest, self._costs)
+        reclaim.victims = choose(engines, reclaim.missing, self._costs)
         reclaim.selected_ns = self._clock.now_ns()
 
     def _plan(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         """While the driver is busy: all that `_tell_and_take` would work out otherwise."""
         self._select(reclaim, engines)
-        for victims in untold(reclaim):
+        for victims in reclaim.victims:
             victims.plan = self._moves.plan_taking(victims.engine, victims.columns, KvHow.AT_ONCE)
 
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[list[Order]]:
         """The orders of each stage, to all engines."""
-        reclaim.victims = [one for one in reclaim.victims if one.is_told or self._books.may_take(one.engine)]
+        reclaim.victims = [one for one in reclaim.victims if self._books.may_take(one.engine)]
         plans: list[MovePlan] = []
-        fresh = untold(reclaim)
-        for victims in fresh:
+        for victims in reclaim.victims:
             engine, plan = victims.engine, victims.plan
             if plan is None or not plan.takes(victims.columns):  # what was pinned since it was chosen stays
                 victims.columns = victims.columns[engine.takeable()[victims.columns]]
                 plan = self._moves.plan_taking(engine, victims.columns, how)
             self._moves.lose(engine, victims.columns, plan.blocks)
-            victims.is_told = True
             plans.append(plan)
         reclaim.told_ns = self._clock.now_ns()
         note_told(reclaim.needs if plans else [])
-        stages = list(self._moves.take_planned(plans, how))
-        for victims in fresh:
+        parts = zip_longest(*(plan.stages for plan in plans), fillvalue=[])
+        stages = [self._moves.take(chain(*stage), how) for stage in parts]
+        for victims in reclaim.victims:
             victims.orders = [order for order in chain(*stages) if order.client in victims.engine.clients]
         return stages
 
@@ -280,7 +257,6 @@ class Reclaimer:
         open_ = [[order.slots.standing() for order in orders if not order.settled.is_set] for orders in stages]
         for need in reclaim.needs if any(open_) else ():
             need.coming = [np.concatenate([NOTHING, *rows]) for rows in open_]
-            need.stage_came()
             need.begun.set()
         for orders in stages[:-1]:
             all_of([order.settled for order in orders]).then(lambda: stage_came(reclaim.needs))
@@ -303,10 +279,32 @@ class Reclaimer:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         await until(all_of([need.given for need in reclaim.needs]), self._clock, deadline_ns)
 
+    def _begin(self, reclaim: Reclaim) -> None:
+        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
+        if reclaim.missing:
+            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
 
-def untold(reclaim: Reclaim) -> list[Victims]:
-    """Whose engines have not heard that they lose them."""
-    return [victims for victims in reclaim.victims if not victims.is_told]
+    def _end(self, reclaim: Reclaim) -> None:
+        reclaim.given_ns = self._clock.now_ns()
+        set_ready(reclaim.needs)
+        first = next((one for one in self._untold if reclaim in one.tries), None)
+        if first is not None:
+            start(self._tell(first, reclaim.needs))
+
+    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
+        """Once those ask no more, and it has ended in all its tries."""
+        await all_of([need.over for need in needs if need.given.is_set])
+        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
+            return
+        self._untold.remove(reclaim)
+        event = self._journal.emit(
+            EventKind.RECLAIMED,
+            service=reclaim.needs[0].service,
+            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
+            reason="; then ".join(one.why for one in reclaim.tries),
+            **reclaim.account(self._books.pool.handle_bytes),
+        )
+        self._log.note(reclaim, event)
 
 
 def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:
@@ -323,3 +321,8 @@ def note_told(needs: list[Need]) -> None:
 def stage_came(needs: list[Need]) -> None:
     for need in needs:
         need.stage_came()
+
+
+def set_ready(needs: list[Need]) -> None:
+    for need in needs:
+        need.set_ready()

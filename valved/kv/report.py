@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from valved.config import MemoryTable
 from valved.kv.account import Reclaim, ReclaimLog
 from valved.kv.books import KvBooks
-from valved.kv.choice.ways import Ways
 from valved.kv.engines import Engine
 from valved.kv.outside import Outside
 from valved.kv.pool import Place
 from valved.kv.reserve import Reserve
 from valved.kv.supply import Supply
+from valved.kv.ways import Ways
 from valved.model.events import Event
 from valved.model.figures import plausible, total
 from valved.model.ids import GpuIndex, Role

@@ -131,9 +131,7 @@ class Reserve:
         begins = max(0, min(bare, online.state.headroom_handles - memory.mapped_handles))
         try:
             if memory.unmet_handles > memory.free_handles:
-                sure = min(memory.unmet_handles, begins or bare)
-                self._growth.hurry(self._growth.would_stop(engine, sure))
-                self._growth.begin(engine, sure)
+                self._growth.hurry(self._growth.would_stop(engine, min(memory.unmet_handles, begins or bare)))
             self._decide(engine, online, memory, begins, now_ns)
         finally:
             self._growth.calm()
@@ -146,8 +144,6 @@ class Reserve:
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
         """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
-        if most > memory.free_handles:
-            self._growth.prepare(engine)
         seen = engine.changes, memory.free_handles, most, self._growth.stops_by(engine)
         if seen == online.foreseen_by:
             return

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from valved.config import MemoryTable
 from valved.kv.books import KvBooks
-from valved.kv.choice.ways import Ways
 from valved.kv.engines import Engine
+from valved.kv.ways import Ways
 from valved.model.ids import Remap, Role
 from valved.policy.reservation import ReservationSettings
 

@@ -155,11 +155,9 @@ class Supply:
         """How many of these, from the first on."""
         return engine.fitting(columns, {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus})
 
-    def lacking(self, engine: Engine, columns: Ints) -> dict[GpuIndex, int]:
-        """What must be taken on each GPU for these to be backed."""
-        lacks = {gpu: int(engine.bare_handles(gpu)[columns].sum()) for gpu in engine.gpus if len(columns)}
-        short = {gpu: count - self.affordable(gpu, engine.service) for gpu, count in lacks.items()}
-        return {gpu: count for gpu, count in short.items() if count > 0}
+    def is_short(self, engine: Engine, columns: Ints, gpu: GpuIndex) -> bool:
+        """Whether something must be taken there for these to be backed."""
+        return int(engine.bare_handles(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
 
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
         """Offline engines that could lose something on these GPUs. One that is late is asked only where no other is."""

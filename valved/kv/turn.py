@@ -9,13 +9,10 @@ from valved.kv.journey import Pause, until
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort
-from valved.machine.readiness import is_readable_within
 from valved.model.ids import GpuIndex
 
 GATE_NS = 1_000_000_000  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
 TURNING_NS = 1_000_000  # look again whether a gate is through
-SOON_NS = 500_000  # the loop stands still for so long, and a millisecond more at most
-VAIN, AGAIN = 2, 8  # after two waits in vain one of eight: who waits plans nothing meanwhile
 
 
 class GateTurn:
@@ -25,8 +22,7 @@ class GateTurn:
         self._clock = clock
         self._supply = supply
         self._turn: Pause | None = None  # set when the task that has the gate for moving memory is through
-        self.is_ahead = False  # GPUs are held for a reclaim that is still planned
-        self._vain = 0  # waits for GPUs to stop, since the last that was not
+        self._is_ahead = False  # GPUs are held for a reclaim that is still planned
         self._watching: list[Pause] = []  # tasks that wait for GPUs to stop
 
     async def mine(self) -> None:
@@ -41,27 +37,14 @@ class GateTurn:
 
         Not while another task has the gate."""
         if self._turn is None:
-            self.is_ahead = True
+            self._is_ahead = True
             self._gating.set_moving(gpus)
 
     def calm(self) -> None:
         """No reclaim took the gate after all: they run again."""
-        if self.is_ahead and self._turn is None:
+        if self._is_ahead and self._turn is None:
             self._gating.set_moving(frozenset())
-        self.is_ahead = False
-
-    def stand_soon(self, gpus: frozenset[GpuIndex]) -> bool:
-        """Precondition: these are held. Whether they stand, now or within a moment."""
-        began_ns = now_ns = self._clock.now_ns()
-        while not all(self._gating.is_proven_stopped(gpu) for gpu in gpus):
-            may_wait = (self._vain < VAIN or self._vain % AGAIN == 0) and now_ns - began_ns < SOON_NS
-            if not may_wait or not is_readable_within(self._gate.stamps_fd(), 1):
-                self._vain += 1
-                return False
-            self._gating.drain()
-            now_ns = self._clock.now_ns()
-        self._vain = 0
-        return True
+        self._is_ahead = False
 
     def give_up(self) -> None:
         turn, self._turn = self._turn, None

@@ -9,12 +9,10 @@ from valved.clients.register import Register
 from valved.config import Config, MemoryTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kv.account import ReclaimAccounts, ReclaimLog
+from valved.kv.account import ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
-from valved.kv.choice.first import FirstParts
-from valved.kv.choice.ways import Ways
 from valved.kv.grow import Growth
 from valved.kv.layouts import Layouts
 from valved.kv.lend import Lender, Lending, Shares
@@ -31,6 +29,7 @@ from valved.kv.supply import Supply
 from valved.kv.tables import Tables
 from valved.kv.turn import GateTurn
 from valved.kv.unheeded import UnheededRanges
+from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, WorkPort
@@ -114,10 +113,8 @@ def put_together(
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)
-    first = FirstParts(books, supply, turn, ways, moves, costs, clock)
-    accounts = ReclaimAccounts(journal, clock, log, books.pool.handle_bytes)
-    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, first, accounts, clock, costs)
-    growth = Growth(books, supply, turn, moves, first, reclaimer)
+    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
+    growth = Growth(books, supply, turn, moves, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
     lending = Lending(books, supply, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)

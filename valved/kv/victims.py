@@ -30,7 +30,6 @@ class Victims:
     cost: EvictionCost
     freed: int
     plan: MovePlan | None = None
-    is_told: bool = False
     orders: list[Order] = field(default_factory=list)
 
     @property
