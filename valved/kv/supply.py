@@ -291,10 +291,6 @@ class Supply:
         """Handles, free ones or new ones, that must be left beside it: nobody else could give them."""
         return max(0, -(-self._kept.of(gpu).kv_bytes // self._books.pool.handle_bytes) - self.takeable(gpu))
 
-    def withheld_bytes(self, gpu: GpuIndex) -> int:
-        """What offline work may not even borrow."""
-        return self._kept.of(gpu).plain_bytes
-
     def kept_bytes(self, gpu: GpuIndex) -> int:
         """What an allocation of offline work past the pool must leave free."""
         kept, pool = self._kept.of(gpu), self._books.pool
