@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from valve_hook import wire
 
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
+IN_LINE = struct.pack("ll", int(ANSWER_S), 0)  # a struct timeval: for a place in valved's queue, which may be full
 MOST_FDS = 64
 
 
@@ -32,9 +34,9 @@ class Packets:
         self._seq = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(ANSWER_S)
+            # By the kernel's time-out: with Python's the kernel would not wait, and would keep no place for us.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, IN_LINE)
             self._socket.connect(str(path))
-            # A socket with a time-out waits before it sends, whatever MSG_DONTWAIT says; an engine's step sends, too.
             self._socket.settimeout(0.0)
         except BaseException:
             self._socket.close()

@@ -36,6 +36,7 @@ struct kernel_file {
 	struct packet *first, **last; /* SOCKET: what was told and not read */
 	bool is_foreign;              /* the application's */
 	bool is_connected, has_valved, reads_no_more, is_reset;
+	uint64_t patience_ns; /* of a call that waits; 0: for ever */
 };
 
 static struct {
@@ -251,10 +252,25 @@ static int dial(int number)
 	struct kernel_file *link = link_of(number);
 	int err = valved_accepts(link);
 
+	if (err == -EAGAIN || err == -EINTR) { /* no room, and it waits; or a signal comes */
+		CHECK(link->patience_ns);      /* nobody would end it */
+		kernel_pass(err == -EINTR ? 1 : link->patience_ns);
+	}
 	if (err)
 		return err;
 	link->refs++;
 	link->is_connected = link->has_valved = true;
+	return 0;
+}
+
+static int set_patience(int number, int level, int what, const struct timeval *most)
+{
+	struct kernel_file *link = link_of(number);
+
+	CHECK(level == SOL_SOCKET && what == SO_SNDTIMEO && most->tv_usec < 1000000);
+	if (!link)
+		return -EBADF;
+	link->patience_ns = (uint64_t)most->tv_sec * 1000000000u + (uint64_t)most->tv_usec * 1000u;
 	return 0;
 }
 
@@ -434,7 +450,7 @@ static int sleep_for(const struct timespec *span)
 
 static int enter(long number, va_list list)
 {
-	int fd = 0, value;
+	int fd = 0, value, what;
 	void *at;
 
 	if (number != SYS_futex && number != SYS_nanosleep && number != SYS_poll)
@@ -448,6 +464,10 @@ static int enter(long number, va_list list)
 		return close_number(fd);
 	case SYS_connect:
 		return dial(fd);
+	case SYS_setsockopt:
+		value = va_arg(list, int);
+		what = va_arg(list, int);
+		return set_patience(fd, value, what, va_arg(list, const struct timeval *));
 	case SYS_shutdown:
 		return shut(fd);
 	case SYS_dup3:

@@ -24,12 +24,13 @@ static struct {
 	uint32_t flaw;                         /* of the next WELCOME */
 	enum { AT_ONCE, LATE, NEVER } answers; /* HELLO */
 	enum { READS, FULL, LEAVES } mail;     /* what comes later */
-	uint32_t unread, asked_unread, hello;  /* in its socket; HELLO's number that waits for an answer */
-	uint32_t online;                       /* on the next page */
-	uint32_t asked;                        /* number of the last question about the whole process */
-	bool let_go;                           /* and it may */
-	bool last_word;                        /* it said so before it hung up, and nobody has read that */
-	bool stops;                            /* it has said STOP and let nobody go since */
+	uint32_t crowd; /* so many tries find the queue full; an odd one is ended by a signal */
+	uint32_t unread, asked_unread, hello; /* in its socket; HELLO's number that waits for an answer */
+	uint32_t online;                      /* on the next page */
+	uint32_t asked;                       /* number of the last question about the whole process */
+	bool let_go;                          /* and it may */
+	bool last_word;                       /* it said so before it hung up, and nobody has read that */
+	bool stops;                           /* it has said STOP and let nobody go since */
 	bool refused; /* it was the last to answer HELLO, and refused, and we could hear it */
 } valved;
 
@@ -147,6 +148,8 @@ int valved_accepts(struct kernel_file *link)
 {
 	if (!valved.is_there)
 		return -ECONNREFUSED;
+	if (valved.crowd)
+		return valved.crowd-- % 2 ? -EINTR : -EAGAIN;
 	if (valved.backlog)
 		kernel_hang_up(valved.backlog, false);
 	valved.backlog = link;
@@ -394,7 +397,7 @@ static void come(uint32_t detail)
 	const uint64_t leases[] = {3600000000000ull, 1000000000ull, 0, 200000000ull};
 
 	valved.is_there = valved.beats = true;
-	valved.refusal = valved.flaw = 0;
+	valved.refusal = valved.flaw = valved.crowd = 0;
 	valved.answers = AT_ONCE;
 	read_mail();
 	valved.keeps_stops = detail & 1;
@@ -422,6 +425,10 @@ static void pace(uint32_t detail)
 {
 	if (detail < 3) {
 		valved.answers = detail;
+		return;
+	}
+	if (detail > 5) {
+		valved.crowd = detail == 6 ? 7 : 1000000;
 		return;
 	}
 	valved.mail = detail % 3;

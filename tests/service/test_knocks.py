@@ -17,12 +17,13 @@ from link_peers import COST_S, HELLO, Crowd, Knocker, greet, hear, is_closed, sa
 import valved.clients.arrivals
 from valved.abi.link import LinkType, Schedule, Welcome, build
 from valved.clients.arrivals import PENDING, PENDING_PER_PROCESS
-from valved.clients.server import BACKLOG
+from valved.clients.server import BACKLOG, LinkConnection
 from valved.clients.turns import PASS_NS, SECOND_NS, Knocks
 from valved.machine.callers import Accepted
 from valved.machine.processes import LinuxProcesses
 from valved.model.events import EventKind
-from valved.model.ids import Role
+from valved.model.ids import ChannelRef, ProcessId, Role
+from valved.state.saved import VERSION, SavedClient, SavedState
 
 SHIM_WAITS_NS = 50_000_000  # of an online process, for its welcome
 PROCESSES = 20
@@ -160,6 +161,41 @@ def test_what_is_no_hello_never_costs_more_than_a_read(server, crowd, judged, wh
 
     assert is_welcomed_beside(server, crowd, send)
     assert judged == [os.getpid()]
+
+
+def test_a_silent_connection_never_costs_a_read(server, crowd, monkeypatch):
+    """Whoever opens many would have a part of each pass of the loop for them."""
+    read, receive = [], LinkConnection.receive
+    monkeypatch.setattr(LinkConnection, "receive", lambda peer: (read.append(peer.pid), receive(peer))[1])
+
+    def all_knock():
+        crowd.add(PROCESSES, lambda: crowd.connect(EACH))
+        return knock(server)
+
+    honest = server.call(all_knock)
+
+    assert welcomed(honest)
+    assert set(read) == {os.getpid()}
+
+
+def test_offline_processes_with_stopped_channels_never_stand_before_online_work(server, crowd, judged):
+    """Each process can come to that by itself: it closes its link while its channels are off."""
+    leftovers, honest = server.world.register.channels.leftovers, Knocker(server)
+    claim(server, honest.top)
+
+    def all_knock():
+        crowd.add(PROCESSES, spoken(crowd, 1))
+        for pid in crowd.pids:
+            channel = ChannelRef(gpu=0, h_client=pid, h_channel=1, cid=1, h_tsg=1, engine=1, compute=True)
+            owner = ProcessId(pid=pid, start_time=LinuxProcesses().start_time(pid))
+            leftovers.put(channel, owner, has_left=True)
+        honest.knock()
+
+    server.call(all_knock)
+
+    assert honest.is_welcomed()
+    assert judged.index(honest.pid) <= AT_ONCE
+    server.call(lambda: leftovers.take_where(lambda _: True))
 
 
 @pytest.mark.parametrize("what", ["silence", "a hello"])
@@ -321,6 +357,25 @@ def test_the_last_connection_of_a_process_never_makes_room_for_one_that_it_gave_
         with pytest.raises(BlockingIOError):
             end.recv(1, socket.MSG_DONTWAIT)
     assert server.call(lambda: server.link.peers) == FEW
+
+
+def test_offline_processes_of_a_predecessor_never_wait_for_what_their_account_took(server, in_debt, judged):
+    """They would be stopped for seconds after a restart. Each has one HELLO of its own for each client it was."""
+    world, back = server.world, range(FEW - 2)
+    clients = [
+        SavedClient(pid=NOBODYS_PID + number, start_time=1, role=int(Role.OFFLINE), service=9, channels=[])
+        for number in back
+    ]
+    empty = {"counters": {}, "refusals": {}, "gpus": [], "services": [], "next_client": 1, "next_service": 1}
+    saved = SavedState(version=VERSION, boot_id="boot", driver=world.gate.driver_version(), clients=clients, **empty)
+    server.call(lambda: world.handover.restore(saved, 2.0))
+
+    for number in (FEW - 1, *back, 0):  # a stranger first; the last one knocks again
+        in_debt(number).send(SPOKEN)
+
+    server.until(lambda: len(judged) >= len(back))
+    assert sorted(judged) == [NOBODYS_PID + number for number in back]
+    assert server.call(lambda: server.link.peers) == 2
 
 
 def test_one_user_never_pushes_the_decisions_out_of_the_journal(server):

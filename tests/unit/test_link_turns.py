@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
+import os
+from collections import Counter
+from itertools import count
+
 import pytest
 
-from valved.clients.turns import ACCOUNT_BURST_NS, KNOCKS_BURST_NS, PASS_NS, Knocks, Postponed, TurnLine
+import valved.clients.arrivals
+from valved.clients.arrivals import LinkArrivals
+from valved.clients.turns import (
+    ACCOUNT_BURST_NS,
+    ACCOUNT_SHARE,
+    KNOCKS_BURST_NS,
+    PASS_NS,
+    SECOND_NS,
+    Knocks,
+    Postponed,
+    TurnLine,
+)
+from valved.machine.callers import MOST, Accepted
 
 
 class Time:
@@ -115,3 +132,97 @@ def test_new_processes_without_end_never_have_more_than_their_account():
     assert knocks.wait_ns(999, "flood", 0)
     assert not knocks.wait_ns(999, "another", 0)
     assert not knocks.wait_ns(999, None, 0)  # an awaited process
+
+
+class Door:
+    """Everything around arrivals: a loop on time that stands still but for what is done, and a server whose HELLOs cost
+    `cost_ns` each."""
+
+    def __init__(self, monkeypatch, cost_ns):
+        monkeypatch.setattr(valved.clients.arrivals, "time", self)
+        self.now_ns, self.cost_ns, self.served = 0, cost_ns, []
+        self.expected = Counter()
+        self._calls, self._order = [], count()
+        self.arrivals = LinkArrivals(self, self, self, 600.0)
+
+    def come(self, pids):
+        accepted = [Accepted(os.eventfd(1), pid, 1000) for pid in pids]
+        for first in range(0, len(accepted), MOST):
+            self.call_soon(self.arrivals.come, accepted[first : first + MOST])
+        while len(self.served) < len(accepted):
+            when_ns, _, handle = heapq.heappop(self._calls)
+            self.now_ns = max(self.now_ns, when_ns)
+            handle.run()
+        self.arrivals.close()
+
+    # the clock, the loop, the server, what is awaited
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    thread_time_ns = monotonic_ns
+
+    def add_reader(self, *_):
+        """What comes has spoken by then."""
+
+    remove_reader = add_reader
+
+    def call_later(self, seconds, call, *arguments):
+        handle = Handle(call, arguments)
+        heapq.heappush(self._calls, (self.now_ns + round(seconds * SECOND_NS), next(self._order), handle))
+        return handle
+
+    def call_soon(self, call, *arguments):
+        return self.call_later(0.0, call, *arguments)
+
+    def read_hello(self, fd, caller):
+        os.close(fd)
+        self.now_ns += self.cost_ns
+        self.served.append(caller.pid)
+        return False
+
+    def turn_away(self, caller, fds, why):
+        raise AssertionError(f"{caller.pid}: {why}")
+
+    def pids(self):
+        return set()
+
+    def cgroup(self, pid):
+        return "/login"
+
+    def root_of(self, pid, cgroup, known):
+        return 0
+
+    def came(self, pid):
+        self.expected[pid] -= 1
+
+
+class Handle:
+    def __init__(self, call, arguments):
+        self._call, self._arguments = call, arguments
+
+    def run(self):
+        self._call(*self._arguments)
+
+    def cancel(self):
+        self._call, self._arguments = lambda: None, ()
+
+
+def test_a_restart_never_keeps_the_processes_of_a_predecessor_waiting_for_a_share_of_their_account(monkeypatch):
+    """400 of one user, whose HELLOs take 2 ms each: promised is that a restart takes over within 2 s."""
+    pids = range(100, 500)
+    door = Door(monkeypatch, cost_ns=2_000_000)
+    door.expected.update(pids)
+
+    door.come(pids)
+
+    assert sorted(door.served) == list(pids)
+    assert door.now_ns == len(pids) * door.cost_ns
+
+
+def test_new_processes_of_one_account_never_have_more_than_its_share_of_the_loop(monkeypatch):
+    door = Door(monkeypatch, cost_ns=2_000_000)
+
+    door.come(range(100, 500))
+
+    assert door.now_ns >= (399 * door.cost_ns - ACCOUNT_BURST_NS) / ACCOUNT_SHARE

@@ -41,6 +41,7 @@ NOBODY = 65534
 DEPTH = 60
 ANSWER = struct.Struct("4d")  # ms: the welcome, the trivial answer; valved's loop ran, and waited for a core
 PR_SET_PDEATHSIG = 1
+WAIT = struct.pack("ll", 0, 10_000)  # WAIT_MS of the shim
 
 Attack = Callable[[str], object]
 
@@ -183,13 +184,12 @@ def _loop_ns(valved: int) -> tuple[int, int]:
 
 
 def _ask(path: str, packet: bytes) -> tuple[float, bytes]:
-    """How long the answer took, in ms. A full queue of the kernel is asked again, as a shim does."""
+    """How long the answer took, in ms. It waits in the kernel's queue as a shim does (shim/src/link/link.c)."""
     began = time.monotonic_ns()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, WAIT)
         while sock.connect_ex(path):
-            time.sleep(0.001)
-        sock.setblocking(True)
+            pass
         sock.send(packet)
         answer = sock.recv(link.MAX_PACKET)
         return (time.monotonic_ns() - began) / 1e6, answer

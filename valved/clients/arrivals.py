@@ -1,15 +1,18 @@
 """Connections whose HELLO was not read yet: how many one process may have, and whose is read next.
 
 Any process may connect as often as it likes, and the kernel hands connections over in their order. So all that wait are
-taken at once, cheaply, and what costs time has turns. First come processes that are awaited (awaited.py), by what they
-belong to. The others have turns by *account*, then by control group, then by process: the account of a process is its
-user, or for root, which is in every container, its control group. So whoever floods stands before another account with
-one HELLO, however many processes and connections it has. All of it has a bounded part of each pass of the loop.
+taken at once, and one that says nothing is a number in an epoll: it is looked at by nobody before its first packet or
+its end. What costs time has turns. First come processes that are awaited (awaited.py), by what they belong to. The
+others have turns by *account*, then by control group, then by process: the account of a process is its user, or for
+root, which is in every container, its control group. So whoever floods stands before another account with one HELLO,
+however many processes and connections it has. Offline processes of a predecessor have turns like one account, which
+owes nothing. All of it has a bounded part of each pass of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable
@@ -18,10 +21,9 @@ from typing import TYPE_CHECKING
 
 from valved.clients.awaited import Awaited
 from valved.clients.turns import PASS_NS, Knocks, TurnLine
-from valved.machine.callers import Accepted
+from valved.machine.callers import Accepted, has_left
 
 if TYPE_CHECKING:
-    from valved.clients.connection import LinkConnection
     from valved.clients.server import LinkServer
 
 PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet
@@ -29,25 +31,34 @@ PENDING = 512  # of all processes together, but for those that were claimed them
 LOOKED_AT_ONCE = 16  # about a millisecond
 SWEEPS = 4  # in the time that a silent connection has
 SWEPT_AT_ONCE = 32
+HEARD_AT_ONCE = 2 * PENDING
+SILENT_NS = 50_000_000  # a shim speaks at once
+EXPECTED = "expected"  # whoever is, has turns like one account
 OFTEN = "too many connections at once"
 SILENT = "too many silent connections"
 
 
 @dataclass(slots=True, eq=False)
 class LinkCaller:
-    """A process with connections that wait."""
+    """A process with connections that wait: their descriptors, and since when."""
 
     pid: int
     uid: int
     root: int = 0  # the awaited process to which it belongs
-    account: Hashable | None = None  # None: it is awaited, or nobody has looked who it is
+    account: Hashable | None = None  # None: it is awaited or expected, or nobody has looked who it is
     groups: tuple[Hashable, ...] = ()
+    cgroup: str = ""
     is_in_line: bool = False
-    unread: deque[LinkConnection] = field(default_factory=deque)  # what they have to say may be there
-    silent: dict[LinkConnection, None] = field(default_factory=dict)  # it was not
+    unread: dict[int, int] = field(default_factory=dict)  # they have said something, in the order in which they did
+    silent: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.unread) + len(self.silent)
+
+    @property
+    def is_known(self) -> bool:
+        """It is awaited itself."""
+        return self.root == self.pid
 
 
 class LinkArrivals:
@@ -58,6 +69,9 @@ class LinkArrivals:
         self._hello_s = hello_s
         self._knocks = Knocks()
         self._callers: dict[tuple[int, int], LinkCaller] = {}
+        self._caller_of: dict[int, LinkCaller] = {}
+        self._ears = select.epoll()  # of those that are silent
+        loop.add_reader(self._ears, self._heard)
         self._fresh: deque[LinkCaller] = deque()  # nobody has looked yet who they are
         self._lines: tuple[TurnLine[LinkCaller], TurnLine[LinkCaller]] = (
             TurnLine(),
@@ -67,39 +81,32 @@ class LinkArrivals:
         self._next: asyncio.Handle | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
+    def __len__(self) -> int:
+        return len(self._caller_of)
+
     # They come and go
 
     def come(self, accepted: Iterable[Accepted]) -> bool:
         """Costs little for each: they may be a flood that stands before somebody else's. Whether there was room for
         all."""
         known = self._awaited.pids()
-        refused: dict[LinkCaller, list[Accepted]] = {}
+        refused: dict[LinkCaller, list[int]] = {}
+        replaced: dict[LinkCaller, list[int]] = {}
         for one in accepted:
             caller = self._callers.get((one.pid, one.uid))
             if caller is None:
                 caller = self._begin(one, known)
-            is_full = len(caller) >= PENDING_PER_PROCESS
-            if is_full and (caller in refused or not self._make_room(caller)):
-                refused.setdefault(caller, []).append(one)
-                continue
-            caller.unread.append(self._server.admit(one, caller))
-            self._line_up(caller)
-        for rejected in refused.values():
-            self._server.turn_away(rejected, OFTEN)
+            may = len(caller) < PENDING_PER_PROCESS or (caller not in refused and self._make_room(caller, replaced))
+            if not (may and self._listen_to(caller, one.fd)):
+                refused.setdefault(caller, []).append(one.fd)
+        self._turn_away(replaced, SILENT)
+        self._turn_away(refused, OFTEN)
+        self._hear()
         self._thin_out()
         if self._callers and self._sweep is None:
-            self._sweep = self._loop.call_later(self._hello_s / SWEEPS, self._drop_silent)
+            self._sweep = self._loop.call_later(self._hello_s / SWEEPS, self._drop_old)
         self._serve()
         return not refused
-
-    def forget(self, peer: LinkConnection) -> None:
-        """It has said HELLO, or is closed."""
-        caller = peer.caller
-        caller.silent.pop(peer, None)
-        if peer in caller.unread:
-            caller.unread.remove(peer)
-        if not len(caller) and self._callers.get((caller.pid, caller.uid)) is caller:
-            del self._callers[caller.pid, caller.uid]
 
     def took(self, caller: LinkCaller, ns: int) -> None:
         """`ns`: of a core. That the machine is busy is nobody's debt."""
@@ -108,53 +115,117 @@ class LinkArrivals:
     def close(self) -> None:
         for timer in filter(None, (self._next, self._sweep)):
             timer.cancel()
+        self._let_go({caller: [*caller.silent, *caller.unread] for caller in self._callers.values()})
+        self._loop.remove_reader(self._ears)
+        self._ears.close()
 
-    def _make_room(self, caller: LinkCaller) -> bool:
-        """By the oldest that said nothing. Not for a process that has had its time: to turn it away is cheaper."""
-        if not caller.silent or self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns()):
+    def _listen_to(self, caller: LinkCaller, fd: int) -> bool:
+        """False: the kernel has no room for it."""
+        try:
+            self._ears.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+        except OSError:
             return False
-        began_ns = time.thread_time_ns()
-        self._server.drop(next(iter(caller.silent)), SILENT, is_wrong=True)
-        self.took(caller, time.thread_time_ns() - began_ns)
+        self._callers[caller.pid, caller.uid] = caller
+        self._caller_of[fd] = caller
+        caller.silent[fd] = time.monotonic_ns()
         return True
+
+    def _make_room(self, caller: LinkCaller, replaced: dict[LinkCaller, list[int]]) -> bool:
+        """By the oldest, if it has said nothing for a while. To turn the new one away is cheaper."""
+        oldest, since_ns = next(iter(caller.silent.items()), (0, None))
+        if since_ns is None or since_ns > time.monotonic_ns() - SILENT_NS:
+            return False
+        self._hear()  # it may have spoken by now
+        if oldest in caller.silent:
+            replaced.setdefault(caller, []).append(oldest)
+            self._forget(caller, oldest)
+        return len(caller) < PENDING_PER_PROCESS
 
     def _begin(self, one: Accepted, known: set[int]) -> LinkCaller:
         caller = LinkCaller(one.pid, one.uid)
         if one.pid in known:
             self._place(caller, one.pid, "")
-        self._callers[one.pid, one.uid] = caller
+        elif one.pid in self._awaited.expected:
+            self._place(caller, 0, "")
         return caller
 
     def _place(self, caller: LinkCaller, root: int, cgroup: str) -> None:
+        caller.root, caller.cgroup, caller.account = root, cgroup, None
         if root:
-            caller.root, caller.groups = root, (root,)
+            caller.groups = (root,)
+        elif caller.pid in self._awaited.expected:
+            caller.groups = (EXPECTED,)
         else:
             caller.account = caller.uid or ("root", cgroup)
             caller.groups = (caller.account, cgroup)
 
+    def _forget(self, caller: LinkCaller, fd: int) -> None:
+        """It waits no more, and its descriptor is somebody else's business from here on."""
+        self._ears.unregister(fd)
+        del self._caller_of[fd]
+        caller.silent.pop(fd, None)
+        caller.unread.pop(fd, None)
+        if not len(caller):
+            self._callers.pop((caller.pid, caller.uid), None)
+
+    def _let_go(self, of: dict[LinkCaller, list[int]], why: str = "") -> None:
+        for caller, fds in of.items():
+            for fd in fds:
+                self._forget(caller, fd)
+        self._turn_away(of, why)
+
+    def _turn_away(self, of: dict[LinkCaller, list[int]], why: str) -> None:
+        for caller, fds in of.items():
+            if fds:
+                self._server.turn_away(caller, fds, why)
+
     def _thin_out(self) -> None:
         """Those of which there are most make room, and the oldest of them first."""
-        others = [caller for caller in self._callers.values() if caller.root != caller.pid]
-        excess = sum(map(len, others)) - PENDING
-        if excess <= 0:
+        if len(self) <= PENDING:
             return
-        most = max(map(len, others))
-        for size in range(most, 0, -1):
-            for caller in others:
-                if excess > 0 and len(caller) >= size:
-                    self._server.drop(next(iter(caller.silent), None) or caller.unread[0], OFTEN, is_wrong=True)
+        others = {caller: [*caller.silent, *caller.unread] for caller in self._callers.values() if not caller.is_known}
+        excess = sum(map(len, others.values())) - PENDING
+        leaving: dict[LinkCaller, list[int]] = {}
+        for size in range(max(map(len, others.values()), default=0), 0, -1):
+            for caller, fds in others.items():
+                if excess > 0 and len(fds) >= size:
+                    leaving.setdefault(caller, []).append(fds.pop(0))
                     excess -= 1
+        self._let_go(leaving, OFTEN)
 
-    def _drop_silent(self) -> None:
+    def _drop_old(self) -> None:
         before_ns = time.monotonic_ns() - round(self._hello_s * 1e9)
-        old = [peer for caller in self._callers.values() for peer in (*caller.silent, *caller.unread)]
-        old = [peer for peer in old if peer.since_ns <= before_ns]
-        for peer in old[:SWEPT_AT_ONCE]:
-            self._server.drop(peer, "no HELLO", is_wrong=False)
-        again_s = 0.0 if len(old) > SWEPT_AT_ONCE else self._hello_s / SWEEPS
-        self._sweep = self._loop.call_later(again_s, self._drop_silent) if self._callers else None
+        left = SWEPT_AT_ONCE
+        old: dict[LinkCaller, list[int]] = {}
+        for caller in self._callers.values():
+            waiting = (*caller.silent.items(), *caller.unread.items())
+            if left > 0 and (fds := [fd for fd, since_ns in waiting if since_ns <= before_ns]):
+                old[caller] = fds
+                left -= len(fds)
+        self._let_go(old)
+        again_s = 0.0 if left <= 0 else self._hello_s / SWEEPS
+        self._sweep = self._loop.call_later(again_s, self._drop_old) if self._callers else None
 
     # Their turns
+
+    def _hear(self) -> None:
+        """Who has spoken gets in line, and who is gone is let go."""
+        gone: dict[LinkCaller, list[int]] = {}
+        for fd, event in self._ears.poll(0, HEARD_AT_ONCE):
+            caller = self._caller_of[fd]
+            if event & (select.EPOLLHUP | select.EPOLLERR):
+                gone.setdefault(caller, []).append(fd)
+            else:
+                caller.unread[fd] = caller.silent.pop(fd)
+                self._line_up(caller)
+        self._let_go(gone)
+
+    def _heard(self) -> None:
+        self._hear()
+        if self._next is None or isinstance(self._next, asyncio.TimerHandle):
+            if self._next is not None:
+                self._next.cancel()
+            self._next = self._loop.call_soon(self._serve)
 
     def _line_up(self, caller: LinkCaller) -> None:
         if caller.is_in_line or not caller.unread:
@@ -215,25 +286,18 @@ class LinkArrivals:
         return not wait_ns
 
     def _read(self, caller: LinkCaller) -> None:
-        peer = caller.unread[0]
-        began_ns, has_spoken = time.thread_time_ns(), True
+        """The oldest. A HELLO that waited for long may be nobody's by now, and costs far more than to see that."""
+        fd = next(iter(caller.unread))
+        if has_left(fd):
+            self._let_go({caller: [fd]})
+            return
+        self._forget(caller, fd)
+        began_ns, is_online = time.thread_time_ns(), False
         try:
-            has_spoken = self._server.read_hello(peer)
+            is_online = self._server.read_hello(fd, caller)
         finally:
-            if not peer.is_online and (has_spoken or not caller.root):
+            if not is_online:
                 self.took(caller, time.thread_time_ns() - began_ns)
-        if not has_spoken and peer.is_open:
-            caller.unread.popleft()
-            caller.silent[peer] = None
-            self._loop.add_reader(peer.fileno(), self._heard, peer)
-
-    def _heard(self, peer: LinkConnection) -> None:
-        caller = peer.caller
-        self._loop.remove_reader(peer.fileno())
-        del caller.silent[peer]
-        caller.unread.append(peer)
-        self._line_up(caller)
-        if self._next is None or isinstance(self._next, asyncio.TimerHandle):
-            if self._next is not None:
-                self._next.cancel()
-            self._next = self._loop.call_soon(self._serve)
+            if caller.groups == (EXPECTED,):
+                self._awaited.came(caller.pid)
+                self._place(caller, 0, caller.cgroup)

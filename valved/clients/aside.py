@@ -41,7 +41,8 @@ class AsideReader:
             return received
 
         began_ns, is_first = time.thread_time_ns(), peer.client is None
-        self._server.read_one(peer, result)
+        if not self._server.read_one(peer, result) and is_first:
+            self._server.drop_later(peer, "no HELLO")
         if is_first and not peer.is_online:
             self._server.arrivals.took(peer.caller, time.thread_time_ns() - began_ns)
         self._server.go_on(peer)

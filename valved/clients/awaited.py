@@ -6,9 +6,9 @@ Whose turn a HELLO is depends on it, and nothing else: the role of a process is 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
-from valved.clients.leftovers import Leftovers
 from valved.machine.ports import ProcessPort
 from valved.model.ids import ProcessId, Role
 from valved.state.lived import Lived
@@ -18,20 +18,28 @@ LOOKS = 4  # the process itself and three above it: a launcher and a shell may s
 
 
 class Awaited:
-    def __init__(self, books: Books, lived: Lived, leftovers: Leftovers, processes: ProcessPort) -> None:
+    def __init__(self, books: Books, lived: Lived, processes: ProcessPort) -> None:
+        self.expected: Counter[int] = Counter()  # clients to come of offline processes of a predecessor, by number
         self._books = books
         self._lived = lived
-        self._leftovers = leftovers
         self._processes = processes
 
+    def expect(self, pid: int) -> None:
+        """A client of a predecessor comes back: its HELLO is none of those that a flood can have more of."""
+        self.expected[pid] += 1
+
+    def came(self, pid: int) -> None:
+        self.expected[pid] -= 1
+        if self.expected[pid] <= 0:
+            del self.expected[pid]
+
     def pids(self) -> set[int]:
-        """Of processes known from before: claimed as online, welcomed as such once, or it left channels off."""
+        """Of processes claimed as online, or welcomed as such once."""
         return {process.pid for process in self._known()}
 
     def _known(self) -> Iterator[ProcessId]:
         yield from (claim.root for claim in self._online())
         yield from self._lived.known
-        yield from self._leftovers.owners()
 
     def _online(self) -> Iterator[ProcessClaim]:
         return (claim for claim in self._books.claims.values() if claim.role is Role.ONLINE)

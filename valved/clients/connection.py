@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Hashable
@@ -43,7 +42,6 @@ class LinkConnection:
         self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
         self.caller = caller
         self.pid, self.uid = caller.pid, caller.uid
-        self.since_ns = time.monotonic_ns()
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
@@ -78,13 +76,6 @@ class LinkConnection:
 
         return job
 
-    def has_left(self) -> bool:
-        """Its other end is closed. A HELLO that waited for long may be nobody's by now, and costs far more."""
-        return self._shows(0)
-
-    def has_spoken(self) -> bool:
-        return self._shows(select.POLLIN)
-
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""
         widen(self._sock)
@@ -112,11 +103,6 @@ class LinkConnection:
     def _account(self) -> Hashable:
         caller = self.caller
         return caller.account if caller.account is not None else ("awaited", caller.root or caller.pid)
-
-    def _shows(self, events: int) -> bool:
-        seen = select.poll()
-        seen.register(self.fileno(), events)
-        return bool(seen.poll(0))
 
 
 def _fds_of(unsent: list[Unsent]) -> list[int]:

@@ -117,7 +117,7 @@ class Register:
         self.admission = Admission(books, gating, journal, processes, quota)
         ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
-        self.awaited = Awaited(books, lived, left, processes)
+        self.awaited = Awaited(books, lived, processes)
         self.postponed, self.postponed_online = Postponed(clock), Postponed(clock)  # what clients cause
         self._connections: dict[ClientId, Connection] = {}
         self._told_malformed = Buckets(share=1.0, burst_ns=20 * TELL_NS)  # by user

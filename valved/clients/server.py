@@ -36,12 +36,12 @@ from valved.clients.dear import DearAccounts
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
-from valved.machine.callers import MOST, Accepted, accept
+from valved.machine.callers import MOST, accept
 from valved.machine.helpers import Closer
 from valved.paths import CLIENT_FOLDER
 
 BACKLOG = MOST  # what is accepted in one pass of the loop: so many stand before a HELLO that comes
-FLOOD_REST_S = 0.002  # after a pass in which connections were turned away: a flood has half of the loop at most
+FLOOD_REST_S = 0.01  # after a pass in which some were turned away: a flood waits in connect() meanwhile
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
@@ -144,11 +144,10 @@ class LinkServer:
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
         self._peers.discard(peer)
-        self.arrivals.forget(peer)
 
     @property
     def peers(self) -> int:
-        return len(self._peers)
+        return len(self._peers) + len(self.arrivals)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -193,31 +192,22 @@ class LinkServer:
 
     # Before their HELLO (arrivals.py)
 
-    def admit(self, accepted: Accepted, caller: LinkCaller) -> LinkConnection:
-        peer = LinkConnection(self, accepted.fd, caller)
+    def turn_away(self, caller: LinkCaller, fds: list[int], why: str) -> None:
+        """Unread. `why` empty: they did nothing wrong. A thread tells them the end, for in how many ways they wait
+        for it is theirs to choose."""
+        if why:
+            self._register.malformed(caller.pid, caller.uid, why, len(fds))
+        self.closer.close_in_turn(fds)
+
+    def read_hello(self, fd: int, caller: LinkCaller) -> bool:
+        """Of a connection that has something to say. Whether it is online work's."""
+        peer = LinkConnection(self, fd, caller)
         self._peers.add(peer)
-        return peer
-
-    def turn_away(self, accepted: list[Accepted], why: str) -> None:
-        self._register.malformed(accepted[0].pid, accepted[0].uid, why, len(accepted))
-        self.closer.close_in_turn(one.fd for one in accepted)
-
-    def read_hello(self, peer: LinkConnection) -> bool:
-        if peer.has_left():
-            self._drop(peer, "link closed")
-            return True
-        if not peer.lane.is_aside:
-            return self.read_one(peer)
-        if not peer.has_spoken():
-            return False
-        self.arrivals.forget(peer)
-        self._aside.read(peer)
-        return True
-
-    def drop(self, peer: LinkConnection, why: str, *, is_wrong: bool) -> None:
-        if is_wrong:
-            self._register.malformed(peer.pid, peer.uid, why)
-        self._drop(peer, why)
+        if peer.lane.is_aside:
+            self._aside.read(peer)
+        elif not self.read_one(peer):
+            self.drop_later(peer, "no HELLO")
+        return peer.is_online
 
     # Their messages
 
@@ -299,7 +289,6 @@ class LinkServer:
             self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
-        self.arrivals.forget(peer)
         peer.open_up()  # before the answer that invites descriptors
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)

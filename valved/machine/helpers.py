@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from valved.machine.callers import close_all
+
 Result = TypeVar("Result")
 
 CLOSERS = 32
@@ -97,13 +99,7 @@ class Closer:
         """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger, or
         what one stranger sent, who can keep nothing else open."""
         mine = list(fds)
-
-        def close() -> None:
-            for fd in mine:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-
-        self._helpers.do(close)
+        self._helpers.do(lambda: close_all(mine))
 
     @property
     def is_behind(self) -> bool:

@@ -260,6 +260,10 @@ int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count
 int valve_door_answer(struct valve_door *door, int *status, uint32_t *done, uint64_t *took_ns);
 void valve_door_close(
         struct valve_door *door); /* once what was asked is done; no answer is waited for any more */
+/* Knows no gate. Connections that wait at a non-blocking listener: of each its descriptor, the pid and the uid of who made it.
+ * How many, or -errno where there are some and no descriptor for the first. */
+int valve_knocks_take(int listener, int32_t *found, int most);
+void valve_knocks_close(const int32_t *fds, int count);
 /* Called on threads that may wait in the driver. */
 /* What a descriptor of a stranger is: 0 and its numbers for a character device, else -errno. Never waits for the file. */
 int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);

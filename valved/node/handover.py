@@ -164,6 +164,10 @@ class Handover:
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
+        online = {service.id for service in saved.services if service.role == Role.ONLINE}
+        for client in saved.clients:
+            if client.service not in online:
+                self._register.awaited.expect(client.pid)
         for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
         for thawed in saved.frozen:

@@ -1,7 +1,7 @@
 /*
  * link.c - the link socket to valved (proto/abi/link.h). Sending never blocks and reading belongs to the session, so
- * no application thread waits for valved except in valve_link_request, which offline processes alone use and which
- * has a deadline. Every failure ends in "no link", and no link means pass-through.
+ * no application thread waits for valved except as it registers, and in valve_link_request, which offline processes alone
+ * use. Both have a deadline. Every failure ends in "no link", and no link means pass-through.
  *
  * It knows no room above it: what valved sends goes to the handler that was given for its type (valve_link_handle).
  */
@@ -13,11 +13,13 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 
 #ifndef VALVE_BUILD
 #define VALVE_BUILD "unreleased"
 #endif
 #define WELCOME_FDS 4  /* control, region, doorbell, order */
+#define WAIT_MS     10 /* for one turn in the kernel's queue of those that wait for valved's */
 #define HANDLED     32 /* message types that valved may send are below that */
 
 static int milliseconds_left(uint64_t deadline_ns)
@@ -25,6 +27,22 @@ static int milliseconds_left(uint64_t deadline_ns)
 	uint64_t now = now_ns();
 
 	return now >= deadline_ns ? 0 : (int)((deadline_ns - now) / 1000000u) + 1;
+}
+
+/*
+ * Where valved's queue is full, the kernel wakes those that wait in connect() in their order, one for each connection that
+ * valved takes. Whoever only asks now and then finds it full again while others keep it so. The turn is given up after
+ * WAIT_MS, and asked for anew: many may wait before us, and one that asks may find room that nobody woken has taken yet.
+ */
+static int wait_in_line(int fd, const struct sockaddr_un *address, uint64_t deadline_ns)
+{
+	int left_ms = milliseconds_left(deadline_ns);
+	struct timeval most = {.tv_usec = 1000 * (left_ms < 1 ? 1 : left_ms < WAIT_MS ? left_ms : WAIT_MS)};
+
+	if (syscall(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof(most)) ||
+	    syscall(SYS_connect, fd, address, sizeof(*address)))
+		return -errno;
+	return 0;
 }
 
 static int open_socket(uint64_t deadline_ns)
@@ -35,20 +53,17 @@ static int open_socket(uint64_t deadline_ns)
 
 	if (err)
 		return err;
-	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	if (fd < 0)
 		return -errno;
 	fd = valve_own_high(fd);
-	while (syscall(SYS_connect, fd, &address, sizeof(address))) {
-		err = -errno;
-		if (err != -EAGAIN ||
-		    milliseconds_left(deadline_ns) == 0) { /* EAGAIN: valved's backlog is full */
-			syscall(SYS_close, fd);
-			return err;
-		}
-		sleep_ns(1000000);
-	}
-	return fd;
+	do
+		err = wait_in_line(fd, &address, deadline_ns);
+	while ((err == -EAGAIN || err == -EINTR) && milliseconds_left(deadline_ns));
+	if (!err)
+		return fd;
+	syscall(SYS_close, fd);
+	return err == -EINTR ? -EAGAIN : err;
 }
 
 static void fill_header(struct valve_link_header *header, uint32_t bytes, uint16_t type)
