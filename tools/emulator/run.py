@@ -68,8 +68,8 @@ def run_command(command: list[str], directory: Path, came: list[int]) -> int:
     child = subprocess.Popen(command, env=environment(directory, os.environ))
     for number in ENDS:
         signal.signal(number, lambda got, _frame: child.send_signal(got))
-    for early in came:
-        child.send_signal(early)
+    for earlier in came:
+        child.send_signal(earlier)
     code = child.wait()
     return code if code >= 0 else 128 - code
 
