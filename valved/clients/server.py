@@ -41,7 +41,7 @@ from valved.machine.helpers import Closer
 from valved.paths import CLIENT_FOLDER
 
 BACKLOG = MOST  # what is accepted in one pass of the loop: so many stand before a HELLO that comes
-FLOOD_REST_S = 0.01  # after a pass in which some were turned away: a flood waits in connect() meanwhile
+FLOOD_REST_S = 0.002  # after a pass in which some were turned away: a flood has half of the loop at most
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
