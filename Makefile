@@ -39,8 +39,8 @@ fmt: venv ## format C and Python
 check: build ## lint, types, import rules, sizes, formatting
 	@$(BIN)/python -m valve_tools.check.run
 
-test: build ## all tests that need no GPU and no Kubernetes binaries; EXPLORE=1: another order, other examples
-	@$(BIN)/pytest -q -p no:cacheprovider $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
+test: build ## all tests that need no GPU and no Kubernetes binaries, two files at a time; EXPLORE=1: another order, other examples
+	@$(BIN)/pytest -q -p no:cacheprovider -n $(or $(TEST_JOBS),2) --dist loadfile $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
 
 attack: build ## hostile processes on the link, beside an online service; ATTACK_ROUNDS=1000, ATTACK_SEED=...
 	@ATTACK_ROUNDS=$(or $(ATTACK_ROUNDS),300) $(BIN)/pytest -q -s -p no:cacheprovider tests/node/test_attack.py
