@@ -19,6 +19,7 @@ from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
 from valved.model.events import EventKind
+from valved.cli.tune import has_valved
 from valved.rpc import convert
 from valved.rpc.server import serve, serve_view
 
@@ -49,6 +50,15 @@ def with_api(folder, story):
             return await asyncio.wait_for(story(api), PATIENCE_S)
 
     return asyncio.run(run())
+
+
+def test_a_valved_that_ended_in_good_order_is_never_taken_for_one_that_lives(tmp_path):
+    async def story(api):
+        assert has_valved(api.path.parent)
+
+    with_api(tmp_path, story)
+
+    assert not has_valved(tmp_path)
 
 
 def test_the_status_travels_whole(tmp_path):

@@ -97,7 +97,10 @@ class Front:
         self._path.chmod(mode)
 
     def stop_listening(self) -> None:
+        """Its name goes with it, which is how `valve tune` knows that no valved is here. No successor has it before we
+        end: it waits for our lock."""
         if self._server is not None:
+            self._path.unlink(missing_ok=True)
             self._server.close()
 
     def close(self) -> None:
