@@ -15,11 +15,11 @@ from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli import words
 from valved.cli.client import explain_error
+from valved.cli.tune import has_valved
 from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
 from valved.model.events import EventKind
-from valved.cli.tune import has_valved
 from valved.rpc import convert
 from valved.rpc.server import serve, serve_view
 
