@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 from memory_world import KvWorld
@@ -99,3 +100,29 @@ def test_a_process_that_ends_in_the_middle_never_makes_the_card_seem_full(world)
 
     assert world.kv.state().full == 0
     assert len(online.backed()) >= 40
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_handles_that_were_not_made_never_make_room_that_the_card_has_not(world, how):
+    """Somebody else took it while they were asked for: offline work would get what is left for online services."""
+    online = world.engine("online", columns=16, name="chat")
+    world.run(500)
+    forget_free_handles(world)
+    online.shim.answers = False
+    online.want(used=4, wanted=60)
+    world.run(1)
+    asked = world.kv.books.orders.creating(0)
+    left = replace(CARD, used_bytes=CARD.total_bytes - 1024 * MIB - 3 * 2 * MIB)
+    world.kv.service.see_cards({bytes([1]) * 16: left})
+
+    if how == "ends":
+        online.shim.die()
+    else:
+        online.shim.fails.extend([(0, errno.EIO)] * asked)
+        online.shim.catch_up()
+    while world.kv.books.orders.creating(0):
+        world.run(1)
+    forget_free_handles(world)
+
+    assert asked > 3
+    assert world.kv.supply.affordable(0) <= 3

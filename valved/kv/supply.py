@@ -72,7 +72,8 @@ class Supply:
         """`away`: see online_names."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
-        self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
+        # Handles that may be made; less than none where orders under way to make some ask for more than there is.
+        self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
         self._needs: list[Need] = []  # the oldest first
         self._made: deque[tuple[int, GpuIndex, int]] = deque(maxlen=MADE)  # handles, and when
@@ -231,7 +232,7 @@ class Supply:
                 room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
             self._beyond[gpu] = by_card - room
             is_full = card is None and self.full.is_full(gpu)
-            self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
+            self._room[gpu] = 0 if is_full else room - self._books.orders.creating(gpu)
 
     def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
         """Free handles belong to the pool alone: where the card is short, ordinary memory goes before them."""
