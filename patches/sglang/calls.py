@@ -76,7 +76,7 @@ class SglangHook:
             self.reconciler.recover()
         self.guard(lambda: self._step_limit.heed(self.reconciler.step_tokens))
         self._settle()
-        self.engine.ledger.end_steps()
+        self.engine.end_steps()
         self.reconciler.publish()
         if self.ranks.is_first:
             self.link.lifecycle.tell(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)

@@ -139,6 +139,10 @@ class SglangEngine:
     def launch(self, batch: Any) -> int:
         return self.ledger.begin_step(launched(batch))
 
+    def end_steps(self) -> None:
+        """At a choice. With overlap SGLang queues the outputs that it has not processed; without, there are none."""
+        self.ledger.end_steps(len(getattr(self.scheduler, "result_queue", ())))
+
     def wait(self, result: Any) -> None:
         """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only
         when it reads the tokens, which is after our look.

@@ -137,9 +137,12 @@ class StepLedger(Ledger):
     def is_over(self, launched: int) -> bool:
         return all(step.is_in or step.number > launched for step in self.flying)
 
-    def end_steps(self) -> None:
-        """Those whose output has come in and was judged."""
-        self.flying, self._last = [step for step in self.flying if not step.is_in], None
+    def end_steps(self, in_flight: int) -> None:
+        """Those whose output has come in and was judged; and all but the last `in_flight`: an output that could not be
+        told from another one's leaves no step in flight for ever.
+        """
+        flying = [step for step in self.flying if not step.is_in]
+        self.flying, self._last = flying[max(0, len(flying) - in_flight) :], None
 
     def clear(self) -> None:
         """Nothing is in flight."""

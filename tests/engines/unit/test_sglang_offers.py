@@ -61,3 +61,28 @@ def test_a_page_of_a_step_that_could_not_be_noted_is_never_offered_before_it_is_
 
     assert last in node.offered()
     assert scheduler._valve.reconciler.receipts.failures > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["come_in", "launch", "come_in launch"])
+def test_a_step_whose_output_could_not_be_told_is_never_in_flight_for_ever(world, monkeypatch, name, overlap):
+    """The engine has nothing left to do, and no later step tells that it is over: nothing would be offered."""
+    monkeypatch.setattr(free_pages, "OFFER_EVERY", 1)
+    scheduler, node = world(pages=60, columns=60, overlap=overlap)
+    scheduler.add("a", range(10), 12)
+    for _ in range(4):
+        scheduler.turn()
+    with monkeypatch.context() as patched:
+        for each in name.split():
+            patched.setattr(engine.SglangEngine, each, fail)
+        scheduler.abort("a")
+        scheduler.turn()
+        scheduler.turn()
+    while not scheduler.is_idle:
+        scheduler.turn()
+    node.aim(4)
+    for _ in range(4):
+        scheduler.turn()
+
+    assert not scheduler._valve.engine.ledger.flying
+    assert len(node.offered()) >= 40
