@@ -99,7 +99,7 @@ class Flights:
     in_flight: deque[Any] = field(default_factory=deque)  # of the steps in flight
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     believed: int = 0  # steps, ever: with those in flight, all that were launched
-    has_missed: bool = False  # a step was launched and is not among them: nobody knows when it is over
+    missed_after: int = -1  # after so many one was launched that is not among them: it is over when a later one is
 
     @property
     def launched(self) -> int:
@@ -108,11 +108,11 @@ class Flights:
 
     def is_over(self, launched: int) -> bool:
         """Whether the output of all that had been launched by then is in."""
-        return not self.has_missed and self.believed >= launched
+        return self.believed >= launched and self.believed > self.missed_after
 
     def launch(self, record: Any) -> None:
         if len(self.in_flight) >= MOST_STEPS:
-            self.has_missed = True
+            self.missed_after = self.launched
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight: the engine did not tell of their output")
         self.in_flight.append(record)
 

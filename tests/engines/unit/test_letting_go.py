@@ -346,6 +346,23 @@ def test_a_step_that_found_no_place_among_those_in_flight_never_counts_as_over()
     assert not ledger.is_over(launched)
 
 
+def test_a_step_that_found_no_place_never_keeps_blocks_for_ever():
+    """Steps end in their order: the output of one that was launched later says that it is over."""
+    ledger, steps = Ledger(block_tokens=4), [object() for _ in range(MOST_STEPS + 2)]
+    for step in steps[:-2]:
+        ledger.launch(step)
+    with pytest.raises(RuntimeError, match="did not tell of their output"):
+        ledger.launch(steps[-2])
+    for step in steps[:-2]:
+        ledger.believe(step)
+    ledger.launch(steps[-1])
+    launched = ledger.launched
+
+    assert not ledger.is_over(launched - 1)
+    ledger.believe(steps[-1])
+    assert ledger.is_over(launched)
+
+
 def test_blocks_that_valved_was_not_told_of_are_never_withheld_once_it_takes_none(node):
     scheduler, _ = _frees_while_a_step_is_in_flight(node)
     scheduler.launch()
