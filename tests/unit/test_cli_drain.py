@@ -21,10 +21,11 @@ def leaver(pid, waits_for="it was asked to end", until_s=60.0):
     return node_pb2.Leaver(pid=pid, waits_for=waits_for, until_ns=round((100 + until_s) * SECOND) if until_s else 0)
 
 
-def status(*leavers, draining=True, now_s=0.0):
+def status(*leavers, draining=True, now_s=0.0, valved=1):
     batch = [node_pb2.Service(name="batch", role=node_pb2.ROLE_OFFLINE, pids=[one.pid for one in leavers])]
     return node_pb2.Status(
         draining=draining,
+        pid=valved,
         services=batch if leavers else [],
         leavers=leavers,
         offline_pids=[one.pid for one in leavers],
@@ -117,7 +118,7 @@ def test_a_valved_that_is_silent_for_once_never_ends_a_drain(code, ends):
     def silent():
         raise CliError("does not answer", code, is_silence=True)
 
-    assert drain.look(SimpleNamespace(status=silent), before, drain.Unanswered(), ends=ends) is before
+    assert drain.look(SimpleNamespace(status=silent), before, drain.Unanswered(ends=ends)) is before
 
 
 @pytest.mark.parametrize("code", [NOT_RUNNING, FAILED], ids=["dead", "hung"])
@@ -139,3 +140,14 @@ def test_a_drain_whose_valved_does_not_come_back_never_ends_like_one_that_waits_
         run(status(leaver(7)), GONE)
 
     assert (caught.value.code, caught.value.next_step) == (NOT_RUNNING, "start it: valve up; then drain again")
+
+
+def test_a_drain_that_ends_valved_is_never_said_to_go_on_in_the_next_one(run, capsys):
+    """No file tells it: valved was to end when none is left. It was killed beside processes that are here yet."""
+    hung = CliError("no answer", FAILED, "restart it", is_silence=True)
+
+    with pytest.raises(CliError, match="valved 1 ended, and 2 does not drain: offline work goes on") as caught:
+        run(status(leaver(7)), hung, status(leaver(7), draining=False, valved=2), stop=True)
+
+    assert (caught.value.code, caught.value.next_step) == (FAILED, "drain again: valve drain --stop")
+    assert "restart it. One that is started anew does not drain\n" in capsys.readouterr().err

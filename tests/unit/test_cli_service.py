@@ -14,6 +14,14 @@ from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, CliError
 from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
 
 
+def is_gone(_):
+    raise CliError("no valved answers", NOT_RUNNING, is_silence=True)
+
+
+def hangs(_):
+    raise CliError("valved does not answer", FAILED, "restart it", is_silence=True)
+
+
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """What systemctl is asked, in turn. The unit runs where the file `active` is there."""
@@ -23,7 +31,7 @@ def calls(tmp_path, monkeypatch):
     tool.write_text(f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != is-active ] || [ -e {active} ]\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(systemd, "status_of", lambda _: None)
+    monkeypatch.setattr(systemd, "ask", is_gone)
     monkeypatch.setattr(systemd, "BOOTED", tmp_path)  # systemd runs this machine
     return lambda: log.read_text().splitlines() if log.exists() else []
 
@@ -52,16 +60,32 @@ def test_the_same_unit_installed_again_never_restarts_what_runs(tmp_path, calls)
 def test_a_unit_is_never_called_installed_beside_a_valved_that_it_did_not_start(tmp_path, calls, monkeypatch):
     """Its own would end at once, for the folder is taken."""
     monkeypatch.setattr(
-        systemd, "status_of", lambda folder: SimpleNamespace(pid=77) if folder == SYSTEM_RUN_DIR else None
+        systemd, "ask", lambda folder: SimpleNamespace(pid=77) if folder == SYSTEM_RUN_DIR else is_gone(folder)
     )
 
     with pytest.raises(CliError, match=r"already \(pid 77\), and not by this unit") as caught:
         service(tmp_path)
 
     assert (caught.value.code, "kill 77" in caught.value.next_step) == (REFUSED, True)
+    monkeypatch.setattr(systemd, "ask", hangs)
+    with pytest.raises(CliError, match="does not answer, and not by this unit"):
+        service(tmp_path)
     assert not (tmp_path / "valved.service").exists()
     (tmp_path / "active").touch()
     service(tmp_path)
+
+
+@pytest.mark.parametrize("before", [None, "[Service]\nExecStart=valved\n"], ids=["none", "another"])
+def test_a_unit_that_systemd_does_not_read_for_this_user_is_never_left_behind(tmp_path, calls, before):
+    path = tmp_path / "valved.service"
+    if before is not None:
+        path.write_text(before)
+    (tmp_path / "bin" / "systemctl").write_text("#!/bin/sh\necho 'authentication required' >&2\nexit 1\n")
+
+    with pytest.raises(CliError, match="authentication required"):
+        service(tmp_path)
+
+    assert (path.read_text() if path.exists() else None) == before
 
 
 @pytest.mark.parametrize("name", ["plain", "with blank", "100% of $HOME"])
@@ -84,16 +108,10 @@ def test_a_unit_is_never_removed_before_its_own_valved_is_empty(tmp_path, calls,
 def test_a_unit_whose_valved_hangs_is_never_removed_with_offline_work_behind_it(tmp_path, calls, monkeypatch):
     service(tmp_path)
 
-    def hangs(_):
-        raise CliError("valved does not answer", FAILED, is_silence=True)
-
     monkeypatch.setattr(systemd, "ask", hangs)
     with pytest.raises(CliError, match="does not answer"):
         service(tmp_path, "remove")
     assert (tmp_path / "valved.service").exists()
-
-    def is_gone(_):
-        raise CliError("no valved answers", NOT_RUNNING, is_silence=True)
 
     monkeypatch.setattr(systemd, "ask", is_gone)
     service(tmp_path, "remove")

@@ -1,7 +1,7 @@
 """`valve drain`: stop all offline work, end its processes, say when none is left. With --stop valved ends then.
 
 Meanwhile it says what is waited for and how long that takes at most, again whenever that changes; and at once when
-valved does not answer any more. A valved that is started again goes on with the drain.
+valved does not answer any more. A valved that is started again goes on with the drain, but not with one of --stop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def drain(options: argparse.Namespace) -> int:
     end_s = time.monotonic() + options.timeout
-    silence = Unanswered()
+    silence = Unanswered(ends=options.stop)
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
         try:
@@ -58,7 +58,7 @@ def drain(options: argparse.Namespace) -> int:
                 step = "they stay stopped; see valve explain, the log, and on Kubernetes the disruption budgets"
                 raise CliError(f"still there after {options.timeout:g} s: {', '.join(left)}", STILL_THERE, step)
             time.sleep(LOOK_S)
-            status = look(connection, status, silence, ends=options.stop)
+            status = look(connection, status, silence)
     print("drained: no offline process is left" + (", valved ends" if options.stop else ""))
     return OK
 
@@ -67,6 +67,7 @@ def drain(options: argparse.Namespace) -> int:
 class Unanswered:
     """Of a valved that is busy, or has died: it may go on, and whoever waits for it should know."""
 
+    ends: bool = False  # valved, once it is empty: no file tells its successor to drain
     error: CliError | None = None
     since_s: float = 0.0
 
@@ -74,12 +75,9 @@ class Unanswered:
         if self.error is None:
             self.since_s = time.monotonic()
         if self.error is None or self.error.code != error.code:
-            print(
-                f"{error}: offline work is not ended meanwhile, and may run again; {error.next_step}. "
-                "A valved that runs again goes on with the drain",
-                file=sys.stderr,
-                flush=True,
-            )
+            goes_on = "One that is started anew does not drain" if self.ends else "One that runs again drains on"
+            text = "offline work is not ended meanwhile, and may run again"
+            print(f"{error}: {text}; {error.next_step}. {goes_on}", file=sys.stderr, flush=True)
         self.error = error
         if time.monotonic() - self.since_s > AWAY_S:
             self.check()
@@ -98,7 +96,7 @@ class Unanswered:
             raise CliError(text, self.error.code, f"{self.error.next_step}; then drain again")
 
 
-def look(connection: NodeClient, before: Any, silence: Unanswered, *, ends: bool) -> Any:
+def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
     """An empty status once valved has ended, as it does when none is left. What was before, while it is silent."""
     try:
         status = connection.status()
@@ -106,13 +104,16 @@ def look(connection: NodeClient, before: Any, silence: Unanswered, *, ends: bool
     except CliError as error:
         if not error.is_silence:
             raise
-        if not ends or error.code != NOT_RUNNING:  # it is busy for once, or starts again: the drain outlives both
+        if not silence.ends or error.code != NOT_RUNNING:  # it is busy for once, or starts again: the drain outlives both
             silence.note(error)
             return before
         if alive := [pid for pid in before.offline_pids if runs(pid)]:
             text = f"valved ended before the offline processes {', '.join(map(str, alive))}"
             raise CliError(text, FAILED, "start it again and drain again: valve up, valve drain --stop") from None
         return node_pb2.Status(draining=True)
+    if not status.draining and status.pid != before.pid:
+        step = "drain again: valve drain --stop"
+        raise CliError(f"valved {before.pid} ended, and {status.pid} does not drain: offline work goes on", FAILED, step)
     if not status.draining:
         raise CliError("the drain was taken back: offline work goes on", REFUSED, "see: valve events")
     return status

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from valved.cli import drain
-from valved.cli.client import ask, status_of
+from valved.cli.client import ask
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import configured_folder
 from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
@@ -111,26 +111,41 @@ def systemctl(*arguments: str) -> None:
 
 def _install(path: Path, options: argparse.Namespace) -> None:
     text = unit(options)
-    before = path.read_text(errors="replace") if path.exists() else text
+    before, fresh = path.read_bytes() if path.exists() else None, text.encode()
     if not options.no_start:
         _refuse_another(folder_of(text))
-    fresh = path.with_suffix(".service.new")
-    fresh.write_text(text)
-    fresh.replace(path)
+    _write(path, fresh)
     if options.no_start:
         return
-    systemctl("daemon-reload")
-    if before != text:  # where one runs, it has the settings of before; the next takes over from its state file
+    try:
+        systemctl("daemon-reload")
+    except CliError:  # this user may write here, and not have systemd read it
+        path.unlink() if before is None else _write(path, before)
+        raise
+    if before not in (None, fresh):  # where one runs, it has the settings of before; the next takes over from its state file
         systemctl("try-restart", UNIT)
     systemctl("enable", "--now", UNIT)
 
 
+def _write(path: Path, content: bytes) -> None:
+    fresh = path.with_suffix(".service.new")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
 def _refuse_another(folder: Path) -> None:
-    """One that this unit did not start keeps the folder, and the unit's would end at once and be called installed."""
-    running = status_of(folder)
-    if running is not None and asked_systemctl("is-active", "--quiet", UNIT).returncode:
-        text = f"valved runs in {folder} already (pid {running.pid}), and not by this unit"
-        raise CliError(text, REFUSED, f"end it first, offline work stays as it is: kill {running.pid}")
+    """One that this unit did not start keeps the folder, whether it answers or hangs, and the unit's would end at once
+    and be called installed.
+    """
+    try:
+        pid = ask(folder).pid
+        text, step = f"valved runs in {folder} already (pid {pid})", f"offline work stays as it is: kill {pid}"
+    except CliError as error:
+        if error.code == NOT_RUNNING:
+            return
+        text, step = str(error), error.next_step
+    if asked_systemctl("is-active", "--quiet", UNIT).returncode:
+        raise CliError(f"{text}, and not by this unit", REFUSED, f"end it first, {step}")
 
 
 def _empty(folder: Path) -> None:
