@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,10 @@ import pytest
 
 from valved.cli import systemd
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, CliError
+from valved.machine.processes import LinuxProcesses
+from valved.model.ids import Role
 from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
+from valved.state.saved import STATE_FILE, VERSION, SavedClient, SavedState, boot_id, save
 
 
 def is_gone(_):
@@ -114,6 +118,41 @@ def test_a_unit_whose_valved_hangs_is_never_removed_with_offline_work_behind_it(
     assert (tmp_path / "valved.service").exists()
 
     monkeypatch.setattr(systemd, "ask", is_gone)
+    service(tmp_path, "remove")
+    assert not (tmp_path / "valved.service").exists()
+
+
+@pytest.mark.parametrize("boot", [None, "another"], ids=["this boot", "another boot"])
+def test_a_unit_whose_valved_was_stopped_is_never_removed_with_offline_work_behind_it(tmp_path, calls, boot):
+    """It stays stopped beside an online service until the next valved is there."""
+    config = tmp_path / "valved.toml"
+    config.write_text(f'run_dir = "{tmp_path}"\n')
+    service(tmp_path, config=config)
+    job = subprocess.Popen(["sleep", "1000"])
+    client = SavedClient(
+        pid=job.pid,
+        start_time=LinuxProcesses().start_time(job.pid),
+        role=Role.OFFLINE,
+        service=2,
+        channels=[],
+    )
+    empty = {"counters": {}, "refusals": {}, "gpus": [], "services": [], "next_client": 2, "next_service": 3}
+    save(
+        tmp_path / STATE_FILE,
+        SavedState(version=VERSION, boot_id=boot or boot_id(), driver="", clients=[client], **empty),
+    )
+
+    try:
+        if boot is None:
+            with pytest.raises(CliError, match=f"left stopped: processes {job.pid}"):
+                service(tmp_path, "remove")
+            assert (tmp_path / "valved.service").exists()
+        else:
+            service(tmp_path, "remove")
+            assert not (tmp_path / "valved.service").exists()
+    finally:
+        job.kill()
+        job.wait()
     service(tmp_path, "remove")
     assert not (tmp_path / "valved.service").exists()
 

@@ -104,7 +104,7 @@ def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
     except CliError as error:
         if not error.is_silence:
             raise
-        if not silence.ends or error.code != NOT_RUNNING:  # it is busy for once, or starts again: the drain outlives both
+        if not silence.ends or error.code != NOT_RUNNING:  # busy for once, or starting again: the drain outlives both
             silence.note(error)
             return before
         if alive := [pid for pid in before.offline_pids if runs(pid)]:
@@ -112,8 +112,8 @@ def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
             raise CliError(text, FAILED, "start it again and drain again: valve up, valve drain --stop") from None
         return node_pb2.Status(draining=True)
     if not status.draining and status.pid != before.pid:
-        step = "drain again: valve drain --stop"
-        raise CliError(f"valved {before.pid} ended, and {status.pid} does not drain: offline work goes on", FAILED, step)
+        text = f"valved {before.pid} ended, and {status.pid} does not drain: offline work goes on"
+        raise CliError(text, FAILED, "drain again: valve drain --stop")
     if not status.draining:
         raise CliError("the drain was taken back: offline work goes on", REFUSED, "see: valve events")
     return status

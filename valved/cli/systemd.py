@@ -11,11 +11,16 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from valved.cli import drain
 from valved.cli.client import ask
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import configured_folder
+from valved.machine.processes import LinuxProcesses
+from valved.model.ids import Role
 from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
+from valved.state.saved import STATE_FILE, SavedState, boot_id
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
@@ -122,7 +127,7 @@ def _install(path: Path, options: argparse.Namespace) -> None:
     except CliError:  # this user may write here, and not have systemd read it
         path.unlink() if before is None else _write(path, before)
         raise
-    if before not in (None, fresh):  # where one runs, it has the settings of before; the next takes over from its state file
+    if before not in (None, fresh):  # where one runs, it has those settings; the next takes over from its state file
         systemctl("try-restart", UNIT)
     systemctl("enable", "--now", UNIT)
 
@@ -155,9 +160,21 @@ def _empty(folder: Path) -> None:
     except CliError as error:
         if error.code != NOT_RUNNING:  # it hangs: what it left running nobody would end
             raise
+        if left := left_behind(folder):
+            text = f"valved has ended, and nobody would let go what it left stopped: processes {', '.join(left)}"
+            raise CliError(text, FAILED, f"start it first: systemctl start {UNIT}") from None
         return
     os.environ[ENV_RUN_DIR] = str(folder)
     drain.drain(argparse.Namespace(stop=True, timeout=120.0))
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Offline processes that are here yet, by the state file of a valved that ended."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError, RecursionError):  # none that can be read
+        saved = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=SavedState)
+        offline = {one.process for one in saved.clients if one.role == Role.OFFLINE and saved.boot_id == boot_id()}
+        return [str(one.pid) for one in sorted(offline) if not LinuxProcesses().is_gone(one)]
+    return []
 
 
 def service(options: argparse.Namespace) -> int:
