@@ -56,6 +56,11 @@ class LinkCaller:
         return len(self.unread) + len(self.silent)
 
     @property
+    def lane_account(self) -> Hashable:
+        """Whose links are handled aside of the loop with its own (dear.py)."""
+        return self.account if self.account is not None else ("awaited", self.root or self.pid)
+
+    @property
     def is_known(self) -> bool:
         """It is awaited itself."""
         return self.root == self.pid
@@ -77,6 +82,7 @@ class LinkArrivals:
             TurnLine(),
             TurnLine(),
         )  # of those that are awaited; of the others
+        self._aside: set[Hashable] = set()  # accounts of which a HELLO is read aside of the loop: their next waits
         self._wait_ns = 0  # until the next of them may be read
         self._next: asyncio.Handle | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -111,6 +117,14 @@ class LinkArrivals:
     def took(self, caller: LinkCaller, ns: int) -> None:
         """`ns`: of a core. That the machine is busy is nobody's debt."""
         self._knocks.took(caller.pid, caller.account, ns, time.monotonic_ns())
+
+    def goes_aside(self, account: Hashable) -> None:
+        """One HELLO of an account at a time. What waits for a thread is bounded nowhere else."""
+        self._aside.add(account)
+
+    def is_back(self, account: Hashable) -> None:
+        self._aside.discard(account)
+        self._serve_soon()
 
     def close(self) -> None:
         for timer in filter(None, (self._next, self._sweep)):
@@ -222,6 +236,9 @@ class LinkArrivals:
 
     def _heard(self) -> None:
         self._hear()
+        self._serve_soon()
+
+    def _serve_soon(self) -> None:
         if self._next is None or isinstance(self._next, asyncio.TimerHandle):
             if self._next is not None:
                 self._next.cancel()
@@ -255,10 +272,13 @@ class LinkArrivals:
     def _look(self) -> bool:
         """Find out who some of them are, by up to five files each. Whether others are left."""
         known = self._awaited.pids() if self._fresh else set()
-        for caller in [self._fresh.popleft() for _ in range(min(LOOKED_AT_ONCE, len(self._fresh)))]:
+        left = LOOKED_AT_ONCE
+        while left and self._fresh:
+            caller = self._fresh.popleft()
             caller.is_in_line = False
-            if not caller.unread:
+            if not caller.unread:  # it is gone: more may go in one pass than are looked at
                 continue
+            left -= 1
             cgroup = self._awaited.cgroup(caller.pid)
             self._place(caller, self._awaited.root_of(caller.pid, cgroup, known), cgroup)
             self._line_up(caller)
@@ -280,6 +300,8 @@ class LinkArrivals:
     def _may(self, caller: LinkCaller) -> bool:
         if not caller.unread:  # all were dropped: it leaves the line
             return True
+        if caller.lane_account in self._aside:
+            return False
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns

@@ -156,18 +156,10 @@ class Outbox:
         self._broken("its socket is broken")
 
     def _hand_over(self) -> None:
-        """The first of the queue to a thread, with a descriptor of its own: the link may be closed meanwhile."""
-        if self._handed is not None:
-            return
-        packet, fds, _ = self._queue[0]
-        try:
-            copy = self._sock.dup()
-        except OSError:
-            self._stop_writing()
-            self._broken("out of descriptors")
-            return
-        self._handed = self._queue[0]
-        self._lane.do(partial(_send_and_close, copy, packet, fds), self._come_back)
+        """The first of the queue to a thread. The link may be closed meanwhile, but its lane keeps the socket open."""
+        if self._handed is None:
+            self._handed = packet, fds, _ = self._queue[0]
+            self._lane.do(partial(send_on, self._sock, packet, fds), self._come_back)
 
     def _come_back(self, _: None, error: Exception | None) -> None:
         handed, self._handed = self._handed, None
@@ -192,8 +184,3 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _send_and_close(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    with sock:
-        send_on(sock, packet, fds)
