@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from link_peers import HELLO, PATIENCE_S, hear, is_closed, never_closing, say, stop_reading
 
-from valved.abi.link import Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
+from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
 from valved.clients.dear import DEAR_NS, THREADS
 
 TIMES = 10
@@ -132,6 +132,26 @@ def test_a_process_of_a_dear_account_is_welcomed_with_its_descriptors_and_costs_
     server.until(lambda: server.link.peers == 1)
     assert costs.by_loop == 0
     for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("is_dear", [False, True])
+def test_a_client_is_never_given_up_for_what_its_socket_would_have_held(server, is_dear):
+    """A service that grows at once by many handles, each with its descriptor, of an account that was taken for dear."""
+    sock, _, fds = server.welcome()
+    peer, passed = peer_of(server), [os.open(os.devnull, os.O_RDONLY)] * MAX_FDS
+    if is_dear:
+        server.call(lambda: server.link.dear.note(peer.lane.account))
+
+    server.call(lambda: [peer.send(LinkType.ACK, Ack(), seq, tuple(passed)) for seq in range(1, 41)])
+
+    for seq in range(1, 41):
+        packet, came = hear(sock)
+        for fd in came:
+            os.close(fd)
+        assert (packet.seq, len(came)) == (seq, len(passed))
+    sock.close()
+    for fd in (passed[0], *fds):
         os.close(fd)
 
 

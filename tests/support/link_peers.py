@@ -13,7 +13,7 @@ import threading
 
 from node_world import World
 
-from valved.abi.link import Hello, LinkType, Welcome, build, parse
+from valved.abi.link import MAX_FDS, Hello, LinkType, Welcome, build, parse
 from valved.clients.server import LinkServer
 from valved.clients.turns import Postponed
 from valved.config import Config, QuotaTable
@@ -186,7 +186,7 @@ def say(sock, kind, body, fds=()):
 
 def hear(sock):
     """One packet and its descriptors; (None, []) at the end of the file."""
-    data, fds, _, _ = socket.recv_fds(sock, 1024, 8)
+    data, fds, _, _ = socket.recv_fds(sock, 1024, MAX_FDS)
     return (parse(data), fds) if data else (None, [])
 
 

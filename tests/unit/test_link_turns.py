@@ -141,7 +141,7 @@ class Door:
     def __init__(self, monkeypatch, cost_ns):
         monkeypatch.setattr(valved.clients.arrivals, "time", self)
         self.now_ns, self.cost_ns, self.served = 0, cost_ns, []
-        self.expected = Counter()
+        self.expected, self.looked_at = Counter(), []
         self._calls, self._order = [], count()
         self.arrivals = LinkArrivals(self, self, self, 600.0)
 
@@ -188,6 +188,7 @@ class Door:
         return set()
 
     def cgroup(self, pid):
+        self.looked_at.append(pid)
         return "/login"
 
     def root_of(self, pid, cgroup, known):
@@ -238,3 +239,13 @@ def test_processes_that_were_turned_away_never_stay_in_line_to_be_looked_at(monk
 
     assert len(door.arrivals._fresh) <= PENDING
     door.arrivals.close()
+
+
+def test_a_process_of_a_predecessor_never_has_an_account_of_no_control_group_afterwards(monkeypatch):
+    """All of root's would have that one, whatever container they are in."""
+    door = Door(monkeypatch, cost_ns=0)
+    door.expected.update([100])
+
+    door.come([100, 100])
+
+    assert door.looked_at == [100]

@@ -262,15 +262,16 @@ class LinkArrivals:
         until_ns = time.monotonic_ns() + PASS_NS
         has_more = True  # if one of them fails, the others have their turns all the same
         try:
-            has_more = any([self._look(), *(self._serve_line(line, until_ns) for line in self._lines)])
+            self._look()
+            has_more = any([*(self._serve_line(line, until_ns) for line in self._lines), self._fresh])
         finally:
             if has_more:
                 self._next = self._loop.call_soon(self._serve)
             elif self._wait_ns:
                 self._next = self._loop.call_later(self._wait_ns / 1e9, self._serve)
 
-    def _look(self) -> bool:
-        """Find out who some of them are, by up to five files each. Whether others are left."""
+    def _look(self) -> None:
+        """Find out who some of them are, by up to five files each."""
         known = self._awaited.pids() if self._fresh else set()
         left = LOOKED_AT_ONCE
         while left and self._fresh:
@@ -282,7 +283,6 @@ class LinkArrivals:
             cgroup = self._awaited.cgroup(caller.pid)
             self._place(caller, self._awaited.root_of(caller.pid, cgroup, known), cgroup)
             self._line_up(caller)
-        return bool(self._fresh)
 
     def _serve_line(self, line: TurnLine[LinkCaller], until_ns: int) -> bool:
         """Whether there may be one that could be read now."""
@@ -322,4 +322,4 @@ class LinkArrivals:
                 self.took(caller, time.thread_time_ns() - began_ns)
             if caller.groups == (EXPECTED,):
                 self._awaited.came(caller.pid)
-                self._place(caller, 0, caller.cgroup)
+                caller.groups = ()  # what it says next has a turn like any other: nobody has looked who it is

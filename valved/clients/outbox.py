@@ -22,6 +22,7 @@ from valved.fds import Fds
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
 MOST_FDS = 1024  # duplicates of ours: the caller that handed them in may close its own
+ASIDE_FDS = 4096  # more, where a thread sends: what the socket would hold waits here as well
 PATIENCE_S = 5.0  # a peer that takes nothing for so long is stopped, frozen or hostile
 _SO_SNDBUFFORCE = 32
 
@@ -89,7 +90,8 @@ class Outbox:
         self._lane.took(began_ns)
 
     def _keep(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None) -> bool:
-        if self._bytes + len(packet) > MOST_BYTES or self._fds + len(fds) > MOST_FDS:
+        more_bytes, more_fds = (SEND_BUFFER, ASIDE_FDS) if self._lane.is_aside else (0, 0)
+        if self._bytes + len(packet) > MOST_BYTES + more_bytes or self._fds + len(fds) > MOST_FDS + more_fds:
             self._broken("it does not read")
             return False
         try:
