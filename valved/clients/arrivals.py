@@ -47,13 +47,22 @@ class LinkCaller:
     root: int = 0  # the awaited process to which it belongs
     account: Hashable | None = None  # None: it is awaited or expected, or nobody has looked who it is
     groups: tuple[Hashable, ...] = ()
-    cgroup: str = ""
     is_in_line: bool = False
     unread: dict[int, int] = field(default_factory=dict)  # they have said something, in the order in which they did
     silent: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.unread) + len(self.silent)
+
+    def place(self, root: int, cgroup: str, *, is_expected: bool) -> None:
+        self.root, self.account = root, None
+        if root:
+            self.groups = (root,)
+        elif is_expected:
+            self.groups = (EXPECTED,)
+        else:
+            self.account = self.uid or ("root", cgroup)
+            self.groups = (self.account, cgroup)
 
     @property
     def lane_account(self) -> Hashable:
@@ -158,20 +167,10 @@ class LinkArrivals:
     def _begin(self, one: Accepted, known: set[int]) -> LinkCaller:
         caller = LinkCaller(one.pid, one.uid)
         if one.pid in known:
-            self._place(caller, one.pid, "")
+            caller.place(one.pid, "", is_expected=False)
         elif one.pid in self._awaited.expected:
-            self._place(caller, 0, "")
+            caller.place(0, "", is_expected=True)
         return caller
-
-    def _place(self, caller: LinkCaller, root: int, cgroup: str) -> None:
-        caller.root, caller.cgroup, caller.account = root, cgroup, None
-        if root:
-            caller.groups = (root,)
-        elif caller.pid in self._awaited.expected:
-            caller.groups = (EXPECTED,)
-        else:
-            caller.account = caller.uid or ("root", cgroup)
-            caller.groups = (caller.account, cgroup)
 
     def _forget(self, caller: LinkCaller, fd: int) -> None:
         """It waits no more, and its descriptor is somebody else's business from here on."""
@@ -281,7 +280,8 @@ class LinkArrivals:
                 continue
             left -= 1
             cgroup = self._awaited.cgroup(caller.pid)
-            self._place(caller, self._awaited.root_of(caller.pid, cgroup, known), cgroup)
+            root = self._awaited.root_of(caller.pid, cgroup, known)
+            caller.place(root, cgroup, is_expected=caller.pid in self._awaited.expected)
             self._line_up(caller)
 
     def _serve_line(self, line: TurnLine[LinkCaller], until_ns: int) -> bool:
