@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from dataclasses import replace
 
 import pytest
-from link_peers import HELLO, hear, is_closed, say
+from link_peers import HELLO, PATIENCE_S, hear, is_closed, never_closing, say, stop_reading
 
-from valved.abi.link import Ack, LinkType, NoteMessage, RefusedMessage, Welcome
-from valved.clients.dear import DEAR_NS
+from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
+from valved.clients.dear import DEAR_NS, THREADS
 
 TIMES = 10
 
@@ -112,7 +113,7 @@ def test_answers_to_a_client_never_cost_the_loop_more_than_one_and_come_in_order
 def dear(server):
     """One link of this account has cost much."""
     sock, _, fds = server.welcome()
-    server.call(lambda: server.link.dear.note(peer_of(server).lane.account()))
+    server.call(lambda: server.link.dear.note(peer_of(server).lane.account))
     yield
     sock.close()
     for fd in fds:
@@ -134,6 +135,26 @@ def test_a_process_of_a_dear_account_is_welcomed_with_its_descriptors_and_costs_
         os.close(fd)
 
 
+@pytest.mark.parametrize("is_dear", [False, True])
+def test_a_client_is_never_given_up_for_what_its_socket_would_have_held(server, is_dear):
+    """A service that grows at once by many handles, each with its descriptor, of an account that was taken for dear."""
+    sock, _, fds = server.welcome()
+    peer, passed = peer_of(server), [os.open(os.devnull, os.O_RDONLY)] * MAX_FDS
+    if is_dear:
+        server.call(lambda: server.link.dear.note(peer.lane.account))
+
+    server.call(lambda: [peer.send(LinkType.ACK, Ack(), seq, tuple(passed)) for seq in range(1, 41)])
+
+    for seq in range(1, 41):
+        packet, came = hear(sock)
+        for fd in came:
+            os.close(fd)
+        assert (packet.seq, len(came)) == (seq, len(passed))
+    sock.close()
+    for fd in (passed[0], *fds):
+        os.close(fd)
+
+
 @pytest.mark.usefixtures("dear")
 def test_a_process_of_a_dear_account_always_hears_that_it_is_refused(server):
     sock = server.connect()
@@ -151,7 +172,7 @@ def test_a_link_that_ends_while_a_packet_is_under_way_never_keeps_a_descriptor(s
     for _ in range(20):
         sock, _, fds = server.welcome()
         read, write = os.pipe()
-        newest = max(server.link._peers, key=lambda peer: peer.since_ns)
+        newest = server.call(lambda: max(server.link._peers, key=lambda peer: peer.client))
         server.call(
             lambda peer=newest, fd=read: (peer.send(LinkType.ACK, Ack(), 1, (fd,)), server.link._drop(peer, ""))
         )
@@ -160,3 +181,84 @@ def test_a_link_that_ends_while_a_packet_is_under_way_never_keeps_a_descriptor(s
         sock.close()
 
     server.until(lambda: server.link.peers == 1 and len(os.listdir("/proc/self/fd")) <= before)
+
+
+@pytest.fixture
+def held(server, monkeypatch):
+    """A packet that a thread reads takes until this is set."""
+    go_on = threading.Event()
+
+    class Slow(socket.socket):
+        def recvmsg(self, *words):
+            if threading.current_thread() not in (threading.main_thread(), server.thread):
+                go_on.wait(PATIENCE_S)
+            return super().recvmsg(*words)
+
+    monkeypatch.setattr(socket, "socket", Slow)
+    yield go_on
+    go_on.set()
+
+
+@pytest.mark.usefixtures("dear")
+def test_hellos_of_a_dear_account_never_pile_up_before_its_thread(server, held):
+    """Nothing else bounds how many descriptors they take: what waits there is not counted as a silent connection is."""
+    socks = [server.connect() for _ in range(6)]
+    for sock in socks:
+        say(sock, LinkType.HELLO, HELLO)
+
+    server.until(lambda: server.link.peers == 1 + len(socks))
+    server.until(lambda: len(server.link._peers) > 1)
+
+    assert server.call(lambda: len(server.link._peers)) == 2
+    held.set()
+    for sock in socks:
+        packet, fds = hear(sock)
+        assert isinstance(packet.body, Welcome)
+        sock.close()
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("dear")
+def test_what_a_dear_client_left_unread_never_keeps_a_thread(server):
+    """Its close() takes as long as its sender likes."""
+    ends = []
+    for _ in range(THREADS):
+        sock, _, fds = server.welcome()
+        server.call(lambda: stop_reading(server))
+        slow, theirs = never_closing()
+        say(sock, LinkType.SCHEDULE_DONE, Schedule(h_client=1, h_object=2), [slow.fileno()])
+        slow.close()
+        ends.append((theirs, sock, fds))
+    server.call(lambda: [server.link._drop(peer, "test") for peer in list(server.link._peers)])
+
+    sock, _, fds = server.welcome()
+
+    for theirs, other, more in [*ends, (None, sock, fds)]:
+        if theirs is not None:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            theirs.close()  # a reset: close() comes back
+        other.close()
+        for fd in more:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("dear")
+def test_a_packet_that_valved_fails_to_handle_never_leaves_a_dear_link_unread(server):
+    sock, _, fds = server.welcome()
+    server.loop.call_soon_threadsafe(server.loop.set_exception_handler, lambda *_: None)
+    handled = []
+
+    def fails_once(client, packet, descriptors):
+        handled.append(packet.body.text)
+        if len(handled) == 1:
+            raise RuntimeError("a defect")
+
+    server.world.register.handle = fails_once
+    for text in ("first", "second"):
+        say(sock, LinkType.NOTE, NoteMessage(code=1, h_client=0, h_channel=0, text=text))
+
+    server.until(lambda: handled == ["first", "second"])
+    sock.close()
+    for fd in fds:
+        os.close(fd)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 from lent_fds import lend
-from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, say
+from link_peers import COST_S, HELLO, Server, greet, hear, is_closed, never_closing, say, stop_reading
 from scarce import left, opened
 
 from valved.abi.link import (
@@ -195,7 +195,7 @@ def test_a_client_that_does_not_read_is_dropped_and_stops_nobody(server, monkeyp
 
 
 def box_for(loop, sock, broken):
-    return outbox.Outbox(loop, sock, broken, LinkLane(DearAccounts(loop), lambda: "its account"))
+    return outbox.Outbox(loop, sock, broken, LinkLane(DearAccounts(loop), "its account"))
 
 
 def test_a_packet_that_waits_in_valved_never_counts_as_arrived():
@@ -316,23 +316,6 @@ def test_containers_reach_the_link_through_a_folder_that_holds_nothing_else(tmp_
 # Descriptors that cannot be closed
 
 
-def never_closing():
-    """One end of a TCP connection whose close() waits for a reader that never reads, as long as its sender likes."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1)
-    ours = socket.create_connection(listener.getsockname())
-    theirs, _ = listener.accept()
-    listener.close()
-    ours.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            ours.send(bytes(65536))
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 600))
-    ours.setblocking(True)
-    return ours, theirs
-
-
 @pytest.mark.parametrize("how", ["read", "queued"])
 def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(server, how):
     """Neither one that is read and not wanted, nor one that lies in the queue of a peer that is dropped."""
@@ -357,11 +340,6 @@ def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(server, how)
         os.close(fd)
     theirs.close()  # a reset: close() comes back
     sock.close()
-
-
-def stop_reading(server):
-    for peer in server.link._peers:
-        server.loop.remove_reader(peer.fileno())
 
 
 def test_a_hello_never_counts_for_another_process_than_sent_it(server):

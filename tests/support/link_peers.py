@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import threading
 
 from node_world import World
 
-from valved.abi.link import Hello, LinkType, Welcome, build, parse
+from valved.abi.link import MAX_FDS, Hello, LinkType, Welcome, build, parse
 from valved.clients.server import LinkServer
 from valved.clients.turns import Postponed
 from valved.config import Config, QuotaTable
@@ -185,7 +186,7 @@ def say(sock, kind, body, fds=()):
 
 def hear(sock):
     """One packet and its descriptors; (None, []) at the end of the file."""
-    data, fds, _, _ = socket.recv_fds(sock, 1024, 8)
+    data, fds, _, _ = socket.recv_fds(sock, 1024, MAX_FDS)
     return (parse(data), fds) if data else (None, [])
 
 
@@ -200,3 +201,25 @@ def greet(server):
     for fd in fds:
         os.close(fd)
     sock.close()
+
+
+def never_closing():
+    """One end of a TCP connection whose close() waits for a reader that never reads, as long as its sender likes."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1)
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    listener.close()
+    ours.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(65536))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 600))
+    ours.setblocking(True)
+    return ours, theirs
+
+
+def stop_reading(server):
+    for peer in server.link._peers:
+        server.loop.remove_reader(peer.fileno())

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 import valved.clients.arrivals
-from valved.clients.arrivals import LinkArrivals
+from valved.clients.arrivals import PENDING, LinkArrivals
 from valved.clients.turns import (
     ACCOUNT_BURST_NS,
     ACCOUNT_SHARE,
@@ -141,7 +141,7 @@ class Door:
     def __init__(self, monkeypatch, cost_ns):
         monkeypatch.setattr(valved.clients.arrivals, "time", self)
         self.now_ns, self.cost_ns, self.served = 0, cost_ns, []
-        self.expected = Counter()
+        self.expected, self.looked_at = Counter(), []
         self._calls, self._order = [], count()
         self.arrivals = LinkArrivals(self, self, self, 600.0)
 
@@ -188,6 +188,7 @@ class Door:
         return set()
 
     def cgroup(self, pid):
+        self.looked_at.append(pid)
         return "/login"
 
     def root_of(self, pid, cgroup, known):
@@ -226,3 +227,25 @@ def test_new_processes_of_one_account_never_have_more_than_its_share_of_the_loop
     door.come(range(100, 500))
 
     assert door.now_ns >= (399 * door.cost_ns - ACCOUNT_BURST_NS) / ACCOUNT_SHARE
+
+
+def test_processes_that_were_turned_away_never_stay_in_line_to_be_looked_at(monkeypatch):
+    """More may come in one pass than are looked at: the line would grow for as long as they do."""
+    door = Door(monkeypatch, cost_ns=0)
+    monkeypatch.setattr(door, "turn_away", lambda caller, fds, why: [os.close(fd) for fd in fds])
+
+    for first in range(0, 20 * MOST, MOST):
+        door.arrivals.come([Accepted(os.eventfd(1), first + at, 1000) for at in range(MOST)])
+
+    assert len(door.arrivals._fresh) <= PENDING
+    door.arrivals.close()
+
+
+def test_a_process_of_a_predecessor_never_has_an_account_of_no_control_group_afterwards(monkeypatch):
+    """All of root's would have that one, whatever container they are in."""
+    door = Door(monkeypatch, cost_ns=0)
+    door.expected.update([100])
+
+    door.come([100, 100])
+
+    assert door.looked_at == [100]

@@ -47,13 +47,27 @@ class LinkCaller:
     root: int = 0  # the awaited process to which it belongs
     account: Hashable | None = None  # None: it is awaited or expected, or nobody has looked who it is
     groups: tuple[Hashable, ...] = ()
-    cgroup: str = ""
     is_in_line: bool = False
     unread: dict[int, int] = field(default_factory=dict)  # they have said something, in the order in which they did
     silent: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.unread) + len(self.silent)
+
+    def place(self, root: int, cgroup: str, *, is_expected: bool) -> None:
+        self.root, self.account = root, None
+        if root:
+            self.groups = (root,)
+        elif is_expected:
+            self.groups = (EXPECTED,)
+        else:
+            self.account = self.uid or ("root", cgroup)
+            self.groups = (self.account, cgroup)
+
+    @property
+    def lane_account(self) -> Hashable:
+        """Whose links are handled aside of the loop with its own (dear.py)."""
+        return self.account if self.account is not None else ("awaited", self.root or self.pid)
 
     @property
     def is_known(self) -> bool:
@@ -77,6 +91,7 @@ class LinkArrivals:
             TurnLine(),
             TurnLine(),
         )  # of those that are awaited; of the others
+        self._aside: set[Hashable] = set()  # accounts of which a HELLO is read aside of the loop: their next waits
         self._wait_ns = 0  # until the next of them may be read
         self._next: asyncio.Handle | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -112,6 +127,14 @@ class LinkArrivals:
         """`ns`: of a core. That the machine is busy is nobody's debt."""
         self._knocks.took(caller.pid, caller.account, ns, time.monotonic_ns())
 
+    def goes_aside(self, account: Hashable) -> None:
+        """One HELLO of an account at a time. What waits for a thread is bounded nowhere else."""
+        self._aside.add(account)
+
+    def is_back(self, account: Hashable) -> None:
+        self._aside.discard(account)
+        self._serve_soon()
+
     def close(self) -> None:
         for timer in filter(None, (self._next, self._sweep)):
             timer.cancel()
@@ -144,20 +167,10 @@ class LinkArrivals:
     def _begin(self, one: Accepted, known: set[int]) -> LinkCaller:
         caller = LinkCaller(one.pid, one.uid)
         if one.pid in known:
-            self._place(caller, one.pid, "")
+            caller.place(one.pid, "", is_expected=False)
         elif one.pid in self._awaited.expected:
-            self._place(caller, 0, "")
+            caller.place(0, "", is_expected=True)
         return caller
-
-    def _place(self, caller: LinkCaller, root: int, cgroup: str) -> None:
-        caller.root, caller.cgroup, caller.account = root, cgroup, None
-        if root:
-            caller.groups = (root,)
-        elif caller.pid in self._awaited.expected:
-            caller.groups = (EXPECTED,)
-        else:
-            caller.account = caller.uid or ("root", cgroup)
-            caller.groups = (caller.account, cgroup)
 
     def _forget(self, caller: LinkCaller, fd: int) -> None:
         """It waits no more, and its descriptor is somebody else's business from here on."""
@@ -222,6 +235,9 @@ class LinkArrivals:
 
     def _heard(self) -> None:
         self._hear()
+        self._serve_soon()
+
+    def _serve_soon(self) -> None:
         if self._next is None or isinstance(self._next, asyncio.TimerHandle):
             if self._next is not None:
                 self._next.cancel()
@@ -245,24 +261,28 @@ class LinkArrivals:
         until_ns = time.monotonic_ns() + PASS_NS
         has_more = True  # if one of them fails, the others have their turns all the same
         try:
-            has_more = any([self._look(), *(self._serve_line(line, until_ns) for line in self._lines)])
+            self._look()
+            has_more = any([*(self._serve_line(line, until_ns) for line in self._lines), self._fresh])
         finally:
             if has_more:
                 self._next = self._loop.call_soon(self._serve)
             elif self._wait_ns:
                 self._next = self._loop.call_later(self._wait_ns / 1e9, self._serve)
 
-    def _look(self) -> bool:
-        """Find out who some of them are, by up to five files each. Whether others are left."""
+    def _look(self) -> None:
+        """Find out who some of them are, by up to five files each."""
         known = self._awaited.pids() if self._fresh else set()
-        for caller in [self._fresh.popleft() for _ in range(min(LOOKED_AT_ONCE, len(self._fresh)))]:
+        left = LOOKED_AT_ONCE
+        while left and self._fresh:
+            caller = self._fresh.popleft()
             caller.is_in_line = False
-            if not caller.unread:
+            if not caller.unread:  # it is gone: more may go in one pass than are looked at
                 continue
+            left -= 1
             cgroup = self._awaited.cgroup(caller.pid)
-            self._place(caller, self._awaited.root_of(caller.pid, cgroup, known), cgroup)
+            root = self._awaited.root_of(caller.pid, cgroup, known)
+            caller.place(root, cgroup, is_expected=caller.pid in self._awaited.expected)
             self._line_up(caller)
-        return bool(self._fresh)
 
     def _serve_line(self, line: TurnLine[LinkCaller], until_ns: int) -> bool:
         """Whether there may be one that could be read now."""
@@ -280,6 +300,8 @@ class LinkArrivals:
     def _may(self, caller: LinkCaller) -> bool:
         if not caller.unread:  # all were dropped: it leaves the line
             return True
+        if caller.lane_account in self._aside:
+            return False
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns
@@ -300,4 +322,4 @@ class LinkArrivals:
                 self.took(caller, time.thread_time_ns() - began_ns)
             if caller.groups == (EXPECTED,):
                 self._awaited.came(caller.pid)
-                self._place(caller, 0, caller.cgroup)
+                caller.groups = ()  # what it says next has a turn like any other: nobody has looked who it is

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import os
 import socket
 import time
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +44,7 @@ class LinkConnection:
         self.is_open = True
         self.is_online = False
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
-        self.lane = LinkLane(server.dear, self._account)
+        self.lane = LinkLane(server.dear, caller.lane_account)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
 
     def fileno(self) -> int:
@@ -66,15 +64,9 @@ class LinkConnection:
         finally:
             self.lane.took(began_ns)
 
-    def receive_aside(self) -> Callable[[], Received | None]:
-        """The same for a thread: this connection may be closed meanwhile. OSError: out of descriptors."""
-        copy, closer = self._sock.dup(), self._server.closer
-
-        def job() -> Received | None:
-            with copy:
-                return _receive(copy, closer)
-
-        return job
+    def receive_aside(self) -> Received | None:
+        """The same, by a thread of the lane."""
+        return _receive(self._sock, self._server.closer)
 
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""
@@ -90,36 +82,28 @@ class LinkConnection:
         self.is_open = False
         self._server.forget(self)
         unsent = self.outbox.close()
+        fds = [fd for _, fds in unsent for fd in fds]
         if self.lane.is_aside:
             last_words = unsent if self.client is None else []  # that it is refused
-            self.lane.do(partial(_end, self._sock, last_words, unsent), lambda *_: None)
+            self.lane.do(partial(_end, self._sock, last_words, fds, self._server.closer), lambda *_: None)
             return
         began_ns = time.thread_time_ns()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self.lane.took(began_ns)
-        self._server.closer.close([*_fds_of(unsent), self._sock.detach()])
-
-    def _account(self) -> Hashable:
-        caller = self.caller
-        return caller.account if caller.account is not None else ("awaited", caller.root or caller.pid)
+        self._server.closer.close([*fds, self._sock.detach()])
 
 
-def _fds_of(unsent: list[Unsent]) -> list[int]:
-    return [fd for _, fds in unsent for fd in fds]
-
-
-def _end(sock: socket.socket, last_words: list[Unsent], unsent: list[Unsent]) -> None:
+def _end(sock: socket.socket, last_words: list[Unsent], fds: list[int], closer: Closer) -> None:
+    """By a thread of the lane. It closes nothing: what a stranger sent may lie in the socket."""
     try:
         with contextlib.suppress(OSError):
-            for packet, fds in last_words:
-                send_on(sock, packet, fds)
+            for packet, passed in last_words:
+                send_on(sock, packet, passed)
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
     finally:
-        for fd in _fds_of(unsent):
-            os.close(fd)
-        sock.close()
+        closer.close([*fds, sock.detach()])
 
 
 def _receive(sock: socket.socket, closer: Closer) -> Received | None:

@@ -22,6 +22,7 @@ from valved.fds import Fds
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
 MOST_FDS = 1024  # duplicates of ours: the caller that handed them in may close its own
+ASIDE_FDS = 4096  # more, where a thread sends: what the socket would hold waits here as well
 PATIENCE_S = 5.0  # a peer that takes nothing for so long is stopped, frozen or hostile
 _SO_SNDBUFFORCE = 32
 
@@ -89,7 +90,8 @@ class Outbox:
         self._lane.took(began_ns)
 
     def _keep(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None) -> bool:
-        if self._bytes + len(packet) > MOST_BYTES or self._fds + len(fds) > MOST_FDS:
+        more_bytes, more_fds = (SEND_BUFFER, ASIDE_FDS) if self._lane.is_aside else (0, 0)
+        if self._bytes + len(packet) > MOST_BYTES + more_bytes or self._fds + len(fds) > MOST_FDS + more_fds:
             self._broken("it does not read")
             return False
         try:
@@ -156,18 +158,10 @@ class Outbox:
         self._broken("its socket is broken")
 
     def _hand_over(self) -> None:
-        """The first of the queue to a thread, with a descriptor of its own: the link may be closed meanwhile."""
-        if self._handed is not None:
-            return
-        packet, fds, _ = self._queue[0]
-        try:
-            copy = self._sock.dup()
-        except OSError:
-            self._stop_writing()
-            self._broken("out of descriptors")
-            return
-        self._handed = self._queue[0]
-        self._lane.do(partial(_send_and_close, copy, packet, fds), self._come_back)
+        """The first of the queue to a thread. The link may be closed meanwhile, but its lane keeps the socket open."""
+        if self._handed is None:
+            self._handed = packet, fds, _ = self._queue[0]
+            self._lane.do(partial(send_on, self._sock, packet, fds), self._come_back)
 
     def _come_back(self, _: None, error: Exception | None) -> None:
         handed, self._handed = self._handed, None
@@ -192,8 +186,3 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _send_and_close(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    with sock:
-        send_on(sock, packet, fds)

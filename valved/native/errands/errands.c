@@ -164,7 +164,7 @@ void errand_do(struct valve_client *client, uint32_t what)
 {
 	struct errands *errands = client->errand.runners;
 
-	if (what == ERRAND_RING && client->errand.at_once)
+	if (what == ERRAND_RING && load_relaxed(&client->errand.at_once))
 		bell_ring(&errands->ringer, client->order);
 	else if (!(__atomic_fetch_or(&client->errand.due, what | ERRAND_TAKEN, __ATOMIC_ACQ_REL) &
 	           ERRAND_TAKEN))
@@ -173,7 +173,7 @@ void errand_do(struct valve_client *client, uint32_t what)
 
 void valve_client_at_once(struct valve_client *client, uint32_t on)
 {
-	client->errand.at_once = on;
+	store_relaxed(&client->errand.at_once, on);
 }
 
 int errands_start(struct valve_gate *gate)
