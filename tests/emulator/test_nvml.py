@@ -32,6 +32,7 @@ print(json.dumps({expression}))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
+        cwd=emulator.directory,  # else valved is the checkout's, without its native part
         env=environment(emulator.directory, os.environ),
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
 
 
 def test_no_node_outlives_a_demo_that_was_told_to_end(tmp_path):
-    argv = [sys.executable, "-c", "import sys; from valve_tools.demo.command import main; main(sys.argv[1:])"]
+    argv = [sys.executable, "-c", "import sys; from valve_tools.demo.command import main; sys.exit(main(sys.argv[1:]))"]
     demo = subprocess.Popen([*argv, "memory", "--keep", str(tmp_path)], stdout=subprocess.DEVNULL)
     try:
         wait_until((tmp_path / "off").exists, "the node and its job are there")

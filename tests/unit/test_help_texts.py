@@ -10,7 +10,7 @@ import pytest
 from help_texts import missing, parser_of, unsaid
 
 LINES = [
-    ("valved.cli.main", []),
+    ("valved.cli.main", ["status"]),
     ("valved.main", []),
     ("valve_router.command", []),
     ("valve_scheduler.main", []),
