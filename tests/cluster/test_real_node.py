@@ -24,6 +24,7 @@ from valve_tools.cluster.node import NAME, RealNode
 from valve_tools.cluster.webhook import start_webhook
 from valve_tools.cluster.workpods import PODS
 from valve_tools.emulator import node as emulated
+from valve_tools.emulator.client import Emulator
 
 from valved.cli.client import NodeClient
 
@@ -100,9 +101,14 @@ def gates(node: RealNode, online: OnlinePod, offline: OfflinePod) -> bool:
 
 
 def standing(node: RealNode, offline: OfflinePod) -> int:
-    """How far it came, once its GPU is gated and a round trip to valved brings no further beat; else 0."""
-    before = offline.beats
-    return before if status(node).gpus[0].gated and offline.beats == before else 0
+    """How far it came, once its GPU is gated, channels are off there and the card runs nothing in them; else 0.
+
+    A GPU counts as gated from the order on: what runs may still beat until the driver call has returned."""
+    if not status(node).gpus[0].gated:
+        return 0
+    with Emulator(node.folder / "emu") as emulator:
+        off = emulator.state().disabled
+    return offline.beats if off and not any(channel.active for channel in off) else 0
 
 
 def valve(node: RealNode, *arguments: str) -> None:
