@@ -257,17 +257,23 @@ def test_an_engine_that_gives_hidden_states_of_answers_is_never_taken(asked):
         refuse_configuration(SimpleNamespace(**config, **asked))
 
 
+def begin_work(scheduler, requests):
+    """A few steps of each."""
+    work = [(name, range(start, start + 10), 60) for name, start in (("a", 0), ("b", 100))[:requests]]
+    for one in work:
+        scheduler.add(*one)
+    for _ in range(4):
+        scheduler.turn()
+    return work
+
+
 @pytest.mark.parametrize("requests", [1, 2])
 def test_output_of_a_step_that_the_hook_does_not_know_is_never_taken_for_that_of_the_next(world, monkeypatch, requests):
     """With overlap the same requests are in the step behind it, which was noted, when its output comes in. Of that step
     and of the next the output is dropped, and of no other: an unknown step never makes those behind it unknown.
     """
     scheduler, _ = world()
-    work = [(name, range(start, start + 10), 60) for name, start in (("a", 0), ("b", 100))[:requests]]
-    for one in work:
-        scheduler.add(*one)
-    for _ in range(4):
-        scheduler.turn()
+    work = begin_work(scheduler, requests)
     hook = scheduler._valve
     monkeypatch.setattr(hook.engine, "abandon", lambda: pytest.fail("a request was ended"))
     with monkeypatch.context() as unnoted:
@@ -283,11 +289,7 @@ def test_output_of_a_step_that_the_hook_does_not_know_is_never_taken_for_that_of
 @pytest.mark.parametrize("requests", [1, 2])
 def test_output_of_a_step_that_is_noted_unread_is_never_dropped_where_nothing_is_lost(world, monkeypatch, requests):
     scheduler, _ = world()
-    work = [(name, range(start, start + 10), 60) for name, start in (("a", 0), ("b", 100))[:requests]]
-    for one in work:
-        scheduler.add(*one)
-    for _ in range(4):
-        scheduler.turn()
+    work = begin_work(scheduler, requests)
     receipts = scheduler._valve.reconciler.receipts
     with monkeypatch.context() as unread:
         unread.setattr(scheduler._valve.engine, "launch", lambda batch: 1 // 0)
