@@ -105,6 +105,7 @@ struct valve_shim {
 	uint32_t driver;          /* as in valve_link_hello */
 	uint32_t pid;     /* the process that registered: a vfork child shares this memory and is not it */
 	uint32_t session; /* its thread, 0: none. Our descriptors are in its table */
+	uint32_t leaving; /* it is to end for a while (alone.c). Futex word */
 	struct valve_own_fd own[VALVE_OWNS];
 	uint32_t link_generation; /* rises with every valved that took us */
 	uint32_t next_seq;
@@ -147,7 +148,7 @@ extern unsigned char valve_pool_submit[], valve_pool_observe[];
 /* interpose.c */
 void *valve_real_symbol(const char *name); /* in the real libcuda, whatever the scope; NULL when absent */
 void *valve_next(const char *name);        /* RTLD_NEXT */
-int valve_spawn(void *(*run)(void *));     /* a detached thread with all signals blocked */
+int valve_spawn(void *(*run)(void *));     /* a detached thread; no signal sent to the process wakes it */
 
 void *valve_bind(struct valve_entry *entry, void *real,
                  bool ptds); /* returns where the trampoline jumps now */
@@ -155,8 +156,8 @@ bool valve_has_ptds_suffix(const char *name);
 bool valve_is_secure(void);
 
 /* hooks/child.c */
-void valve_reset_child(void); /* after fork, in the child */
-void valve_heed_child(void);  /* the same, where no handler of ours ran */
+void valve_after_fork(void); /* in the child */
+void valve_heed_child(void); /* the same, where no handler of ours ran */
 bool valve_begin_process(
         void); /* before the driver's file is watched; false: a vfork child, whose memory is not its own */
 
@@ -230,7 +231,9 @@ void valve_note_flush(void);
 void valve_note_reset(void);
 
 /* link/session.c */
-void valve_register(void); /* the process opened nvidiactl */
+void valve_register(void);       /* the process opened nvidiactl */
+void *valve_keep(void *unused);  /* the session's thread */
+bool valve_session_leaves(void); /* alone.c: the session's thread asks */
 
 /* capture.c: exported hooks that no header declares without large-file renaming, and the ioctl below them */
 VALVE_EXPORT int open64(const char *path, int flags, ...);
@@ -247,6 +250,7 @@ void valve_capture_forget_reports(void);
 int valve_capture_tell_ran(void);     /* of each RM client: its channels may have run after a gate */
 valve_link_handler valve_capture_ack; /* ACK: valved may ask for the fds of our RM clients (path B) */
 void valve_capture_reset(void);
+bool valve_capture_has_channels(void);
 
 /* selfgate.c: path C. Returns the RM status of the worst call, 0 when all is well */
 enum valve_gate_set { VALVE_GATE_HELD, VALVE_GATE_ALL };

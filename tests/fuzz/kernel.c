@@ -434,16 +434,20 @@ static int wait_ready(struct pollfd *ready, int count, int timeout_ms)
 	return found;
 }
 
-static int wait_on(int operation)
-{
-	CHECK(operation == FUTEX_WAKE); /* nobody would wake the only thread */
-	return 0;
-}
-
 static int sleep_for(const struct timespec *span)
 {
 	kernel_pass((uint64_t)span->tv_sec * 1000000000u + (uint64_t)span->tv_nsec);
 	return 0;
+}
+
+/* Nobody would wake the only thread: it waits for a time. */
+static int wait_on(int operation, const struct timespec *most)
+{
+	CHECK(operation == FUTEX_WAKE || most);
+	if (operation == FUTEX_WAKE)
+		return 0;
+	sleep_for(most);
+	return -ETIMEDOUT;
 }
 
 /* ---- the entry ---- */
@@ -453,7 +457,7 @@ static int enter(long number, va_list list)
 	int fd = 0, value, what;
 	void *at;
 
-	if (number != SYS_futex && number != SYS_nanosleep && number != SYS_poll)
+	if (number != SYS_futex && number != SYS_clock_nanosleep && number != SYS_poll)
 		fd = va_arg(list, int);
 	switch (number) {
 	case SYS_membarrier:
@@ -484,11 +488,15 @@ static int enter(long number, va_list list)
 		value = va_arg(list, int);
 		return control(fd, value,
 		               value == F_SETSIG || value == F_DUPFD_CLOEXEC ? va_arg(list, int) : 0);
-	case SYS_nanosleep:
+	case SYS_clock_nanosleep:
+		va_arg(list, int);
+		va_arg(list, int);
 		return sleep_for(va_arg(list, const struct timespec *));
 	case SYS_futex:
 		at = va_arg(list, void *);
-		return wait_on(va_arg(list, int));
+		what = va_arg(list, int);
+		value = va_arg(list, int);
+		return wait_on(what, what == FUTEX_WAIT ? va_arg(list, const struct timespec *) : NULL);
 	case SYS_poll:
 		at = va_arg(list, void *);
 		value = va_arg(list, int);

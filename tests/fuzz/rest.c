@@ -40,6 +40,11 @@ int valve_spawn(void *(*run)(void *))
 	return 0;
 }
 
+bool valve_session_leaves(void)
+{
+	return false;
+}
+
 bool valve_announce_is_waiting(void)
 {
 	return false;

@@ -164,6 +164,12 @@ class Commands:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
+    def drop_capabilities(self):
+        """Of the calling thread, and of those that it makes: limits hold for it from now on."""
+        header, none = struct.pack("<Ii", 0x20080522, 0), bytes(24)
+        if LIBC.capset(header, none):
+            raise OSError(ctypes.get_errno(), "capset")
+
     def bind(self, priority, *cores):
         """The calling thread, and what it makes from now on. False: not allowed here."""
         os.sched_setaffinity(0, cores)

@@ -20,6 +20,8 @@ LIBC_HOOKS = {"dlopen", "open", "open64", "openat", "openat64", "__open_2", "__o
     "closefrom",
     "dup2",
     "dup3",
+    "unshare",
+    "setns",
 }
 OWN = {"valve_hint_open_requests", "valve_kv_begin", "valve_kv_end", "valve_kv_step", "valve_kv_ranges"}
 LIBRARIES = [preload_library(), preload_library().with_name("libvalve-cuda.so")]

@@ -65,7 +65,7 @@ int main(void) {
 	pthread_attr_t tiny;
 	char line[8];
 	void *context;
-	if (pthread_attr_init(&tiny) || pthread_attr_setstacksize(&tiny, PTHREAD_STACK_MIN))
+	if (pthread_attr_init(&tiny) || pthread_attr_setstacksize(&tiny, BYTES))
 		return 1;
 	if (pthread_setattr_default_np(&tiny) || cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0))
 		return 1;
@@ -91,12 +91,14 @@ def stack_bytes(task: Path) -> int:
     return 0
 
 
-def test_a_program_of_tiny_stacks_never_gives_our_threads_one(world, tmp_path):
-    """Driver calls run on them."""
+@pytest.mark.parametrize("bytes_", ["PTHREAD_STACK_MIN", "(1ul << 30)"], ids=["tiny", "vast"])
+def test_a_program_of_strange_stacks_never_gives_our_threads_one(world, tmp_path, bytes_):
+    """Driver calls run on them; and a vast one may be more than the process can have, or be locked into memory."""
     source = tmp_path / "tiny.c"
     source.write_text(TINY)
     cuda = world.libraries.cuda
-    subprocess.run(["cc", source, "-o", tmp_path / "tiny", f"-L{cuda}", "-l:libcuda.so.1", "-lpthread"], check=True)
+    libraries = [f"-L{cuda}", "-l:libcuda.so.1", "-lpthread"]
+    subprocess.run(["cc", f"-DBYTES={bytes_}", source, "-o", tmp_path / "tiny", *libraries], check=True)
     daemon = world.daemon(ONLINE, watch=1)
     program = subprocess.Popen([tmp_path / "tiny"], env=world.environment(), stdin=subprocess.PIPE)
     client = daemon.client()
@@ -108,6 +110,7 @@ def test_a_program_of_tiny_stacks_never_gives_our_threads_one(world, tmp_path):
 
     assert len(sizes) == 2
     assert min(sizes) >= MIB
+    assert max(sizes) <= 9 * MIB
     assert program.returncode == 0
 
 

@@ -157,7 +157,8 @@ void *valve_launch_slow(struct valve_entry *entry)
 	valve_heed_child();
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
-	if ((load_relaxed(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {
+	/* acquire: not before the count of take_slot, on a weakly ordered CPU either */
+	if ((load_acquire(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {
 		if (valve_is_offline())
 			hold();
 		else

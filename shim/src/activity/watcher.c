@@ -210,7 +210,8 @@ static void write_idle(uint64_t sum, uint64_t idle_ns, uint64_t beat_ns)
 	struct valve_region *region = VALVE_REGION;
 	uint32_t seq = region->idle_seq;
 
-	exchange_full(&region->idle_seq, seq + 1); /* odd: readers wait; nothing below may come before it */
+	store_relaxed(&region->idle_seq, seq + 1); /* odd: readers wait */
+	release_fence(); /* nothing below comes before it, on a weakly ordered CPU either */
 	store_relaxed(&region->idle_submitted, sum);
 	store_relaxed(&region->idle_ns, idle_ns);
 	store_relaxed(&region->watcher_ns, beat_ns);

@@ -139,7 +139,7 @@ static void query_driver(int fd)
 
 	if (valve_rm.branch)
 		return;
-	if (real.ioctl(fd, NV_IOWR(NV_ESC_CHECK_VERSION_STR, sizeof(query)), &query) == 0) {
+	if (call_driver(fd, NV_ESC_CHECK_VERSION_STR, &query, sizeof(query)) == 0) {
 		query.versionString[sizeof(query.versionString) - 1] = 0;
 		rm_set_version(&valve_rm, query.versionString);
 	}

@@ -14,6 +14,7 @@
 #define ANSWER_MS     2000
 #define HOLD_SLICE_MS 10000 /* then asked again; a dead link ends the wait at once */
 #define HOLD_RETRY_NS 50000000u
+#define AGAIN_NS      5000000u
 #define HOLD_DEAD_NS \
 	10000000000u /* how long a schedule call waits for a valved that died while it was held */
 
@@ -173,11 +174,14 @@ static int send_report(struct report *report, bool wait)
 }
 
 /* The socket is full, or is none of this thread's (unshare). The session goes on when there is room. Its own bell wakes it; where
- * that is none of this thread's either, it looks by itself. */
+ * that is none of this thread's either, it looks by itself. Where there was room for it, what lacks is a descriptor under way:
+ * other processes of this user have too many of them (ETOOMANYREFS), and nothing says when there are fewer. */
 static void leave_to_session(void)
 {
 	const uint64_t one = 1;
 
+	if ((uint32_t)syscall(SYS_gettid) == load_relaxed(&valve_shim.session))
+		sleep_ns(AGAIN_NS);
 	if (!exchange_full(&valve_shim.untold, 1))
 		(void)!syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one));
 }
@@ -262,6 +266,17 @@ int valve_capture_ack(const struct valve_link_header *packet, int length, struct
 	if (ack->want_fd)
 		want_fd();
 	return 0;
+}
+
+bool valve_capture_has_channels(void)
+{
+	bool found = false;
+
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; !found && i < valve_rm.used; i++)
+		found = valve_rm.objects[i].kind == RM_CHANNEL;
+	valve_unlock(&valve_shim.capture_lock);
+	return found;
 }
 
 /* ---- ends ---- */

@@ -15,7 +15,7 @@ enum { CHILD, BECOMING, SELF };
 
 static uint32_t *what_we_are; /* NULL: no driver was opened, or a kernel before 4.14 */
 
-void valve_reset_child(void)
+static void reset(void)
 {
 	if (valve_shim.state != VALVE_STATE_NEW)
 		valve_map_fresh();
@@ -34,6 +34,15 @@ void valve_reset_child(void)
 		store_release(what_we_are, SELF);
 }
 
+/* A handler that stands before ours may have opened the driver: then the child is a process of its own already. */
+void valve_after_fork(void)
+{
+	if (what_we_are)
+		valve_heed_child();
+	else
+		reset();
+}
+
 void valve_heed_child(void)
 {
 	uint32_t is_child = CHILD;
@@ -41,7 +50,7 @@ void valve_heed_child(void)
 	if (!what_we_are || load_acquire(what_we_are) == SELF)
 		return;
 	if (swap_if(what_we_are, &is_child, BECOMING))
-		valve_reset_child();
+		reset();
 	while (load_acquire(what_we_are) != SELF)
 		syscall(SYS_sched_yield); /* another thread of the child is at it */
 }

@@ -27,7 +27,8 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 
 #define CUDA_PART   "libvalve-cuda.so"
 #define CPU_BITS    8192
-#define STACK_BYTES (1u << 20)
+#define STACK_LEAST (1u << 20)
+#define STACK_MOST  (8u << 20)
 
 struct valve_shim valve_shim;
 
@@ -170,7 +171,7 @@ __attribute__((constructor)) static void valve_start(void)
 	started_on.bytes = syscall(SYS_sched_getaffinity, 0, sizeof(started_on.mask), started_on.mask);
 	valve_say_start();
 	if (__register_atfork)
-		__register_atfork(NULL, NULL, valve_reset_child, NULL);
+		__register_atfork(NULL, NULL, valve_after_fork, NULL);
 }
 
 /*
@@ -198,9 +199,14 @@ static void *begin(void *run)
 	X(pthread_attr_setdetachstate, (pthread_attr_t *, int))                             \
 	X(pthread_attr_destroy, (pthread_attr_t *))
 
+/* Raised by what the thread itself does, and forced upon it: blocked, they end the process, past the program's handler. A
+ * sandbox answers system calls by one (SECCOMP_RET_TRAP), those of our threads and of pthread_create(), too. */
+static const int forced[] = {SIGSYS, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+
 /*
- * The stack is what the program's threads have, or the least that driver calls are known to do with: a program with many threads
- * may have set the usual size to a few pages (ulimit -s, pthread_setattr_default_np).
+ * The stack is what the program's threads have, within bounds: not less than driver calls are known to do with, where a program
+ * with many threads has set a few pages (ulimit -s, pthread_setattr_default_np); and not more than is usual, where a stack of
+ * gigabytes would not fit in what the process may have, or be locked into memory (mlockall).
  */
 int valve_spawn(void *(*run)(void *))
 {
@@ -224,9 +230,11 @@ int valve_spawn(void *(*run)(void *))
 	if (!all_there || call.pthread_attr_init(&how))
 		return -ENOSYS;
 	call.pthread_attr_setdetachstate(&how, PTHREAD_CREATE_DETACHED);
-	if (!call.pthread_attr_getstacksize(&how, &bytes) && bytes < STACK_BYTES)
-		call.pthread_attr_setstacksize(&how, STACK_BYTES);
+	if (!call.pthread_attr_getstacksize(&how, &bytes) && (bytes < STACK_LEAST || bytes > STACK_MOST))
+		call.pthread_attr_setstacksize(&how, bytes < STACK_LEAST ? STACK_LEAST : STACK_MOST);
 	sigfillset(&all);
+	for (size_t i = 0; i < sizeof(forced) / sizeof(forced[0]); i++)
+		sigdelset(&all, forced[i]);
 	sigprocmask(SIG_SETMASK, &all, &before); /* per thread on Linux; the new thread inherits it */
 	err = call.pthread_create(&thread, &how, begin, (void *)(uintptr_t)run);
 	sigprocmask(SIG_SETMASK, &before, NULL);

@@ -120,10 +120,13 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	const struct valve_link_header *header = (const void *)packet;
 	int length;
 
-	while (syscall(SYS_poll, &waiting, 1, milliseconds_left(deadline_ns)) <= 0)
-		if (milliseconds_left(deadline_ns) == 0)
-			return -ETIMEDOUT;
-	length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);
+	do {
+		if (is_refused(syscall(SYS_poll, &waiting, 1, milliseconds_left(deadline_ns))))
+			sleep_ns(REFUSED_NAP_NS);
+		length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);
+	} while (length == -EAGAIN && milliseconds_left(deadline_ns));
+	if (length == -EAGAIN)
+		return -ETIMEDOUT;
 	if (length <= 0)
 		return length ? length : -EPIPE;
 	if (valve_packet_is(header, length, VALVE_LINK_REFUSED, sizeof(struct valve_link_refused)))

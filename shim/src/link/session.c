@@ -311,7 +311,7 @@ static void serve(void)
 	}
 	count = syscall(SYS_poll, ready, 2,
 	                (int)(until_again_ns(bounded_ns((uint64_t)rest_ms() * 1000000u)) / 1000000u));
-	if (count < 0 && errno == EINVAL) { /* the program may have fewer descriptors than two */
+	if (is_refused(count)) { /* the program may have fewer descriptors than two, or no such call */
 		sleep_ns(BLIND_NS);
 		ready[0].revents = ready[0].events;
 		ready[1].revents = POLLIN;
@@ -400,19 +400,19 @@ static void rest(uint64_t ns)
 {
 	uint64_t now = now_ns(), end_ns = now + ns;
 
-	for (; now < end_ns; now = now_ns()) {
-		sleep_ns(until_again_ns(end_ns - now));
+	for (; now < end_ns && !load_relaxed(&valve_shim.leaving); now = now_ns()) {
+		futex_wait(&valve_shim.leaving, 0, until_again_ns(end_ns - now));
 		try_again();
 	}
 }
 
-static void *keep(void *unused)
+void *valve_keep(void *unused)
 {
 	uint32_t state;
 
 	(void)unused;
 	store_release(&valve_shim.session, (uint32_t)syscall(SYS_gettid));
-	while ((state = load_acquire(&valve_shim.state)) != VALVE_STATE_OFF) {
+	while ((state = load_acquire(&valve_shim.state)) != VALVE_STATE_OFF && !valve_session_leaves()) {
 		if (state == VALVE_STATE_LINKED) {
 			serve();
 		} else {
@@ -467,7 +467,7 @@ void valve_register(void)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
-	if (valve_spawn(keep)) {
+	if (valve_spawn(valve_keep)) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
 		valve_link_drop();

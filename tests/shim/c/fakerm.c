@@ -17,6 +17,7 @@
 
 static uint32_t next_handle = 0xC1D00001u;
 static uint32_t next_cid = 100;
+static uint32_t interrupted; /* questions about the version that a signal cut short */
 
 static void log_line(const char *line)
 {
@@ -144,6 +145,11 @@ static int serve(unsigned long request, void *argument)
 	case NV_ESC_IOCTL_XFER_CMD:
 		return serve(NV_IOWR(xfer->cmd, xfer->size), (void *)(uintptr_t)xfer->ptr);
 	case NV_ESC_CHECK_VERSION_STR:
+		if (getenv("FAKERM_INTERRUPTED") &&
+		    interrupted++ < (uint32_t)atoi(getenv("FAKERM_INTERRUPTED"))) {
+			errno = EINTR;
+			return -1;
+		}
 		strcpy(((struct nv_ioctl_rm_api_version *)argument)->versionString,
 		       getenv("FAKERM_VERSION") ? getenv("FAKERM_VERSION") : "580.159.04");
 		return 0;
