@@ -123,8 +123,9 @@ def main(argv: list[str]) -> int:
 
 def perform(folder: Path, python: str, steps: int) -> int:
     performed([python, str(PROGRAM), "make", str(folder)])
-    print("a Llama of four layers with random weights is the base; training runs on the CPU, each of its tiles as a")
-    print("kernel on the emulated GPU, as offline work beside an online service")
+    print("a Llama of four layers with random weights is the base; training runs on the")
+    print("CPU, each of its tiles as a kernel on the emulated GPU, as offline work beside")
+    print("an online service")
     with EmulatedNode(folder) as node:
         node.start_valved()
         service = [str(ONLINE), "--duration", "3600", "--rate", "1", "--out-tokens", "20", "--quiet"]
