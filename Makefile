@@ -14,6 +14,7 @@ help: ## show this list
 
 $(VENV)/.ready: pyproject.toml tools/build/system.sh
 	@sh tools/build/system.sh
+	@echo "setting up $(VENV): some minutes, once" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2'
 	@$(BIN)/python tools/build/requirements.py > $(VENV)/requirements.txt
@@ -23,6 +24,7 @@ $(VENV)/.ready: pyproject.toml tools/build/system.sh
 venv: $(VENV)/.ready ## only set up .venv
 
 $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
+	@echo "building Valve" >&2
 	@mkdir -p build
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 		-Cbuild-dir=build/wheel .
@@ -109,6 +111,7 @@ demo-cluster: ## a real control plane, a real node and a simulated fleet, the ch
 TUNE := .venv-tune
 TUNE_SOURCES := $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null)
 $(TUNE)/.ready: tune/pyproject.toml
+	@echo "setting up $(TUNE), with torch: some minutes, once" >&2
 	@began=$$(date +%s); test -x $(TUNE)/bin/python || $(PYTHON) -m venv $(TUNE); \
 	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77' && \
 	$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation './tune[test]' && \

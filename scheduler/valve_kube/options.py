@@ -17,6 +17,21 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
 
 
+def amount(text: str) -> float:
+    """A number from 0 on, for argparse."""
+    with contextlib.suppress(ValueError):
+        if 0.0 <= (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text[:20]} is no number from 0 on")
+
+
+def more_than_none(text: str) -> float:
+    """A number above 0, for argparse."""
+    if found := amount(text):
+        return found
+    raise argparse.ArgumentTypeError(f"{text[:20]} is no number above 0")
+
+
 def whole(least: int = 0, most: int = 1_000_000_000) -> Callable[[str], int]:
     """A whole number, for argparse."""
 
@@ -35,5 +50,6 @@ PORT = whole(0, 65535)
 def option(parser: argparse._ActionsContainer, name: str, default: object, text: str, **more: Any) -> None:
     """Adds an option of the default's type, whose help ends with the default."""
     shown = "%(default)g" if isinstance(default, float) else "%(default)s"
-    more.setdefault("type", whole() if type(default) is int else type(default))
+    kind = type(default)
+    more.setdefault("type", whole() if kind is int else amount if kind is float else kind)
     parser.add_argument(name, default=default, help=f"{text} Default: {shown}.", **more)

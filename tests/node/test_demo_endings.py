@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -57,3 +58,80 @@ def test_a_demo_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert done.stderr == f"valve demo: {tmp_path} holds an earlier run. Remove it, or take another folder\n"
+
+
+def test_a_demo_that_is_killed_never_leaves_a_process(tmp_path: Path) -> None:
+    """No signal reaches it, so it takes nothing down itself."""
+    folder = tmp_path / "a folder"
+    demo = subprocess.Popen([sys.executable, "-c", PLAN, str(folder)], stderr=subprocess.DEVNULL)
+    node = EmulatedNode(folder)
+    node.wait_for(lambda: (folder / "2-valve.online.out").exists() or demo.poll() is not None, "a node with a valved")
+    assert len(node.inhabitants()) >= 3, "a card, a valved, a workload"
+
+    demo.kill()
+    demo.wait()
+
+    node.wait_for(lambda: not node.inhabitants(), "none is left")
+
+
+def test_a_demo_whose_valved_dies_says_so_in_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    demo = subprocess.Popen([sys.executable, "-c", PLAN, str(folder)], stderr=subprocess.PIPE, text=True)
+    node = EmulatedNode(folder)
+    node.wait_for(lambda: (folder / "2-valve.online.out").exists() or demo.poll() is not None, "a service under Valve")
+    killed = [pid for pid in node.inhabitants() if b"valved.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    said = demo.communicate()[1]
+
+    assert killed, said
+    assert demo.returncode == 1, said
+    assert f"valve demo: valved ended with {-signal.SIGKILL}" in said
+    assert "Traceback" not in said
+    assert node.inhabitants() == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--seconds", "nan"], "nan is no number of seconds above 0"),
+        (["--seconds", "-3"], "-3 is no number of seconds above 0"),
+        (["--rounds", "0"], "0 is not a whole number from 1"),
+        (["memory", "--seconds", "0"], "0 is no number of seconds above 0"),
+        (["granted", "--rate", "0"], "0 is no number above 0"),
+        (["granted", "--gap-ms", "inf"], "inf is no number from 0 on"),
+        (["tune", "--steps", "0"], "0 is not a whole number from 4"),
+        (["cluster", "--nodes", "0"], "0 is not a whole number from 1"),
+    ],
+)
+def test_a_demo_never_begins_with_numbers_that_make_no_sense(argv: list[str], said: str) -> None:
+    done = subprocess.run([VALVE, "demo", *argv], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_fails_a_demo_is_never_a_traceback(tmp_path: Path) -> None:
+    """A Python that has no torch, say."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no torch here >&2\nexit 7\n")
+    python.chmod(0o755)
+
+    done = subprocess.run([VALVE, "demo", "tune", "--python", python], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert "ended with 7. Its end:\nno torch here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_demo_without_a_request_never_ends_in_a_traceback(tmp_path: Path) -> None:
+    trace = tmp_path / "none.csv"
+    trace.write_text("t_s,in_tok,out_tok\n")
+    argv = [VALVE, "demo", "--trace", str(trace), "--seconds", "0.5"]
+
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"valve demo: no request came within 0.5 s of {trace}\n")
+    assert "Traceback" not in done.stderr

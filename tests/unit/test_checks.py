@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from valve_tools.check import firstlines, names, sharing, sizes, wiring
+from valve_tools.check import firstlines, names, pages, sharing, sizes, wiring
 
 OWNER = "class Gate:\n    def __init__(self):\n        self.opened: Callable[[], None] = lambda: None\n"
 LISTENER = "class {0}:\n    def __init__(self):\n        self.listener = Listener()\n"
@@ -130,3 +130,38 @@ def test_a_word_that_another_process_reads_is_never_zero_while_it_is_written() -
     """pack_into clears its place first. A thread that is taken off the core just there leaves the zero for a while."""
     assert sharing.judge('struct.pack_into("<Q", page, 8, 7)\nHEAD.pack_into(page, 0, *head)\n') == [1, 2]
     assert sharing.judge('page[8:16] = struct.pack("<Q", 7)\nstruct.unpack_from("<Q", page)\n') == []
+
+
+def test_a_page_never_names_or_links_to_a_file_that_is_not_there() -> None:
+    files = ["room/README.md", "room/a.py", "room/deep/b.c", "room/deep/b.h", "docs/page.md"]
+    good = "[a](a.py), `a.py`, `deep/b.{c,h}`, `room/a.py`, [docs](../docs/page.md#part), [web](https://x.org/y.py)"
+    bad = "[a](old.py) and `gone.py`, `deep/b.{c,S}`"
+
+    assert list(pages.missing(files, {"room/README.md": good})) == []
+    assert list(pages.missing(files, {"room/README.md": bad})) == [
+        "room/README.md: links to old.py, which is not there",
+        "room/README.md: names gone.py, which is nowhere",
+        "room/README.md: names deep/b.S, which is nowhere",
+    ]
+
+
+def test_a_room_is_never_left_out_of_every_page() -> None:
+    files = ["a/README.md", "a/x.py", "a/in/x.py", "b/x.c", "tests/unit/x.py", "ARCHITECTURE.md", "c/__init__.py"]
+    named = {"a/README.md": "`in/` holds the rest", "ARCHITECTURE.md": "| [b](b) | what it is |"}
+
+    assert list(pages.unnamed(files, named)) == []
+    assert [each.split(":")[0] for each in pages.unnamed(files, {"a/README.md": "", "ARCHITECTURE.md": "ab/b"})] == [
+        "a/in",
+        "b",
+    ]
+
+
+def test_a_table_of_files_never_leaves_one_out() -> None:
+    files = ["a/README.md", "a/x.py", "a/y.c", "a/y.h", "a/__init__.py", "a/in/z.py"]
+    whole = "| file | what |\n|---|---|\n| `x.py`, `y.c` | all |\n"
+
+    assert list(pages.unlisted(files, {"a/README.md": whole})) == []
+    assert list(pages.unlisted(files, {"a/README.md": whole.replace("`y.c`", "")})) == [
+        "a/README.md: its table of files leaves out y.c",
+        "a/README.md: its table of files leaves out y.h",
+    ]

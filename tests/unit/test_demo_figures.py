@@ -1,6 +1,9 @@
 """What the demo prints, by hand-computed cases."""
 
+from types import SimpleNamespace
+
 import pytest
+from valve_tools.demo import granted
 from valve_tools.demo.figures import (
     AnsweredRequest,
     DemoRun,
@@ -94,3 +97,17 @@ def test_only_gates_that_a_launch_caused_and_that_stopped_something_count():
 
     assert pytest.approx(gate.own_us) == 30.0
     assert pytest.approx(gate.total_ms) == 0.5
+
+
+def test_no_word_of_a_table_is_ever_cut_on_a_terminal_of_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    figures = {"tpot_ms": 113.1, "tpot_p99_ms": 128.1, "longest_plain_ms": 136.0, "longest_ms": 161.0, "pauses": 193}
+    figures |= {"ttft_p99_ms": 142.5, "granted_s": 12.5, "offline_share": 0.37, "requests": 124, "words": ""}
+    run = SimpleNamespace(consents=True, cost_ms=None, worth=None, missed=lambda _: 100, **figures)
+
+    granted.show([run], granted.GrantedPlan())
+
+    said = capsys.readouterr().out
+    assert "…" not in said
+    row = next(line for line in said.splitlines() if line.startswith(" yes"))
+    assert " ".join(row.split()) == "yes 113.1 128.1 100/124 136 161 142.5 193 12.5 s 37%"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valve_tools.check import firstlines, includes, names, results, sharing, sizes, wiring
+from valve_tools.check import firstlines, includes, names, pages, results, sharing, sizes, wiring
 from valve_tools.check.tree import ROOT, command, tracked
 
 PACKAGES = {
@@ -88,6 +88,7 @@ STEPS = {
     "wiring": wiring.findings,
     "sharing": sharing.findings,
     "first lines": firstlines.findings,
+    "pages": pages.findings,
     "results": results.findings,
 }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from valve_kube.options import option
+from valve_kube.options import option, seconds, whole
 from valve_tools.cluster import network
 from valve_tools.cluster.api import ApiRefused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries
@@ -37,8 +37,8 @@ SAID_OF_A_FAILURE = ("kubelet", "containerd", "kube-apiserver", "default-schedul
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo cluster", description=__doc__)
-    option(parser, "--nodes", 20, "The number of simulated nodes of eight GPUs.")
-    option(parser, "--seconds", 12.0, "Show gating for this many seconds.")
+    option(parser, "--nodes", 20, "The number of simulated nodes of eight GPUs.", type=whole(1))
+    option(parser, "--seconds", 12.0, "Show gating for this many seconds.", type=seconds)
     option(parser, "--pairs", 8, "The number of pod starts, each with and without injection.")
     options = parser.parse_args(argv)
     problem, programs = programs_or_why_not(Path.cwd())

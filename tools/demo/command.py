@@ -11,7 +11,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from valve_kube.options import option
+from valve_kube.options import option, seconds, whole
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, endings, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
@@ -38,8 +38,9 @@ def chosen(argv: list[str]) -> int:
         return granted.main(argv[1:])
     others = "See also: valve demo memory, valve demo granted, valve demo cluster, valve demo tune"
     parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog=others)
-    option(parser, "--seconds", USUAL.seconds, "Each run takes arrivals for this many seconds.")
-    option(parser, "--rounds", USUAL.rounds, "The number of rounds. A round is one run alone and one with Valve.")
+    option(parser, "--seconds", USUAL.seconds, "Each run takes arrivals for this many seconds.", type=seconds)
+    rounds = "The number of rounds. A round is one run alone and one with Valve."
+    option(parser, "--rounds", USUAL.rounds, rounds, type=whole(1))
     parser.add_argument(
         "--trace", type=Path, help="A CSV file of arrivals: t_s,in_tok,out_tok. Default: arrivals drawn from --seed."
     )
@@ -50,7 +51,7 @@ def chosen(argv: list[str]) -> int:
     if options.trace and not options.trace.is_file():
         print(f"valve demo: {options.trace} is not a file", file=sys.stderr)
         return 2
-    plan = RoundsPlan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
+    plan = RoundsPlan(seconds=options.seconds, rounds=options.rounds, trace=options.trace, seed=options.seed)
     with demo_folder(options.keep) as folder:
         runs, units_per_s = perform(plan, folder, quiet=options.json)
     if options.json:

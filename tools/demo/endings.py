@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
+
+from valve_tools.demo import survivors
+
+from valved.cli.exits import CliError
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
 
@@ -24,16 +30,25 @@ class DemoError(Exception):
     """The demo cannot go on; the message holds what is known."""
 
 
+def performed(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Runs a program of which nothing is shown unless it fails. What it printed."""
+    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", env=env, check=False)
+    if done.returncode:
+        raise DemoError(f"{shlex.join(argv)} ended with {done.returncode}. Its end:\n{done.stderr[-2000:].strip()}")
+    return done.stdout
+
+
 def perform(name: str, act: Callable[[], int]) -> int:
     """Its exit code. The first signal takes everything down; those that come meanwhile change nothing."""
     for number in ENDS:
         signal.signal(number, _interrupt)
     try:
-        return act()
+        with survivors.ended_with_us():
+            return act()
     except Interrupted as end:
         print(f"{name}: interrupted; everything was taken down", file=sys.stderr)
         return end.code
-    except DemoError as error:
+    except (DemoError, CliError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
 

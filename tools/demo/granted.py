@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_hook.policy.misses import MissSettings
-from valve_kube.options import option
+from valve_kube.options import more_than_none, option, whole
 from valve_tools.bench.row import percentile
 from valve_tools.demo.figures import units_between
 from valve_tools.demo.node import VALVE, EmulatedNode, NodeError
@@ -33,7 +33,6 @@ from valved.model.rungs import Rung
 UNIT_US = 2000  # GPU time of one unit of offline work
 DRIVER = "580.159.04"  # of the emulated card
 TRIAL = MissSettings().trial
-TABLE_WIDTH = 110
 MOST_OVER = 0.01  # promise P10, where the service alone misses next to nothing
 
 
@@ -196,21 +195,21 @@ def gap_problems(runs: list[GrantedFigures], plan: GrantedPlan) -> list[str]:
 
 def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
     console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    table = Table(
-        title=f"A service that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    columns = ("owner", "TPOT mean", "p99", "over target", "gap, prompt", "TTFT p99", "pauses", "granted", "offline")
+    title = f"A service that promises {plan.tpot_ms:g} ms a token; times in ms"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # a terminal has 80
+    times = ("TPOT", "p99", "over\ntarget", "gap", "with\nprompt", "TTFT\np99")
+    columns = ("consent", *times, "pauses", "granted", "offline")
     for name in columns:
-        table.add_column(name, justify="left" if name == "owner" else "right")
+        table.add_column(name, justify="left" if name == "consent" else "right")
     for run in runs:
         table.add_row(
-            "consents" if run.consents else "does not consent",
-            f"{run.tpot_ms:.1f} ms",
-            f"{run.tpot_p99_ms:.1f} ms",
-            f"{run.missed(plan)} of {run.requests}",
-            f"{run.longest_plain_ms:.0f}, {run.longest_ms:.0f} ms",
-            f"{run.ttft_p99_ms:.1f} ms",
+            "yes" if run.consents else "no",
+            f"{run.tpot_ms:.1f}",
+            f"{run.tpot_p99_ms:.1f}",
+            f"{run.missed(plan)}/{run.requests}",
+            f"{run.longest_plain_ms:.0f}",
+            f"{run.longest_ms:.0f}",
+            f"{run.ttft_p99_ms:.1f}",
             str(run.pauses),
             f"{run.granted_s:.1f} s",
             f"{run.offline_share:.0%}",
@@ -220,7 +219,7 @@ def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
         console.print(f"valve status: {run.words}")
     console.print("Offline: its rate while requests came, as a share of its rate with the GPU to itself.")
     console.print(
-        f"gap, prompt: the longest gap between two tokens without and with a prompt in it ({plan.gap_ms:g} ms stated)."
+        f"gap: the longest time between two tokens, without and with a prompt in it ({plan.gap_ms:g} ms stated)."
     )
     consenting = runs[-1]
     if consenting.cost_ms is not None and consenting.worth is not None:
@@ -231,17 +230,17 @@ def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = GrantedPlan()
     parser = argparse.ArgumentParser(prog="valve demo granted", description=__doc__)
-    option(parser, "--requests", usual.requests, "The number of requests.")
-    option(parser, "--rate", usual.rate, "The online requests a second.")
+    option(parser, "--requests", usual.requests, "The number of requests.", type=whole(1))
+    option(parser, "--rate", usual.rate, "The online requests a second.", type=more_than_none)
     option(
         parser,
         "--tpot-ms",
         usual.tpot_ms,
         "The target that the service states for each further token, in milliseconds.",
+        type=more_than_none,
     )
-    option(
-        parser, "--gap-ms", usual.gap_ms, "The longest gap between two tokens that the service states, in milliseconds."
-    )
+    gap = "The longest gap between two tokens that the service states, in milliseconds."
+    option(parser, "--gap-ms", usual.gap_ms, gap, type=more_than_none)
     option(parser, "--rung", usual.rung, "How pauses are given.", choices=[rung.value for rung in Rung])
     option(parser, "--seed", usual.seed, "The seed of the drawn requests.")
     parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")

@@ -25,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve.v1 import node_pb2
-from valve_kube.options import option
+from valve_kube.options import option, seconds
 from valve_tools.bench.row import percentile
 from valve_tools.demo import kv_batch, kv_service
 from valve_tools.demo.node import EmulatedNode, demo_folder
@@ -40,7 +40,7 @@ BLOCK_TOKENS = 16
 CARD_TOKENS = 36 * 2**30 // (128 * 2**10)  # KV of an 8B model in 36 GiB: what a recorded request had around it
 PHASES = ("gate", "select", "tell", "take", "give", "total")
 CONFIG = """
-trace_file = "{trace}"
+trace_file = {trace}
 [memory]
 handle_mib = 2
 pool_mib = {pool_mib}
@@ -68,7 +68,7 @@ class MemoryPlan:
 
     def config(self, trace: Path) -> str:
         per_hour = self.per_window * 3600 / self.window_s
-        return CONFIG.format(trace=trace, pool_mib=68, window_s=self.window_s, per_hour=per_hour)
+        return CONFIG.format(trace=json.dumps(str(trace)), pool_mib=68, window_s=self.window_s, per_hour=per_hour)
 
     def requests(self) -> list[tuple[float, int, int]]:
         """Bursts of long prompts over a trickle of short ones: (second, prompt, answer) in tokens."""
@@ -221,7 +221,7 @@ def show(figures: MemoryFigures, plan: MemoryPlan) -> None:
 def main(argv: list[str]) -> int:
     usual = MemoryPlan()
     parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
-    option(parser, "--seconds", usual.seconds, "Take requests for this many seconds.")
+    option(parser, "--seconds", usual.seconds, "Take requests for this many seconds.", type=seconds)
     option(parser, "--seed", usual.seed, "The seed of the drawn requests.")
     parser.add_argument(
         "--trace", type=Path, help="A CSV file of requests: t_s,in_tok,out_tok. Default: requests drawn from --seed."

@@ -21,7 +21,8 @@ from valve_tools.demo.endings import DemoError, undisturbed
 from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
-from valved.cli.client import NodeClient, status_of
+from valved.cli.client import ask, status_of
+from valved.cli.exits import CliError
 
 Seen = TypeVar("Seen")
 
@@ -152,10 +153,14 @@ class EmulatedNode:
 
     def _is_answering(self) -> bool:
         if self.valved is not None and self.valved.poll() is not None:
-            log = (self.folder / "valved.log").read_text(errors="replace")[-2000:]
-            raise NodeError(f"valved ended with {self.valved.returncode}:\n{log}")
+            raise NodeError(self._end_of_valved())
         answering = status_of(self.run_dir)  # with --replace, and in a folder in use, an earlier one answers
         return answering is not None and self.valved is not None and answering.pid == self.valved.pid
+
+    def _end_of_valved(self) -> str:
+        assert self.valved is not None, "start valved first"
+        log = (self.folder / "valved.log").read_text(errors="replace")[-2000:].strip()
+        return f"valved ended with {self.valved.returncode}. The end of its log:\n{log}"
 
     def stop_valved(self, how: signal.Signals = signal.SIGTERM) -> int:
         assert self.valved is not None, "start valved first"
@@ -164,11 +169,12 @@ class EmulatedNode:
 
     def status(self) -> Any:
         """One answer of GetStatus."""
-        connection = NodeClient(self.run_dir)
         try:
-            return connection.status()
-        finally:
-            connection.close()
+            return ask(self.run_dir)
+        except CliError:
+            if self.valved is None or self.valved.poll() is None:
+                raise
+            raise NodeError(self._end_of_valved()) from None
 
     def valved_fds(self) -> int:
         """How many descriptors valved holds: what tests compare before and after."""

@@ -82,12 +82,14 @@ class RoundsDemo:
 
     def _under_valve(self, tag: str) -> DemoRun:
         node, trace = self.node, self.node.folder / f"{tag}.trace"
-        node.config = f'trace_file = "{trace}"\n'
+        node.config = f"trace_file = {json.dumps(str(trace))}\n"
         node.start_valved()
         offline = self._start_offline("offline", tag)
         node.wait_for(lambda: any(gpu.channels for gpu in node.status().gpus), "the offline job has registered")
         seen: list[Any] = []
         served = self._run_online("online", tag, look=lambda: seen.extend(self._service(f"online-{tag}")))
+        if not seen:
+            raise NodeError("the service ended before valved's status was read: give it more --seconds")
         service = seen[-1]
         units, ok = self._stop_offline(offline, tag, served)
         node.stop_valved()
@@ -114,7 +116,11 @@ class RoundsDemo:
             time.sleep(LOOK_S)
         if child.returncode:
             raise NodeError(f"the online workload ended with {child.returncode}: {out.read_text()[-500:]}")
-        return parse_online(out.read_text().splitlines())
+        served = parse_online(out.read_text().splitlines())
+        if not served.requests:
+            source = f" of {self.plan.trace}" if self.plan.trace else ""
+            raise NodeError(f"no request came within {self.plan.seconds:g} s{source}")
+        return served
 
     def _start_offline(self, role: str, tag: str) -> subprocess.Popen[bytes]:
         out = self.node.folder / f"{tag}.offline.out"

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from valve_kube.options import option
+from valve_kube.options import option, whole
 from valve_tools.demo import tune_served
+from valve_tools.demo.endings import performed
 from valve_tools.demo.node import EmulatedNode, NodeError, demo_folder
 from valve_tools.demo.rounds import ONLINE
 
@@ -61,7 +62,7 @@ class TuneDemo:
 
     def tell(self, command: str) -> None:
         argv = [self.python, "-m", "valve_tune.serve", command, str(self.out)]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=self.node.environment())
+        performed(argv, env=self.node.environment())
 
     def play(self) -> None:
         child = self.start()
@@ -89,7 +90,7 @@ class TuneDemo:
         """The same job without service, pause or kill."""
         out = self.folder / "undisturbed"
         argv = [self.python, str(PROGRAM), "train", str(self.folder), str(out), str(self.steps)]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=self.node.environment())
+        performed(argv, env=self.node.environment())
         return out
 
 
@@ -100,7 +101,7 @@ def say(text: str) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
     option(parser, "--python", ".venv-tune/bin/python", "The Python of the environment that can train.")
-    option(parser, "--steps", 40, "The number of optimizer steps.")
+    option(parser, "--steps", 40, "The number of optimizer steps.", type=whole(4))
     parser.add_argument(
         "--engines",
         type=Path,
@@ -121,9 +122,10 @@ def main(argv: list[str]) -> int:
 
 
 def perform(folder: Path, python: str, steps: int) -> int:
-    subprocess.run([python, str(PROGRAM), "make", str(folder)], check=True)
-    print("a Llama of four layers with random weights is the base; training runs on the CPU, each of its tiles as a")
-    print("kernel on the emulated GPU, as offline work beside an online service")
+    performed([python, str(PROGRAM), "make", str(folder)])
+    print("a Llama of four layers with random weights is the base; training runs on the")
+    print("CPU, each of its tiles as a kernel on the emulated GPU, as offline work beside")
+    print("an online service")
     with EmulatedNode(folder) as node:
         node.start_valved()
         service = [str(ONLINE), "--duration", "3600", "--rate", "1", "--out-tokens", "20", "--quiet"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 from valve.v1 import node_pb2
-from valve_kube.options import option
+from valve_kube.options import more_than_none, option, whole
 from valve_tools.demo.endings import perform
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
@@ -155,10 +155,10 @@ def end(server: subprocess.Popen[bytes]) -> None:
 
 def options() -> Any:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
-    option(parser, "--rounds", 5, "The number of rounds of alone and Valve. Ungated runs twice, in the first.")
-    option(parser, "--requests", 300, "The requests of the batch. Each round takes a part.")
-    option(parser, "--prompts", 30, "The requests of each benchmark.")
-    option(parser, "--rate", 1.5, "The online requests a second.")
+    option(parser, "--rounds", 5, "The rounds of alone and Valve. Ungated runs twice, in the first.", type=whole(1))
+    option(parser, "--requests", 300, "The requests of the batch. Each round takes a part.", type=whole(1))
+    option(parser, "--prompts", 30, "The requests of each benchmark.", type=whole(1))
+    option(parser, "--rate", 1.5, "The online requests a second.", type=more_than_none)
     option(parser, "--step-us", STEP_US, "The microseconds that a model step takes, and each token in it.")
     option(parser, "--remap", "helper", "How memory is taken.", choices=[way.value for way in Remap])
     parser.add_argument(

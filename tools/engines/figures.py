@@ -158,13 +158,16 @@ def show(console: Console, outcome: EngineOutcome) -> RuleResult:
         f"reclaims from the working batch: {reclaims}; {outcome.lost_tokens} tokens computed again": reclaims > 0,
         f"batch: {len(answers)} of {total} requests answered, each once: {once}": once,
         f"batch: {same} of {total} answers identical to the undisturbed run": total == same > 0,
-        f"a batch worked during the whole of each benchmark beside it: {outlived}": outlived,
     }
     why = f" (runs alone differ by more than the bound: {noisy})" if judged is RuleResult.VOID else ""
     console.print(f"{judged.value:4} latency with Valve within the bound, without it beyond{why}")
     for words, holds in verdicts.items():
         console.print(f"{'ok' if holds else 'NO':4} {words}")
-    return judged if all(verdicts.values()) else RuleResult.BROKEN
+    if not outlived:
+        console.print("VOID a batch ended before the benchmark beside it did: give it more --requests")
+    if not all(verdicts.values()):
+        return RuleResult.BROKEN
+    return judged if outlived else RuleResult.VOID
 
 
 def runs(outcome: EngineOutcome) -> Table:

@@ -23,10 +23,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_hook.policy.misses import MissSettings
-from valve_kube.options import option
+from valve_kube.options import option, whole
 from valve_tools.bench.row import percentile
 from valve_tools.demo.endings import DemoError, perform
-from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH, launch
+from valve_tools.demo.granted import DRIVER, MOST_OVER, launch
 from valve_tools.engines.demo import EXIT_VOID, end
 from valve_tools.engines.figures import RuleResult
 from valve_tools.engines.sides import CONFIG, STEP_US, Sides, add_options, has_engines, started
@@ -238,22 +238,23 @@ class OpenClients:
 
 
 def show(console: Console, outcome: VllmGrantOutcome, plan: VllmGrantPlan) -> RuleResult:
-    table = Table(title=f"A vLLM that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("round", "owner", "TPOT mean", "p99", "over target", "grants", "broken", "granted", "batch"):
-        table.add_column(name, justify="left" if name == "owner" else "right")
+    title = f"A vLLM that promises {plan.tpot_ms:g} ms a token; times in ms, the batch in tokens/s"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # a terminal has 80
+    for name in ("round", "consent", "TPOT", "p99", "over\ntarget", "grants", "broken", "granted", "batch"):
+        table.add_column(name, justify="left" if name == "consent" else "right")
     for number, pair in enumerate(outcome.pairs, 1):
         for one in pair:
             tokens_ms = sorted(answer.tpot_ms for answer in one.answers)
             table.add_row(
                 str(number),
-                "consents" if one.consents else "does not consent",
-                f"{sum(tokens_ms) / len(tokens_ms):.1f} ms",
-                f"{percentile(tokens_ms, 0.99):.1f} ms",
-                f"{one.over(plan)} of {len(one.answers)}",
+                "yes" if one.consents else "no",
+                f"{sum(tokens_ms) / len(tokens_ms):.1f}",
+                f"{percentile(tokens_ms, 0.99):.1f}",
+                f"{one.over(plan)}/{len(one.answers)}",
                 str(one.grants),
                 str(one.broken),
                 f"{one.granted_s:.1f} s",
-                f"{one.batch_tokens_s:.0f} tokens/s",
+                f"{one.batch_tokens_s:.0f}",
             )
     console.print(table)
     console.print(f"Load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors.")
@@ -273,11 +274,10 @@ def main() -> int:
 def play() -> int:
     usual = VllmGrantPlan()
     parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
-    option(
-        parser, "--rounds", usual.rounds, "The number of rounds. A round is one server without consent and one with it."
-    )
-    option(parser, "--requests", usual.requests, "The requests of each server that are judged.")
-    option(parser, "--batch", usual.batch, "The requests of each batch.")
+    rounds = "The number of rounds. A round is one server without consent and one with it."
+    option(parser, "--rounds", usual.rounds, rounds, type=whole(1))
+    option(parser, "--requests", usual.requests, "The requests of each server that are judged.", type=whole(1))
+    option(parser, "--batch", usual.batch, "The requests of each batch.", type=whole(1))
     option(parser, "--rung", Rung.GATE.value, "How pauses are given.", choices=[rung.value for rung in Rung])
     add_options(parser, port=18241)
     chosen = parser.parse_args()
@@ -285,7 +285,6 @@ def play() -> int:
         return 2
     plan = VllmGrantPlan(rounds=chosen.rounds, requests=chosen.requests, batch=chosen.batch)
     console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
     config = CONFIG.format(pool_mib=POOL_MIB, remap="helper")
     config += f'\n[granted]\nrung = "{chosen.rung}"\nprobed_driver = "{DRIVER}"\n'
     with started(chosen, config, STEP_US) as sides:

@@ -183,11 +183,6 @@ void valve_gate_alive(struct valve_gate *gate)
 		mail_reap(&gate->gpu[i]); /* what was late may have been the last that named a client */
 }
 
-uint32_t valve_gate_guarding(struct valve_gate *gate)
-{
-	return load_acquire(&gate->guarding);
-}
-
 /* The gate words stay closed: online launches meanwhile do not ring, and nothing is stopped for them. */
 void valve_gate_let(struct valve_gate *gate, uint32_t mask)
 {

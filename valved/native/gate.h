@@ -184,7 +184,6 @@ const char *valve_gate_refusal(struct valve_gate *gate);
 int valve_gate_orders(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
 void valve_gate_alive(struct valve_gate *gate); /* the caller's loop turns; arms the watch over it */
-uint32_t valve_gate_guarding(struct valve_gate *gate);
 void valve_gate_let(struct valve_gate *gate,
                     uint32_t mask); /* GPUs whose channels are on though they are held */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 from valve_tools.engines.figures import (
     METRICS,
+    BatchRun,
     ClientRun,
     EngineOutcome,
     RuleResult,
@@ -14,6 +16,7 @@ from valve_tools.engines.figures import (
     latency,
     progress,
     share,
+    show,
     too_noisy,
 )
 from valve_tools.engines.sides import CONFIG, POOL_MIB, Sides, batch_lines
@@ -94,6 +97,21 @@ def test_a_noisy_run_is_void_and_never_a_pass_nor_a_wider_bound(valve):
 
 def test_fewer_than_five_rounds_never_pass():
     assert latency(outcome(alone=[100.0] * 4, Valve=[100.0] * 4, ungated=[200.0])) is RuleResult.VOID
+
+
+def test_a_batch_that_is_too_short_is_void_and_never_a_failure_of_valve():
+    """Its length is chosen by whoever starts the demo."""
+    found = outcome(alone=QUIET, Valve=[100.9] * 5, ungated=[200.0])
+    answers = {"c0": ["a"]}
+    found.undisturbed, found.batches = BatchRun(seconds=1.0, tokens=answers), [BatchRun(seconds=1.0, tokens=answers)]
+    console = Console(quiet=True)
+    assert show(console, found) is RuleResult.KEPT
+
+    next(bench for bench in found.benches if bench.condition == "Valve").outlived = False
+    assert show(console, found) is RuleResult.VOID
+
+    found.batches = [BatchRun(seconds=1.0, tokens={"c0": ["another"]})]
+    assert show(console, found) is RuleResult.BROKEN
 
 
 def test_both_sides_keep_a_prefix_cache(tmp_path):
