@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
+from valve_tools.emulator.run import ENDS
+
+EXIT_VOID = 3  # this machine says nothing about what was to be shown
 
 
 class Interrupted(KeyboardInterrupt):
