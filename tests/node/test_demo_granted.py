@@ -52,7 +52,14 @@ def test_offline_work_gets_pauses_with_consent_and_none_without(tmp_path: Path) 
 def figures(*, consents: bool, tpots_ms: list[float], **other: Any) -> GrantedFigures:
     usual = {"words": "", "ttft_p99_ms": 1.0, "tpot_ms": 1.0, "tpot_p99_ms": 1.0, "longest_ms": 60.0}
     usual |= {"longest_plain_ms": 60.0, "offline_share": 0.5, "grants": int(consents), "pauses": 1, "broken": 0}
-    usual |= {"granted_s": 1.0, "cost_ms": None, "worth": None, "offline_ok": True, "stood_most_ms": 0.0}
+    usual |= {
+        "granted_s": 1.0,
+        "cost_ms": None,
+        "worth": None,
+        "offline_ok": True,
+        "stood_most_ms": 0.0,
+        "stood_share": 0.0,
+    }
     usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms)}
     return GrantedFigures(consents=consents, tpots_ms=tpots_ms, **{**usual, **other})
 
@@ -74,6 +81,7 @@ LATE = [60.0] * 10 + [20.0] * 90
         (LATE, {"stood_most_ms": 250.0, "longest_plain_ms": 300.0}, 1),
         (CALM, {"longest_plain_ms": 300.0, "stood_most_ms": 250.0, "offline_ok": False}, 1),
         (CALM, {"grants": 0, "stood_most_ms": 250.0}, 1),
+        (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
     ],
 )
 def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
