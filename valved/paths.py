@@ -60,8 +60,9 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def grpc_address(socket: Path) -> str:
-    """For gRPC a path is a part of a URI, in which %41 is an A."""
-    return f"unix:{quote(str(socket))}"
+    """A socket as gRPC's target, for servers and clients alike: the path is a part of a URI, in which %41 is an A, and
+    need be no UTF-8."""
+    return f"unix:{quote(os.fsencode(socket))}"
 
 
 def preload_library() -> Path:

@@ -48,7 +48,7 @@ def from_kubeconfig(path: str | None = None, context: str | None = None) -> Acce
         config.load_kube_config(config_file=path, context=context, client_configuration=settings)
         contexts, active = config.list_kube_config_contexts(config_file=path)
     except config.ConfigException as error:
-        raise NoAccess(f"kubeconfig: {error}") from error
+        raise NoAccess(f"kubeconfig: {error} KUBECONFIG=FILE names one.") from error
     chosen = next((one for one in contexts if one["name"] == context), active)
     url = urlsplit(settings.host)
     tls = None

@@ -323,7 +323,8 @@ def _call(arguments: argparse.Namespace, path: str, body: Any = None) -> dict[st
             text = f"it answers {error.code}"
         raise OSError(f"{arguments.router}: {text}") from None
     except urllib.error.URLError as error:
-        raise OSError(f"{arguments.router}: no router answers there ({error.reason})") from None
+        why = getattr(error.reason, "strerror", None) or error.reason
+        raise OSError(f"{arguments.router}: no router answers there ({why})") from None
 
 
 def table_of(status: dict[str, Any]) -> Table:

@@ -41,7 +41,7 @@ def test_a_driver_that_refuses_foreign_lists_is_reached_on_the_passed_fd(rig: Ri
 
     assert (second.reach, second.want_fd, second.status) == (Reach.CHANNEL_FD, False, 0)
     assert workload.on() == 0
-    assert rig.gate.channels.reach(GpuIndex(0)) == (Reach.CHANNEL_FD, "channel-own: RM status 0x1b")
+    assert rig.gate.channels.reach(GpuIndex(0)) == (Reach.CHANNEL_FD, "channel-own: not permitted (RM status 0x1b)")
 
     online.finish()
     running(rig)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from valve_tools.demo.granted import GrantedDemo, GrantedFigures, GrantedPlan, perform
+from valve_tools.demo.endings import EXIT_VOID
+from valve_tools.demo.granted import GrantedDemo, GrantedFigures, GrantedPlan, perform, verdict
 from valve_tools.demo.granted_service import OpenRequest
 from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.stalls import Stalls
 
 pytestmark = pytest.mark.timeout(1800)  # ends only a hung test
 TRIES = 10
@@ -37,11 +40,65 @@ def test_offline_work_gets_pauses_with_consent_and_none_without(tmp_path: Path) 
     without, consenting = until(lambda run: run.grants > 0 and run.granted_s > 0, runs)
 
     any_pace = replace(plan, tpot_ms=float("inf"))
-    assert without.problems(any_pace) == consenting.problems(any_pace) == []
+    assert verdict([without, consenting], any_pace) == (0, [])
     assert without.grants == without.pauses == 0
     assert "consents to no pauses" in without.words
     assert without.requests == consenting.requests == plan.requests
-    assert without.problems(replace(plan, tpot_ms=0.0)) == ["40 of 40 requests missed 0 ms a token"]
+    code, words = verdict([without, without], replace(plan, tpot_ms=0.0))
+    assert code == EXIT_VOID  # alone it misses, too
+    assert words[1] == "VOID: 40 of 40 requests missed 0 ms a token: without any pause, too"
+
+
+def figures(*, consents: bool, tpots_ms: list[float], **other: Any) -> GrantedFigures:
+    usual = {"words": "", "ttft_p99_ms": 1.0, "tpot_ms": 1.0, "tpot_p99_ms": 1.0, "longest_ms": 60.0}
+    usual |= {"longest_plain_ms": 60.0, "offline_share": 0.5, "grants": int(consents), "pauses": 1, "broken": 0}
+    usual |= {
+        "granted_s": 1.0,
+        "cost_ms": None,
+        "worth": None,
+        "offline_ok": True,
+        "stood_most_ms": 0.0,
+        "stood_share": 0.0,
+    }
+    usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms)}
+    return GrantedFigures(consents=consents, tpots_ms=tpots_ms, **{**usual, **other})
+
+
+CALM = [20.0] * 100
+LATE = [60.0] * 10 + [20.0] * 90
+
+
+@pytest.mark.parametrize(
+    ("tpots_ms", "other", "code"),
+    [
+        (CALM, {}, 0),
+        (CALM, {"longest_plain_ms": 300.0}, 1),
+        (CALM, {"longest_plain_ms": 300.0, "stood_most_ms": 100.0}, 1),
+        (CALM, {"longest_plain_ms": 300.0, "stood_most_ms": 250.0}, EXIT_VOID),
+        (LATE, {}, 1),
+        (LATE, {"stood_ms": [25.0] * 100}, EXIT_VOID),
+        (LATE, {"stood_ms": [5.0] * 100}, 1),
+        (LATE, {"stood_most_ms": 250.0, "longest_plain_ms": 300.0}, 1),
+        (CALM, {"longest_plain_ms": 300.0, "stood_most_ms": 250.0, "offline_ok": False}, 1),
+        (CALM, {"grants": 0, "stood_most_ms": 250.0}, 1),
+        (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
+    ],
+)
+def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
+    tpots_ms: list[float], other: dict[str, Any], code: int
+) -> None:
+    """And nothing else is: only as far as it stood still."""
+    without = figures(consents=False, tpots_ms=CALM)
+    consenting = figures(consents=True, tpots_ms=tpots_ms, **other)
+
+    assert verdict([without, consenting], GrantedPlan())[0] == code
+
+
+def test_a_stall_is_counted_by_the_core_that_stood_still_longest() -> None:
+    stalls = Stalls({0: [(0, 30), (100, 120)], 1: [(50, 95)]})
+
+    assert (stalls.within(0, 200), stalls.within(10, 110), stalls.within(200, 300)) == (50, 45, 0)
+    assert (stalls.longest(0, 200), stalls.longest(0, 40), stalls.longest(96, 99)) == (45, 30, 0)
 
 
 def test_a_pause_beside_slices_is_no_grant_of_its_own(tmp_path: Path) -> None:

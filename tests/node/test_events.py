@@ -57,6 +57,32 @@ def test_who_follows_events_never_misses_the_next_valved(node, how):
     assert "valved was started again" in marked
 
 
+def test_who_follows_events_is_never_left_waiting_in_silence_for_a_valved_that_hangs(node):
+    argv = node.valve_command("events", "--follow", "--kind", "started", "--kind", "paused")
+    follower = subprocess.Popen(
+        argv, env=node.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+    try:
+        follower.stdout.readline()
+        node.valved.send_signal(signal.SIGSTOP)
+        hangs = follower.stderr.readline()
+        node.valved.send_signal(signal.SIGCONT)
+        answers = follower.stderr.readline()
+        told(node, "pause")
+        paused = follower.stdout.readline()
+        follower.send_signal(signal.SIGINT)
+        code = follower.wait()
+    finally:
+        node.valved.send_signal(signal.SIGCONT)
+        follower.kill()
+        rest = follower.communicate()
+
+    assert "does not answer: it is stuck or stopped" in hangs
+    assert answers == "valve: valved answers again\n"
+    assert "paused" in paused
+    assert (code, "Traceback" in rest[1]) == (130, False)
+
+
 @pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
 def test_a_recording_goes_on_with_the_next_valved_and_ends_whole(node, ends):
     """Begun as a shell begins a background job: with the signal of Ctrl-C ignored."""

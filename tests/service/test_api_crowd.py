@@ -18,6 +18,7 @@ from node_world import World
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.model.events import EventKind
+from valved.paths import grpc_address
 from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 from valved.rpc.pace import CallPace, Rate
@@ -57,7 +58,7 @@ async def served(folder, *, connections=CONNECTIONS, watchers=TINY, own=NO_OWN, 
 async def stub_of(path):
     """A stub with a connection of its own."""
     options = (("grpc.use_local_subchannel_pool", 1),)
-    async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
+    async with grpc.aio.insecure_channel(grpc_address(path), options=options) as channel:
         yield node_pb2_grpc.NodeStub(channel)
 
 

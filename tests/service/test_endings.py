@@ -149,6 +149,18 @@ def test_no_process_stands_for_ever_because_valved_was_killed_just_after_it_froz
     assert after_a_crash(world).signals == [(300, "SIGCONT")]
 
 
+def test_a_stop_that_failed_is_never_told_by_a_number_alone(world):
+    _, online = stopped(world)
+
+    for status, words in ((-110, "no answer in time"), (0x65, "the GPU did not answer in time (RM status 0x65)")):
+        world.gate.fail(gpu=0, service=world.service_of(online), status=status)
+        world.run(1)
+
+        told = {event.kind.value: event.reason for event in world.journal.recent(lambda event: True, 10_000)}
+        assert told["gate-failed"] == f"the stop failed: {words}"
+    assert told["frozen"] == "the stop failed: no answer in time"
+
+
 def test_nobody_runs_on_because_the_file_of_a_successor_cannot_be_written(world, monkeypatch):
     client, online = stopped(world)
 

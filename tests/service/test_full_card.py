@@ -84,15 +84,20 @@ def test_a_process_that_says_the_card_is_full_never_keeps_another_ones_memory_fr
     assert len(online.backed()) >= 30
 
 
+def ask_for_what_is_not_made(world, engine, wanted):
+    """How many handles its process is to make, and does not."""
+    world.run(500)
+    forget_free_handles(world)
+    engine.shim.answers = False
+    engine.want(used=4, wanted=wanted)
+    world.run(1)
+    return world.kv.books.orders.creating(0)
+
+
 def test_a_process_that_ends_in_the_middle_never_makes_the_card_seem_full(world):
     going = world.engine("online", columns=8, name="going")
     online = world.engine("online", columns=16, name="chat")
-    world.run(500)
-    forget_free_handles(world)
-    going.shim.answers = False
-    going.want(used=4, wanted=30)
-    world.run(1)
-    assert world.kv.books.orders.creating(0)
+    assert ask_for_what_is_not_made(world, going, wanted=30)
     going.shim.die()
     forget_free_handles(world)
     online.want(used=4, wanted=40)
@@ -106,12 +111,7 @@ def test_a_process_that_ends_in_the_middle_never_makes_the_card_seem_full(world)
 def test_handles_that_were_not_made_never_make_room_that_the_card_has_not(world, how):
     """Somebody else took it while they were asked for: offline work would get what is left for online services."""
     online = world.engine("online", columns=16, name="chat")
-    world.run(500)
-    forget_free_handles(world)
-    online.shim.answers = False
-    online.want(used=4, wanted=60)
-    world.run(1)
-    asked = world.kv.books.orders.creating(0)
+    asked = ask_for_what_is_not_made(world, online, wanted=60)
     left = replace(CARD, used_bytes=CARD.total_bytes - 1024 * MIB - 3 * 2 * MIB)
     world.kv.service.see_cards({bytes([1]) * 16: left})
 

@@ -20,6 +20,7 @@ from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
 from valved.model.events import EventKind
+from valved.paths import grpc_address
 from valved.rpc import convert
 from valved.rpc.server import serve, serve_view
 
@@ -35,7 +36,7 @@ class Api:
 
     async def __aenter__(self):
         self.server = await serve(self.world.node, self.path)
-        self.channel = grpc.aio.insecure_channel(f"unix:{self.path}")
+        self.channel = grpc.aio.insecure_channel(grpc_address(self.path))
         self.stub = node_pb2_grpc.NodeStub(self.channel)
         return self
 
@@ -306,7 +307,7 @@ def test_who_may_only_look_never_changes_anything(tmp_path):
         path = tmp_path / "view.sock"
         view = await serve_view(api.world.node, path, "*")
         assert stat.S_IMODE(path.stat().st_mode) == 0o666
-        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        async with grpc.aio.insecure_channel(grpc_address(path)) as channel:
             stub = node_pb2_grpc.NodeStub(channel)
             for name, request in asked.items():
                 await getattr(stub, name)(request)

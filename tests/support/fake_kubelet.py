@@ -11,6 +11,8 @@ from valve.kube import deviceplugin_pb2_grpc as rpc
 from valve.kube import podresources_pb2 as resources
 from valve.kube import podresources_pb2_grpc as resources_rpc
 
+from valved.paths import grpc_address
+
 PATIENCE_S = 200.0  # ends only a hung test
 
 
@@ -38,8 +40,8 @@ class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServ
         self._server = grpc.aio.server()
         rpc.add_RegistrationServicer_to_server(self, self._server)
         resources_rpc.add_PodResourcesListerServicer_to_server(self, self._server)
-        self._server.add_insecure_port(f"unix:{self.plugins / 'kubelet.sock'}")
-        self._server.add_insecure_port(f"unix:{self.pod_resources}")
+        self._server.add_insecure_port(grpc_address(self.plugins / "kubelet.sock"))
+        self._server.add_insecure_port(grpc_address(self.pod_resources))
         await self._server.start()
 
     async def stop(self):
@@ -55,7 +57,7 @@ class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServ
         if self._following is not None:  # the same resource again replaces the endpoint
             self._following.cancel()
             await self._channel.close()
-        self._channel = grpc.aio.insecure_channel(f"unix:{self.plugins / request.endpoint}")
+        self._channel = grpc.aio.insecure_channel(grpc_address(self.plugins / request.endpoint))
         self._following = asyncio.ensure_future(self._follow())
         return pb.Empty()
 

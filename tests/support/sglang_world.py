@@ -10,7 +10,7 @@ from kv_node import KvNode, wait_for
 from sglang_modules import sglang_modules
 from toy_sglang import Scheduler
 from valve_hook.link import Link
-from valve_hook.sglang import calls
+from valve_hook.sglang import calls, free_pages
 from valve_hook.sglang.ranks import Alone
 from valve_hook.wire import Mode
 
@@ -98,6 +98,33 @@ def lose(node, scheduler, pages):
 def give(node, scheduler, pages):
     scheduler.back(pages)
     node.give(pages)
+
+
+def under_way(world, monkeypatch, **knobs):
+    """Three requests are decoded, and pages are wanted back. No page of a step in flight is ever offered: valved unmaps
+    at once what is. With the last page of request a."""
+    monkeypatch.setattr(free_pages, "OFFER_EVERY", 1)
+    scheduler, node = world(pages=60, columns=60, **knobs)
+    used, run_step, choose = [], scheduler.run, scheduler.get_next_batch_to_run
+
+    def noting(batch, reclaim):
+        used.append({page for each in batch.reqs for page in scheduler.pages_of(each)})
+        return run_step(batch, reclaim)
+
+    def looking(*batches):
+        chosen = choose(*batches)
+        if scheduler.result_queue:
+            assert not set(node.offered()) & used[-1]
+        return chosen
+
+    monkeypatch.setattr(scheduler, "run", noting)
+    monkeypatch.setattr(scheduler, "get_next_batch_to_run", looking)
+    for rid, start in (("a", 0), ("b", 100), ("c", 200)):
+        scheduler.add(rid, range(start, start + 10), 40)
+    for _ in range(6):
+        scheduler.turn()
+    node.aim(4)
+    return scheduler, node, scheduler.pages_of(request_of(scheduler, "a"))[-1]
 
 
 def request_of(scheduler, rid):

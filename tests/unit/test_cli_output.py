@@ -17,6 +17,7 @@ from valve.v1 import node_pb2, node_pb2_grpc
 from valved.cli import events, pause, record, systemd
 from valved.cli.client import NodeClient
 from valved.cli.exits import FAILED, UNREAD, USAGE, CliError
+from valved.paths import grpc_address
 
 SHOW = [str(Path(sys.executable).parent / "valve"), "service", "show"]
 
@@ -136,7 +137,7 @@ class Crowded(node_pb2_grpc.NodeServicer):
 def test_a_node_full_of_processes_is_never_one_whose_status_cannot_be_read(tmp_path):
     server = grpc.server(futures.ThreadPoolExecutor(1))
     node_pb2_grpc.add_NodeServicer_to_server(Crowded(), server)
-    server.add_insecure_port(f"unix:{tmp_path}/valved.sock")
+    server.add_insecure_port(grpc_address(tmp_path / "valved.sock"))
     server.start()
     connection = NodeClient(tmp_path)
     try:

@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +30,18 @@ def hangs(_):
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """What systemctl is asked, in turn. The unit runs where the file `active` is there."""
-    log, active = tmp_path / "calls", tmp_path / "active"
+    log, active, state = tmp_path / "calls", tmp_path / "active", tmp_path / "state"
     tool = tmp_path / "bin" / "systemctl"
     tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != is-active ] || [ -e {active} ]\n')
+    tool.write_text(
+        f'#!/bin/sh\nif [ "$1" = show ]; then cat {state}; exit; fi\n'
+        f'echo "$*" >> {log}\n[ "$1" != is-active ] || [ -e {active} ]\n'
+    )
     tool.chmod(0o755)
+    state.write_text("MainPID=0\nActiveState=active\n")
+    monkeypatch.setattr(systemd, "_wait_until_up", lambda *_: None)
+    monkeypatch.setattr(systemd, "PROGRAM", tmp_path / "program")
+    (tmp_path / "program").mkdir()
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(systemd, "ask", is_gone)
     monkeypatch.setattr(systemd, "BOOTED", tmp_path)  # systemd runs this machine
@@ -46,8 +54,97 @@ def service(folder, action="install", *, mode=None, config=None, no_start=False)
     )
 
 
-def test_a_setting_that_is_installed_over_a_running_unit_is_never_left_for_its_next_start(tmp_path, calls):
+@pytest.fixture
+def running(tmp_path):
+    """What the unit runs."""
+    valved = subprocess.Popen(["sleep", "1000"])
+    yield valved
+    valved.kill()
+    valved.wait()
+
+
+def runs(tmp_path, valved):
+    (tmp_path / "state").write_text(f"MainPID={valved.pid}\nActiveState=active\n")
+
+
+def a_tick_later():
+    """The kernel says within which tick a process began."""
+    until = time.clock_gettime(time.CLOCK_BOOTTIME) + 3 / os.sysconf("SC_CLK_TCK")
+    while time.clock_gettime(time.CLOCK_BOOTTIME) < until:
+        time.sleep(0.005)
+
+
+RESTARTED = ["daemon-reload", "try-restart valved.service", "enable --now valved.service"]
+
+
+@pytest.mark.parametrize("what", ["program", "configuration", "unit that was only written", "nothing"])
+def test_what_was_installed_over_a_running_unit_is_never_left_for_its_next_start(tmp_path, calls, running, what):
+    config = tmp_path / "valved.toml"
+    config.touch()
+    module = tmp_path / "program" / "main.py"
+    module.touch()
+    service(tmp_path, config=config)
+    a_tick_later()
+    with subprocess.Popen(["sleep", "1000"]) as valved:  # began after all that was written
+        runs(tmp_path, valved)
+        a_tick_later()
+        if what == "program":
+            module.write_text("changed")
+            os.utime(module, (0, 0))  # as an archive brings it
+        elif what == "configuration":
+            config.write_text("mode = 'observe'\n")
+        elif what != "nothing":
+            service(tmp_path, config=config, mode="observe", no_start=True)
+        mode = "observe" if what == "unit that was only written" else None
+        service(tmp_path, config=config, mode=mode)
+        valved.kill()
+
+    assert calls()[2:] == ([one for one in RESTARTED if what != "nothing" or "try" not in one])
+
+
+def answers(pid):
+    return lambda folder: SimpleNamespace(pid=pid)
+
+
+@pytest.mark.parametrize("state", ["failed", "activating"])
+def test_a_unit_whose_valved_ends_at_once_is_never_called_installed(tmp_path, calls, monkeypatch, state):
+    """systemd calls it started as soon as its program has begun."""
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(systemd, "ask", is_gone)
+    monkeypatch.setattr(systemd, "BOOTED", tmp_path)
+    monkeypatch.setattr(systemd, "PATIENCE_S", 0.0)
+    (tmp_path / "state").write_text(f"MainPID=0\nActiveState={state}\nInvocationID=abc\n")
+    journal = tmp_path / "bin" / "journalctl"
+    journal.write_text('#!/bin/sh\necho "$*" | grep -q _SYSTEMD_INVOCATION_ID=abc && echo "valved: no such setting"\n')
+    journal.chmod(0o755)
+
+    with pytest.raises(CliError, match=r"its valved .*:\n  valved: no such setting") as caught:
+        service(tmp_path)
+
+    assert (caught.value.code, "journalctl -u valved.service" in caught.value.next_step) == (FAILED, True)
+
+
+def test_another_valved_that_answers_is_never_taken_for_the_one_that_was_started(tmp_path, calls, monkeypatch):
+    looks = []
+    states = iter(["MainPID=5", "MainPID=6", "MainPID=7"])
+
+    def shown():
+        looks.append(next(states))
+        return dict([looks[-1].split("=")])
+
+    monkeypatch.undo()
+    monkeypatch.setattr(systemd, "shown", shown)
+    monkeypatch.setattr(systemd, "ask", answers(7))
+    systemd._wait_until_up(tmp_path, tmp_path / "valved.service")
+
+    assert len(looks) == 3
+
+
+def test_a_setting_that_is_installed_over_a_running_unit_is_never_left_for_its_next_start(tmp_path, calls, running):
     service(tmp_path)
+    runs(tmp_path, running)
+    a_tick_later()
     service(tmp_path, mode="observe")
 
     assert calls()[-3:] == ["daemon-reload", "try-restart valved.service", "enable --now valved.service"]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import re
@@ -33,6 +34,7 @@ from valved.cli import (
 )
 from valved.cli.exits import REFUSED, USAGE, CliError
 from valved.cli.tables import FittingTable
+from valved.model import statuses
 from valved.paths import API_SOCKET
 
 
@@ -282,6 +284,17 @@ def test_doctor_knows_the_same_driver_branches_as_the_abi_header(repository):
     assert f"#define NV_BRANCH_LAST {doctor.LAST_BRANCH}u" in " ".join(header.split())
 
 
+def test_a_status_of_the_driver_is_always_said_in_words(repository):
+    header = (repository / "proto/abi/nvrm.h").read_text()
+    known = {int(code, 16) for code in re.findall(r"NV_ERR_\w+ = (0x[0-9A-F]+)", header)}
+
+    assert known == set(statuses.RM_WORDS)
+    assert statuses.status_text(0x65) == "the GPU did not answer in time (RM status 0x65)"
+    assert statuses.status_text(0x99) == "RM status 0x99"
+    assert statuses.status_text(-errno.ETIMEDOUT) == "no answer in time"
+    assert statuses.status_text(-errno.ESRCH) == "No such process"
+
+
 def test_the_systemd_unit_names_mode_and_config(tmp_path):
     options = SimpleNamespace(mode="observe", config=tmp_path / "valve.toml")
     options.config.touch()
@@ -307,11 +320,31 @@ def test_an_events_details_are_sentences_and_never_raw_nanoseconds():
     gate = {"launch_ns": "1000000", "seen_ns": "1010000", "ioctl_ns": "1020000", "done_ns": "1420000"}
 
     assert words.details(gate) == "stopped 420 us after the launch"
-    assert words.details({**gate, "status": "-110"}) == "not stopped yet 420 us after the launch, status -110"
+    assert words.details({**gate, "status": "-110"}) == "not stopped yet 420 us after the launch"
+    assert words.details({"status": "-110", "channels": "8"}) == "channels 8"  # its reason says what it means
+    assert words.details({"share_ppm": "31000", "rest_s": "600", "tau_ms": "5000"}) == (
+        "rest 10 min, share 3.1 %, tau 5 s"
+    )
+    assert words.details({"is_reclaim": "1", "hinted": "0"}) == "hinted no, reclaim yes"
+    assert words.details({"h_client": "3251634177", "handle_bytes": str(2 << 20)}) == (
+        "h client 0xc1d00001, handle 2 MiB"
+    )
     assert words.details({"gap_ns": "12300000", "pid": "4711"}) == "gap 12.3 ms, pid 4711"
     assert words.details({"taken_bytes": str(3 << 29)}) == "taken 1.5 GiB"
     assert words.details({"quiet_us": "24273"}) == "quiet 24.3 ms"
     assert words.details({"comm": "python"}) == "comm python"
+
+
+def test_an_offline_process_that_is_not_connected_is_never_missing_from_the_status():
+    """It may have claimed its role and no GPU yet, or have closed its link; a drain waits for it."""
+    chat = node_pb2.Service(id=1, name="chat", role=node_pb2.ROLE_OFFLINE, pids=[7])
+
+    noted = "\n".join(map(str, status.notes(node_pb2.Status(services=[chat], offline_pids=[7, 9075]))))
+    crowd = "\n".join(map(str, status.notes(node_pb2.Status(offline_pids=range(1, 1000)))))
+
+    assert "offline and not connected: process 9075" in noted
+    assert crowd.endswith("20, ...")
+    assert status.notes(node_pb2.Status(services=[chat], offline_pids=[7])) == []
 
 
 def test_small_pools_are_never_shown_as_nothing():

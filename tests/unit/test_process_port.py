@@ -45,6 +45,20 @@ def test_only_a_process_of_our_user_that_sees_our_number_could_end_us(tmp_path: 
     assert not processes.could_end_us(7, uid)
 
 
+def test_a_process_that_a_security_module_keeps_from_us_is_never_one_that_could_end_us(tmp_path: Path) -> None:
+    """A root container that sees all pids has our user and our numbers, and AppArmor forbids it to signal us."""
+    profiles = {os.getpid(): "unconfined\n", 5: "unconfined\n", 6: "docker-default (enforce)\n"}
+    for pid, profile in profiles.items():
+        (tmp_path / str(pid) / "ns").mkdir(parents=True)
+        (tmp_path / str(pid) / "ns" / "pid").symlink_to("pid:[1]")
+        (tmp_path / str(pid) / "attr").mkdir()
+        (tmp_path / str(pid) / "attr" / "current").write_text(profile)
+    processes, uid = LinuxProcesses(tmp_path), os.geteuid()
+
+    assert processes.could_end_us(5, uid)
+    assert not processes.could_end_us(6, uid)
+
+
 def test_start_time_survives_a_name_with_blanks_and_brackets(tmp_path: Path) -> None:
     processes = world(tmp_path, p5=("a) S 1 (b", 1, 777, "S"))
 

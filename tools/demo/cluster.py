@@ -28,7 +28,7 @@ from valve_tools.cluster.node import RealNode, missing
 from valve_tools.demo import cluster_fleet, cluster_node, cluster_removal
 from valve_tools.demo.cluster_node import Stage
 from valve_tools.demo.cluster_screen import Screen
-from valve_tools.demo.endings import ENDS
+from valve_tools.emulator.run import ENDS
 
 Entered = TypeVar("Entered")
 BROKEN = (AssertionError, HelmError, OSError, ApiRefused, RuntimeError, http.client.HTTPException)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import FrameType
 
 from valve_tools.demo import survivors
+from valve_tools.emulator.run import ENDS
 
 from valved.cli.exits import CliError
 
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
+EXIT_VOID = 3  # this machine says nothing about what was to be shown
 
 
 class Interrupted(KeyboardInterrupt):

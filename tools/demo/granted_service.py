@@ -62,6 +62,9 @@ class OpenRequest:
             "tpot_ms": (self.last_ns - self.first_ns) / MS / max(1, self.made - 1),
             "longest_ms": self.longest_ns / MS,
             "longest_plain_ms": self.longest_plain_ns / MS,
+            "made": self.made,
+            "first_ns": self.first_ns,
+            "last_ns": self.last_ns,
         }
 
 

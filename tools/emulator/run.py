@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "set": [],
     "fault": [],
 }
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a shell had it ignored in the background
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from valve.v1 import node_pb2
 from valve_kube.options import more_than_none, option, whole
-from valve_tools.demo.endings import perform
+from valve_tools.demo.endings import EXIT_VOID, perform
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
@@ -28,7 +28,6 @@ from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sid
 
 from valved.model.ids import Remap
 
-EXIT_VOID = 3
 LOOK_S = 0.1
 RATE_S = 5.0
 ONLINE = ["--dataset-name", "random", "--random-input-len", "384", "--random-output-len", "24"]

@@ -25,9 +25,9 @@ from rich.table import Table
 from valve_hook.policy.misses import MissSettings
 from valve_kube.options import option, whole
 from valve_tools.bench.row import percentile
-from valve_tools.demo.endings import DemoError, perform
+from valve_tools.demo.endings import EXIT_VOID, DemoError, perform
 from valve_tools.demo.granted import DRIVER, MOST_OVER, launch
-from valve_tools.engines.demo import EXIT_VOID, end
+from valve_tools.engines.demo import end
 from valve_tools.engines.figures import RuleResult
 from valve_tools.engines.sides import CONFIG, STEP_US, Sides, add_options, has_engines, started
 

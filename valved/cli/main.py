@@ -83,7 +83,7 @@ def open_closed() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest that is free
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as we live
+            setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))  # noqa: SIM115 - as long as we live
 
 
 def forget_output() -> None:

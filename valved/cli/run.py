@@ -222,6 +222,8 @@ def signals_of_our_parent() -> Iterator[None]:
 def become(argv: list[str], env: dict[str, str]) -> int:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+    if not argv[0]:
+        raise CliError("an empty name is no command", NOT_FOUND, "is a variable of your shell not set?")
     try:
         with signals_of_our_parent():
             os.execvpe(argv[0], argv, env)

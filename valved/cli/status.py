@@ -15,6 +15,8 @@ from valved.cli.client import node
 from valved.cli.exits import OK
 from valved.cli.tables import FittingTable, Paper
 
+MOST_PIDS = 20
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("status", help="Show the GPUs, services and clients of this node.")
@@ -171,6 +173,10 @@ def granted(offer: Any) -> list[str]:
 def notes(answer: Any) -> list[Text]:
     """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
     lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
+    connected = {pid for service in answer.services for pid in service.pids}
+    if others := sorted({*answer.offline_pids} - connected):
+        more = ", ..." if len(others) > MOST_PIDS else ""
+        lines.append(f"offline and not connected: process {', '.join(map(str, others[:MOST_PIDS]))}{more}")
     lines += [
         f"service {service.id} ({service.name}) {'; '.join(granted(service.granted))}"
         for service in answer.services

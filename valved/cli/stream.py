@@ -1,7 +1,13 @@
-"""Events of valved as they come, over its restarts: the stream goes on behind the last event that arrived."""
+"""Events of valved as they come, over its restarts: the stream goes on behind the last event that arrived.
+
+A valved that hangs sends nothing, as one to which nothing happens. So it is asked meanwhile
+whether it answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +19,7 @@ from valved.cli.client import DEADLINE_S, NodeClient, explain_error
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # valved ended, or ends
 FROM_NOW = (1 << 64) - 1  # of this start of valved; of another one: all that it keeps
+LOOK_S = 2.0  # after so long without an event
 TOO_SLOW = "this reader took no event for too long"
 
 
@@ -37,6 +44,7 @@ class EventStream:
         self._since = since_seq
         self._epoch: int | None = None
         self._until_s = time.monotonic() + seconds if seconds else None
+        self._heard_s = time.monotonic()
 
     def kept(self) -> Iterator[Any]:
         """What valved keeps now, oldest first."""
@@ -50,7 +58,12 @@ class EventStream:
             call.cancel()
 
     def follow(self) -> Iterator[Any]:
-        """What is kept, then what happens. A valved that ends is waited for; one that never answered is an error."""
+        """What is kept, then what happens. A valved that ends or hangs is waited for; one that never answered is an
+        error."""
+        with self._asked_meanwhile():
+            yield from self._follow()
+
+    def _follow(self) -> Iterator[Any]:
         has_answered = False
         while True:
             left_s = None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
@@ -60,7 +73,7 @@ class EventStream:
                 has_answered = True
                 self._begin(metadata)
                 for event in call:
-                    self._since, self._epoch = event.seq, event.epoch or None
+                    self._since, self._epoch, self._heard_s = event.seq, event.epoch or None, time.monotonic()
                     yield event
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and left_s is not None:
@@ -69,6 +82,38 @@ class EventStream:
                     raise explain_error(error, self._node.folder) from None
             finally:
                 call.cancel()
+
+    @contextlib.contextmanager
+    def _asked_meanwhile(self) -> Iterator[None]:
+        over = threading.Event()
+        asking: list[Any] = []
+        thread = threading.Thread(target=self._look, args=(over, asking), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for call in asking:
+                call.cancel()
+            thread.join()
+
+    def _look(self, over: threading.Event, asking: list[Any]) -> None:
+        """A thread, for the other one waits for events. That a valved has ended, the stream itself says."""
+        hung = False
+        while not over.wait(LOOK_S):
+            if time.monotonic() - self._heard_s < LOOK_S:
+                continue
+            asking[:] = [self._node.stub.GetPolicy.future(node_pb2.GetPolicyRequest(), timeout=DEADLINE_S)]
+            with contextlib.suppress(grpc.FutureCancelledError):
+                error = asking[0].exception()
+                if error is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    told = explain_error(error, self._node.folder)
+                    if not hung:
+                        self._say(f"{told}: {told.next_step}; events go on when it does")
+                    hung = True
+                elif hung and error is None:
+                    self._say("valved answers again")
+                    hung = False
 
     def _ask(self, timeout: float | None, *, wait: bool) -> Any:
         request = node_pb2.WatchRequest(kinds=self._kinds, since_seq=self._since, epoch=self._epoch)

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import msgspec
 from valved.cli import drain
 from valved.cli.client import ask
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
-from valved.cli.up import configured_folder
+from valved.cli.up import PATIENCE_S, configured_folder
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
 from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
@@ -24,6 +25,8 @@ from valved.state.saved import STATE_FILE, SavedState, boot_id
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
+PROGRAM = Path(__file__).resolve().parents[1]
+LOOK_S = 0.1
 BOOTED = Path("/run/systemd/system")  # there while systemd runs the machine; its programs alone may be there, too
 
 # Type=exec: the daemon opens its sockets before it does anything, and `valve status` says when it answers.
@@ -119,7 +122,8 @@ def _install(path: Path, options: argparse.Namespace) -> None:
     before, fresh = path.read_bytes() if path.exists() else None, text.encode()
     if not options.no_start:
         _refuse_another(folder_of(text))
-    _write(path, fresh)
+    if before != fresh:
+        _write(path, fresh)
     if options.no_start:
         return
     try:
@@ -127,9 +131,54 @@ def _install(path: Path, options: argparse.Namespace) -> None:
     except CliError:  # this user may write here, and not have systemd read it
         path.unlink() if before is None else _write(path, before)
         raise
-    if before not in (None, fresh):  # where one runs, it has those settings; the next takes over from its state file
-        systemctl("try-restart", UNIT)
+    if is_outdated(int(shown().get("MainPID", 0)), [path, *([options.config] if options.config else [])]):
+        systemctl("try-restart", UNIT)  # the next takes over from its state file
     systemctl("enable", "--now", UNIT)
+    _wait_until_up(folder_of(text), path)
+
+
+def shown() -> dict[str, str]:
+    """What systemd says of the unit."""
+    names = ("MainPID", "ActiveState", "InvocationID")
+    lines = asked_systemctl("show", *(f"--property={name}" for name in names), UNIT).stdout.splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def is_outdated(pid: int, settings: list[Path]) -> bool:
+    """Whether this valved began before its unit, its configuration or its program was last written."""
+    began = LinuxProcesses().start_time(pid) if pid else None
+    if began is None:
+        return False
+    since_boot_s = (began + 1) / os.sysconf("SC_CLK_TCK")  # it began within this tick
+    began_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s
+    program = [file for file in PROGRAM.rglob("*") if file.suffix in (".py", ".so")]
+    return any(file.stat().st_ctime > began_s for file in [*settings, *program])  # an archive may bring old mtimes
+
+
+def _wait_until_up(folder: Path, path: Path) -> None:
+    """systemd calls a service started whose program has begun, whatever becomes of it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        state = shown()
+        with contextlib.suppress(CliError):
+            if str(ask(folder).pid) == state.get("MainPID"):
+                return
+        has_ended = state.get("ActiveState") in ("failed", "inactive")
+        if has_ended or time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_S)
+    what = "ended at once" if has_ended else f"does not answer after {PATIENCE_S:g} s"
+    said = "".join(f"\n  {line}" for line in _last_lines(state.get("InvocationID", "")))
+    step = f"the whole log: journalctl -u {UNIT}; then install it again, or: valve service remove"
+    raise CliError(f"{path} is installed, and its valved {what}{':' * bool(said)}{said}", FAILED, step)
+
+
+def _last_lines(start: str, most: int = 5) -> list[str]:
+    """Of the log of this start."""
+    argv = ["journalctl", "--no-pager", "--output=cat", f"--lines={most}", f"_SYSTEMD_INVOCATION_ID={start}"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(argv, check=False, capture_output=True, text=True, errors="replace").stdout.splitlines()
+    return []
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -190,7 +239,7 @@ def service(options: argparse.Namespace) -> int:
         raise CliError(f"cannot write in {options.folder}", FAILED, "run it as root, or name a --folder")
     if options.action == "install":
         _install(path, options)
-        print(f"installed {path}")
+        print(f"installed {path}" + ("" if options.no_start else "; valved answers"))
         return OK
     if path.exists():
         if not options.no_start:

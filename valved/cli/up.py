@@ -14,8 +14,6 @@ from valved.cli import words
 from valved.cli.client import ask, is_running, status_of
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
-from valved.config import load_config
-from valved.errors import ConfigError
 from valved.paths import ENV_RUN_DIR, LOG_FILE, make, run_dir
 
 PATIENCE_S = 20.0
@@ -40,14 +38,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def folder_of(config: Path | None) -> Path:
     """The environment names the run folder, else the file does, else it is this user's usual one."""
-    asked = configured_folder(config) if not os.environ.get(ENV_RUN_DIR) else ""
-    return Path(asked).absolute() if asked else run_dir()
+    asked = configured_folder(config)  # first of all: a file that says nothing sensible is an error in any folder
+    return Path(asked).absolute() if asked and not os.environ.get(ENV_RUN_DIR) else run_dir()
 
 
 def configured_folder(config: Path | None) -> str:
     """What the file says; empty where it says nothing."""
+    if config is None:
+        return ""
+    from valved.config import load_config  # brings the policies and numpy: 0.2 s that no other command should wait
+    from valved.errors import ConfigError
+
     try:
-        return load_config(config, {}).run_dir if config else ""
+        return load_config(config, {}).run_dir
     except ConfigError as error:
         raise CliError(str(error), USAGE, error.next_step) from None
 

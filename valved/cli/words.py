@@ -34,7 +34,9 @@ def gib(count: int) -> str:
 
 MOMENTS = ("seen_ns", "ioctl_ns", "done_ns")
 """Points of CLOCK_MONOTONIC in an event's detail, told as the time since its launch. Other `_ns` are durations."""
-EPOCH = "epoch"  # of the gate word, which says something to the shim alone
+TOLD = ("epoch", "status")  # the one says something to the shim alone, and of the other the reason says what it means
+TIMES_NS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
+FLAGS = ("is_reclaim", "hinted", "compute")
 
 
 def details(detail: Mapping[str, str]) -> str:
@@ -42,29 +44,35 @@ def details(detail: Mapping[str, str]) -> str:
     values = dict(detail)
     launch_ns = number(values.pop("launch_ns", "")) or 0
     parts = []
+    status = number(values.get("status", ""))
     done_ns = number(values.get("done_ns", ""))
     if launch_ns and done_ns:
-        stopped = "not stopped yet" if number(values.get("status", "")) else "stopped"
+        stopped = "not stopped yet" if status else "stopped"
         parts.append(f"{stopped} {duration(done_ns - launch_ns)} after the launch")
-    for name in (*MOMENTS, EPOCH):
+    for name in (*MOMENTS, *TOLD):
         values.pop(name, None)
-    if values.get("status") == "0":
-        del values["status"]
-    for name, value in sorted(values.items()):
-        count = number(value)
-        if name.endswith("_ns") and count is not None:
-            parts.append(f"{_plain(name.removesuffix('_ns'))} {duration(count)}")
-        elif name.endswith("_us") and count is not None:
-            parts.append(f"{_plain(name.removesuffix('_us'))} {duration(1e3 * count)}")
-        elif name.endswith("_bytes") and count is not None:
-            parts.append(f"{_plain(name.removesuffix('_bytes'))} {gib(count)}")
-        else:
-            parts.append(f"{_plain(name)} {value}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *(_fact(name, value) for name, value in sorted(values.items()))])
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", " ")
+def _fact(name: str, value: str) -> str:
+    """One of an event's figures: the end of its name says its unit."""
+    count = number(value)
+    stem, _, unit = name.rpartition("_")
+    if count is None or not stem:
+        said = value
+    elif unit in TIMES_NS:
+        name, said = stem, duration(TIMES_NS[unit] * count)
+    elif unit == "bytes":
+        name, said = stem, gib(count)
+    elif unit == "ppm":
+        name, said = stem, f"{count / 1e4:.3g} %"
+    elif name.startswith("h_"):  # as the driver and its log write it
+        said = f"{count:#x}"
+    else:
+        said = value
+    if name in FLAGS and value in ("0", "1"):
+        name, said = name.removeprefix("is_"), "yes" if value == "1" else "no"
+    return f"{name.replace('_', ' ')} {said}"
 
 
 def number(value: str) -> int | None:

@@ -13,6 +13,7 @@ from valved.machine.clock import Clock
 from valved.machine.ports import GRANT_CAUSES, GatePort, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Reach, ServiceId
+from valved.model.statuses import status_text
 from valved.policy.breaker import Tally, step_breaker
 from valved.policy.locks import LockState, Stop, step_locks
 from valved.state.registry import Books
@@ -58,7 +59,9 @@ class Edges:
             case StampKind.GATE_FAILED:
                 self._counters.gate_failures += 1
                 self._held(online, stamp)  # the hold is as good as any other: only the stop is bad
-                self._records.edge(EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"status {stamp.status}")
+                self._records.edge(
+                    EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"the stop failed: {status_text(stamp.status)}"
+                )
             case StampKind.LEARN:
                 if online is not None:
                     online.rule = None  # it waits for a new one

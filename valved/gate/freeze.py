@@ -24,6 +24,7 @@ from valved.machine.ports import ProcessPort, Stamp
 from valved.machine.signals import Delivery, SignalPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
+from valved.model.statuses import status_text
 from valved.state.journal import Journal
 from valved.state.registry import Books, ClientEntry
 
@@ -133,7 +134,7 @@ class Ladder:
             if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.FAILED:
                 self._forget(entry.id)
             else:
-                self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
+                self._record(EventKind.FROZEN, entry, f"the stop failed: {status_text(stamp.status)}")
 
     def thaw(self) -> None:
         """A GPU may have opened, or stopped after all: let those run that need not be held back by signals."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from valve_abi import GrantAnswer
 
-from valved.gate import readings
 from valved.gate.armed import GateClient
 from valved.machine.ports import Grants
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ServiceId
+from valved.model.statuses import status_text
 from valved.native._gate import ffi, lib
 
 _NO_REFUSAL = (GrantAnswer.NONE, GrantAnswer.GIVEN)
@@ -50,7 +50,7 @@ class NativeGrants:
         status: int = lib.valve_gpu_slice(
             self._gate, channel.gpu, whose.native, fd, channel.h_client, channel.h_tsg, us
         )
-        return readings.status_text(status) if status else ""
+        return status_text(status) if status else ""
 
     def offer(self, client: ClientId, tpot_ns: int, gap_ns: int) -> None:
         lib.valve_client_offer(self._clients[client].native, int(tpot_ns > 0), tpot_ns, gap_ns, int(self._by_slices))

@@ -13,10 +13,10 @@ from typing import Any
 
 from valve_abi import Feature
 
-from valved.gate import readings
 from valved.gate.armed import LADDER, LOSSES, ArmedChannel, ArmedChannels, GateClient, RmNumbers, entry_of, is_worse
 from valved.machine.ports import ArmResult, LeftOff
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
+from valved.model.statuses import status_text
 from valved.native._gate import ffi, lib
 
 _STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
@@ -108,7 +108,7 @@ class NativeChannels:
                 if status in (0, -errno.ETIMEDOUT):  # a driver that hangs has not refused
                     numbers.reach = reach
                     return status, entry
-                missing = readings.status_text(status)
+                missing = status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and lib.valve_gpu_state(self._gate, entry.ref.gpu) == lib.VALVE_GPU_FAILED:
             return status, self._arm_untested(holder, numbers, entry)
@@ -224,7 +224,7 @@ class NativeChannels:
         used = self._channels.weakest(gpu)
         status = self._infos[gpu].status
         if used is None:
-            note = f"own RM client: {readings.status_text(status)}" if status else "not tested: no offline channel yet"
+            note = f"own RM client: {status_text(status)}" if status else "not tested: no offline channel yet"
             return (Reach.CHANNEL_FD if status else Reach.CHANNEL_OWN), note
         better = (self._reasons.get((gpu, rung)) for rung in LADDER if is_worse(used, rung))
         return used, "; ".join(filter(None, better))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -103,8 +102,3 @@ def gpu_info(index: GpuIndex, native: Any, known: Mapping[bytes, cards.CardName]
 def text(native: Any) -> str:
     value: bytes = ffi.string(native)
     return value.decode(errors="replace")
-
-
-def status_text(status: int) -> str:
-    """An RM status or a -errno, for people."""
-    return f"RM status {status:#x}" if status > 0 else os.strerror(-status)

@@ -24,6 +24,7 @@ from valve_kube.injection import InjectionSettings
 from valved.kube import cdi, slots
 from valved.kube.shimfiles import LOADER_LIST
 from valved.kube.starter import MayNotStart, Starter
+from valved.paths import grpc_address
 
 log = logging.getLogger("valved.kube")
 
@@ -159,7 +160,7 @@ class Plugin:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._socket.unlink(missing_ok=True)
-                server.add_insecure_port(f"unix:{self._socket}")
+                server.add_insecure_port(grpc_address(self._socket))
                 await server.start()
                 seen = self._files()
                 await self._register()
@@ -186,7 +187,7 @@ class Plugin:
             options=await self._servicer.GetDevicePluginOptions(pb.Empty(), None),  # type: ignore[no-untyped-call]
         )
         channel_options = [("grpc.enable_http_proxy", 0)]
-        target = f"unix:{self._folder / KUBELET_SOCKET}"
+        target = grpc_address(self._folder / KUBELET_SOCKET)
         async with grpc.aio.insecure_channel(target, options=channel_options) as channel:
             await rpc.RegistrationStub(channel).Register(request, timeout=REGISTER_S)  # type: ignore[no-untyped-call]
 

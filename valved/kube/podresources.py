@@ -11,6 +11,8 @@ import grpc.aio
 from valve.kube import podresources_pb2 as pb
 from valve.kube import podresources_pb2_grpc as rpc
 
+from valved.paths import grpc_address
+
 # A List takes 2 to 4 ms on a loaded node; a kubelet that needs longer is restarting.
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 16 * 1024 * 1024  # what the kubelet's own clients allow
@@ -38,7 +40,7 @@ class KubeletHoldings:
     """Asks the kubelet. Each question opens a channel, because a restarted kubelet has another socket file."""
 
     def __init__(self, socket: Path) -> None:
-        self._target = f"unix:{socket}"
+        self._target = grpc_address(socket)
 
     async def list(self) -> tuple[HeldDevices, ...]:
         options = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES), ("grpc.enable_http_proxy", 0)]

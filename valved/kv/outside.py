@@ -33,6 +33,7 @@ from valved.machine.ports import CloserPort, Door, OutsidePort, SparseResult
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, Remap, TrialOutcome
 from valved.model.states import TrialState
+from valved.model.statuses import status_text
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 from valved.state.stats import MemoryCounters
@@ -235,7 +236,7 @@ class Outside:
         if not result.status:
             return
         if way.is_open:
-            why = f"the driver refused with status {result.status:#x}"
+            why = f"the driver refused: {status_text(result.status)}"
             way.result = TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=result.took_ns)
             self._demote(way)
         self._ask_instead(way, orders[taken:])

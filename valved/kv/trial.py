@@ -21,6 +21,7 @@ from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
 from valved.machine.ports import Door, SparseResult
 from valved.model.ids import TrialOutcome
+from valved.model.statuses import status_text
 
 LOOK_NS = 100_000_000
 WORDS = {
@@ -91,7 +92,7 @@ class Trials:
             why = f"making memory sparse took longer than {self._order_ns / 1e9:g} s"
             return TrialResult(outcome=TrialOutcome.HUNG, reason=why)
         if results[0].status:
-            why = f"making memory sparse was refused with status {results[0].status:#x}"
+            why = f"making memory sparse was refused: {status_text(results[0].status)}"
             return TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=results[0].took_ns)
         return results[0]
 

@@ -114,12 +114,26 @@ class LinuxProcesses:
         return chain
 
     def could_end_us(self, pid: int, uid: int) -> bool:
-        """The kernel lets a process signal those of its user; in another pid namespace it has no number for us."""
+        """The kernel lets a process signal those of its user. In another pid namespace it has no number for us, and
+        AppArmor or SELinux may keep one of another profile from it, as of a root container that sees all pids."""
+        if uid != os.geteuid():
+            return False
+        ours = os.getpid()
         try:
-            spaces = {os.readlink(f"{self._root}/{one}/ns/pid") for one in (pid, os.getpid())}
+            spaces = {os.readlink(f"{self._root}/{one}/ns/pid") for one in (pid, ours)}
+            profiles = {self._profile(one) for one in (pid, ours)}
         except OSError:  # gone, or it hides itself
             return False
-        return uid == os.geteuid() and len(spaces) == 1
+        return len(spaces) == len(profiles) == 1
+
+    def _profile(self, pid: int) -> str | None:
+        """What the kernel's security module calls a process; None where there is no such module."""
+        try:
+            return self._read(pid, "attr/current")
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return None
+            raise
 
     def cgroup(self, pid: int) -> str | None:
         """The unified (v2) path, else that of the first v1 controller; on a hybrid machine the one that is not /."""

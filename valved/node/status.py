@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo
 from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.plain import plain
 from valved.model.states import (
     ClientState,
     CountersState,
@@ -71,6 +73,10 @@ def is_telling(event: Event) -> bool:
     return event.kind not in (EventKind.CHANNEL_ADDED, EventKind.CHANNEL_GONE)
 
 
+def named(what: str, numbers: Sequence[int | str]) -> str:
+    return f"{what} {', '.join(map(str, numbers))}" if numbers else f"no {what} yet"
+
+
 def granted_facts(granted: GrantedState) -> list[str]:
     refused = ", ".join(f"{reason} {times}" for reason, times in sorted(granted.refused.items()))
     return list(filter(None, [granted.words, granted.worth, f"pauses refused: {refused}" if refused else ""]))
@@ -112,7 +118,7 @@ class Reporter:
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
             counters=CountersState(**asdict(counters)),
             lease_ns=self.lease_ns,
-            run_dir=str(self.run_dir),
+            run_dir=plain(str(self.run_dir)),
             memory=self.kv.state() if self.kv is not None else MemoryState(),
             offline_pids=tuple(sorted(process.pid for process in brake.leaving.present())),
             leavers=brake.leaving.leavers(),
@@ -264,7 +270,11 @@ class Reporter:
             return self._explain_ended(service)
         self._gating.drain()
         state = self._service(entry, self._clock.now_ns())
-        facts = [f"GPUs {list(state.gpus)}, processes {list(state.pids)}", *granted_facts(state.granted)]
+        claimed = [
+            f"{claim.root.pid}, not connected" for claim in self._books.claims.values() if claim.service == service
+        ]
+        processes = named("process", state.pids or claimed)
+        facts = [f"{named('GPU', state.gpus)}, {processes}", *granted_facts(state.granted)]
         if entry.role is Role.OFFLINE:
             facts.append(f"was let run for {state.harvest_ns / 1e9:.3f} s in all")
         online = self._gating.online.get(entry.id)

@@ -12,12 +12,12 @@ import pytest
 import sglang_ablations as without
 from faults import Fault, cases
 from kv_node import restart
-from sglang_world import Reclaimer, finish, give, lose, request_of, run, undisturbed
+from sglang_world import Reclaimer, finish, give, lose, request_of, run, under_way, undisturbed
 from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook import Refused
 from valve_hook.reconciler import Reconciler
-from valve_hook.sglang import calls, engine, free_pages, memory
+from valve_hook.sglang import calls, engine, memory
 from valve_hook.sglang.check import can_forget
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.free_pages import FreePages
@@ -372,28 +372,7 @@ def test_free_columns_are_offered_last_first_and_handed_out_again(world):
 
 def test_a_page_that_a_step_in_flight_uses_is_never_offered(world, monkeypatch):
     """valved unmaps what is offered at once. The client of its request has left, and the next step is under way."""
-    monkeypatch.setattr(free_pages, "OFFER_EVERY", 1)
-    scheduler, node = world(pages=60, columns=60)
-    used, run_step, choose = [], scheduler.run, scheduler.get_next_batch_to_run
-
-    def noting(batch, reclaim):
-        used.append({page for each in batch.reqs for page in scheduler.pages_of(each)})
-        return run_step(batch, reclaim)
-
-    def looking(*batches):
-        chosen = choose(*batches)
-        if scheduler.result_queue:
-            assert not set(node.offered()) & used[-1]
-        return chosen
-
-    monkeypatch.setattr(scheduler, "run", noting)
-    monkeypatch.setattr(scheduler, "get_next_batch_to_run", looking)
-    for name, start in (("a", 0), ("b", 100), ("c", 200)):
-        scheduler.add(name, range(start, start + 10), 40)
-    for _ in range(6):
-        scheduler.turn()
-    last = scheduler.pages_of(request_of(scheduler, "a"))[-1]
-    node.aim(4)
+    scheduler, node, last = under_way(world, monkeypatch)
     scheduler.abort("a")
     for _ in range(8):
         scheduler.turn()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sglang_world import request_of
+from sglang_world import under_way
 from valve_hook.sglang import calls, engine, free_pages
 from valve_hook.sglang.calls import SglangHook
 from valve_hook.sglang.steps import StepLedger
@@ -27,28 +27,7 @@ def test_a_page_of_a_step_that_could_not_be_noted_is_never_offered_before_it_is_
     world, monkeypatch, owner, name, overlap
 ):
     """valved unmaps at once what is offered. The client of its request has left, and the next step is under way."""
-    monkeypatch.setattr(free_pages, "OFFER_EVERY", 1)
-    scheduler, node = world(pages=60, columns=60, overlap=overlap)
-    used, run_step, choose = [], scheduler.run, scheduler.get_next_batch_to_run
-
-    def noting(batch, reclaim):
-        used.append({page for each in batch.reqs for page in scheduler.pages_of(each)})
-        return run_step(batch, reclaim)
-
-    def looking(*batches):
-        chosen = choose(*batches)
-        if scheduler.result_queue:
-            assert not set(node.offered()) & used[-1]
-        return chosen
-
-    monkeypatch.setattr(scheduler, "run", noting)
-    monkeypatch.setattr(scheduler, "get_next_batch_to_run", looking)
-    for rid, start in (("a", 0), ("b", 100), ("c", 200)):
-        scheduler.add(rid, range(start, start + 10), 40)
-    for _ in range(6):
-        scheduler.turn()
-    last = scheduler.pages_of(request_of(scheduler, "a"))[-1]
-    node.aim(4)
+    scheduler, node, last = under_way(world, monkeypatch, overlap=overlap)
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, fail)
         scheduler.add("d", range(300, 310), 20)

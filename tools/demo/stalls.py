@@ -1,0 +1,69 @@
+"""Watches how long each core of this machine kept a thread waiting that was due: what no program on it can help."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+PERIOD_NS = 5_000_000
+LATE_NS = 2 * PERIOD_NS  # one turn of another task is no stall
+
+
+@dataclass(slots=True)
+class Stalls:
+    """By core: spans of CLOCK_MONOTONIC in which its thread was due and did not run."""
+
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def within(self, begin_ns: int, end_ns: int) -> int:
+        """How long at most one core stood still between the two."""
+        return max(
+            (
+                sum(max(0, min(end, end_ns) - max(begin, begin_ns)) for begin, end in core)
+                for core in self.spans.values()
+            ),
+            default=0,
+        )
+
+    def longest(self, begin_ns: int, end_ns: int) -> int:
+        inside = (
+            min(end, end_ns) - max(begin, begin_ns)
+            for core in self.spans.values()
+            for begin, end in core
+            if begin < end_ns and end > begin_ns
+        )
+        return max(inside, default=0)
+
+
+class StallWatch:
+    """A thread on each core, for as long as the context lasts."""
+
+    def __init__(self) -> None:
+        self.stalls = Stalls()
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._watch, args=(core,), daemon=True) for core in os.sched_getaffinity(0)
+        ]
+
+    def __enter__(self) -> StallWatch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _watch(self, core: int) -> None:
+        spans = self.stalls.spans.setdefault(core, [])
+        os.sched_setaffinity(0, {core})  # of this thread alone
+        before_ns = time.monotonic_ns()
+        while not self._is_over.is_set():
+            time.sleep(PERIOD_NS / 1e9)
+            now_ns = time.monotonic_ns()
+            if now_ns - before_ns - PERIOD_NS > LATE_NS:
+                spans.append((before_ns + PERIOD_NS, now_ns))
+            before_ns = now_ns
