@@ -97,7 +97,9 @@ class DearAccounts:
 
     def _tell_slow(self, account: Hashable) -> None:
         if account not in self._slow:
-            self._told(f"links of {account} kept a thread busy for a second: they have a sixtieth of a core from now on")
+            self._told(
+                f"links of {account} kept a thread busy for a second: they have a sixtieth of a core from now on"
+            )
             self._slow.append(account)
 
     def _done(self, account: Hashable, then: Then, ran: list[int], result: Any, error: Exception | None) -> None:

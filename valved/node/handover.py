@@ -169,8 +169,8 @@ class Handover:
         for client in saved.clients:
             if client.service not in online:
                 self._register.awaited.expect(client.pid)
-        expected_until_ns = self._clock.now_ns() + EXPECTED_NS  # those that ended meanwhile never say that they are back
-        self._clock.call_at_ns(expected_until_ns, self._register.awaited.expected.clear)
+        until_ns = self._clock.now_ns() + EXPECTED_NS  # those that ended meanwhile never say that they are back
+        self._clock.call_at_ns(until_ns, self._register.awaited.expected.clear)
         for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
         for thawed in saved.frozen:
