@@ -53,7 +53,7 @@ DAEMON_FEATURES = (
 )
 
 
-LINKS = "links"  # whose lines count together
+LINKS = "links"  # of all accounts: these can be made without end, so their lines in the journal are bounded together
 TELL_NS = 500_000_000  # of one user's malformed messages, one is told in this time, and twenty at once
 
 
@@ -325,7 +325,6 @@ class Register:
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
 
     def links_are_dear(self, text: str) -> None:
-        """Accounts can be made without end: so many lines a minute, whoever causes them."""
         now_ns = self._clock.now_ns()
         if not self._told_malformed.wait_ns(LINKS, now_ns):
             self._told_malformed.took(LINKS, TELL_NS, now_ns)
