@@ -213,6 +213,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     spin_us: Spin = 0.0  # native threads spin this long before they sleep; needs a core to itself
     quiet_us: Quiet = 500  # quiet time before a watcher probes the GPU
     fifo_priority: Priority = 0  # real-time priority of the native threads where permitted; 0: niceness -20
+    loop_priority: Priority = 0  # real-time priority of valved's loop where permitted, below fifo_priority; 0: none
     log_level: str = "info"
     cooldown: CooldownTable = msgspec.field(default_factory=CooldownTable)
     wake: WakeTable = msgspec.field(default_factory=WakeTable)
@@ -367,6 +368,9 @@ def _check_order(config: Config) -> None:
                 raise ConfigError(
                     f"{low} = {flat[low]}: must not be greater than {high} = {flat[high]}", field=low, next_step=MANUAL
                 )
+    if config.loop_priority and (config.loop_priority >= config.fifo_priority or config.spin_us):
+        why = "the gate's threads must come before the loop: less than fifo_priority, and spin_us = 0"
+        raise ConfigError(f"loop_priority = {config.loop_priority}: {why}", field="loop_priority", next_step=MANUAL)
 
 
 def effective(config: Config) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from valved.daemon import run
 from valved.errors import ValveError
 from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
+from valved.machine.priority import hurry
 from valved.model.ids import Mode
 from valved.node import turn
 from valved.state import saved as state
@@ -120,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.freeze()  # what the imports made lives for ever
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_S)
+    if config.loop_priority and not hurry(config.loop_priority):
+        log.warning("no real time for the loop", extra={"facts": {"loop_priority": config.loop_priority}})
     from valved.machine.processes import LinuxProcesses
 
     try:

@@ -17,6 +17,7 @@ from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
 from valved.node.bystanders import Bystanders
 from valved.node.comeback import ComeBack
+from valved.node.handover import EXPECTED_NS
 from valved.state import saved as state
 from valved.state.lived import FOLDER, Lived
 
@@ -253,3 +254,16 @@ def test_a_claim_of_an_online_process_is_never_lost_with_the_valved_that_took_it
 
     assert second.online(pid=ONLINE, name="chat")
     assert [entry.name for entry in second.books.services.values()] == ["chat"]
+
+
+def test_offline_processes_that_never_came_back_are_never_expected_for_ever(first):
+    """Their numbers become those of others, which would have turns before all that is not awaited."""
+    for number in range(5):
+        first.offline(pid=OFFLINE + number)
+    first.handover.save()
+    second = successor(first)
+    assert len(second.register.awaited.expected) == 5
+
+    second.clock.advance(EXPECTED_NS)
+
+    assert not second.register.awaited.expected

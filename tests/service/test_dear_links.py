@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from link_peers import HELLO, PATIENCE_S, hear, is_closed, never_closing, say, stop_reading
+from scarce import left
 
 from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
 from valved.clients.dear import DEAR_NS, THREADS
@@ -42,6 +43,11 @@ def costs(server, monkeypatch):
     costs = Costs(server.thread)
 
     class Watched(socket.socket):
+        def send(self, *words):
+            sent = super().send(*words)
+            costs.pay()
+            return sent
+
         def recvmsg(self, *words):
             received = super().recvmsg(*words)
             costs.pay()
@@ -113,7 +119,7 @@ def test_answers_to_a_client_never_cost_the_loop_more_than_one_and_come_in_order
 def dear(server):
     """One link of this account has cost much."""
     sock, _, fds = server.welcome()
-    server.call(lambda: server.link.dear.note(peer_of(server).lane.account))
+    server.call(lambda: server.link.dear.note(peer_of(server).lane.account, 0))
     yield
     sock.close()
     for fd in fds:
@@ -141,7 +147,7 @@ def test_a_client_is_never_given_up_for_what_its_socket_would_have_held(server, 
     sock, _, fds = server.welcome()
     peer, passed = peer_of(server), [os.open(os.devnull, os.O_RDONLY)] * MAX_FDS
     if is_dear:
-        server.call(lambda: server.link.dear.note(peer.lane.account))
+        server.call(lambda: server.link.dear.note(peer.lane.account, 0))
 
     server.call(lambda: [peer.send(LinkType.ACK, Ack(), seq, tuple(passed)) for seq in range(1, 41)])
 
@@ -262,3 +268,16 @@ def test_a_packet_that_valved_fails_to_handle_never_leaves_a_dear_link_unread(se
     sock.close()
     for fd in fds:
         os.close(fd)
+
+
+def test_a_refusal_for_want_of_descriptors_never_costs_the_loop_what_its_client_likes(server, costs):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with left(0):
+        costs.are_due = True
+        sock.connect(str(server.path))
+        packet, _ = hear(sock)
+
+    assert isinstance(packet.body, RefusedMessage)
+    assert is_closed(sock)
+    assert costs.by_loop == 0
+    sock.close()

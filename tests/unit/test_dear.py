@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections import defaultdict
 from functools import partial
 
 import pytest
 
 import valved.clients.dear
-from valved.clients.dear import THREADS, DearAccounts, LinkLane
+from valved.clients.dear import CORE_BURST_NS, DEAR_NS, LOOP_BURST_NS, THREADS, DearAccounts, LinkLane
 
 PATIENCE_S = 200.0  # ends only a hung test
 
@@ -85,7 +87,7 @@ def test_a_link_never_comes_back_to_the_loop_while_a_thread_is_at_it(loop, monke
     monkeypatch.setattr(valved.clients.dear, "FORGOTTEN_NS", 0)
     accounts, jobs = DearAccounts(loop), Jobs(loop)
     lane = LinkLane(accounts, "account")
-    accounts.note("account")
+    accounts.note("account", 0)
 
     jobs.give(lane, "read", jobs.slow)
 
@@ -93,3 +95,78 @@ def test_a_link_never_comes_back_to_the_loop_while_a_thread_is_at_it(loop, monke
     jobs.go_on.set()
     jobs.until(lambda: jobs.over)
     assert not lane.is_aside
+
+
+@pytest.fixture
+def thread_time(loop, monkeypatch):
+    """The time that each thread has run, as it says itself."""
+    ran = defaultdict(int)
+    monkeypatch.setattr(time, "thread_time_ns", lambda: ran[threading.get_ident()])
+    return ran
+
+
+def pays(thread_time, lane):
+    """The loop reads a packet of this link that takes long."""
+    began_ns = time.thread_time_ns()
+    thread_time[threading.get_ident()] += DEAR_NS + 1
+    lane.took(began_ns)
+
+
+def test_the_loop_never_pays_a_dear_packet_of_each_of_many_accounts(loop, thread_time):
+    """Root of a container may become any user."""
+    accounts = DearAccounts(loop)
+    lanes = [LinkLane(accounts, number) for number in range(100)]
+
+    paid = 0
+    for lane in lanes:
+        if not lane.is_aside:
+            pays(thread_time, lane)
+            paid += 1
+
+    assert paid <= LOOP_BURST_NS // DEAR_NS + 1
+
+
+def test_a_service_that_is_awaited_is_never_put_aside_for_what_others_cost(loop, thread_time):
+    accounts = DearAccounts(loop)
+    service = LinkLane(accounts, "service", is_awaited=True)
+
+    for number in range(100):
+        pays(thread_time, LinkLane(accounts, number))
+
+    assert not service.is_aside
+
+
+def test_an_account_never_waits_for_threads_that_dear_ones_keep_busy(loop, thread_time):
+    accounts, jobs = DearAccounts(loop), Jobs(loop)
+    for number in range(2 * THREADS):
+        dear = LinkLane(accounts, number)
+        pays(thread_time, dear)
+        jobs.give(dear, f"dear {number}", jobs.slow)
+
+    jobs.give(LinkLane(accounts, "other"), "other")
+    jobs.until(lambda: jobs.over)
+
+    assert jobs.over == ["other"]
+    jobs.go_on.set()
+    jobs.until(lambda: len(jobs.over) == 2 * THREADS + 1)
+
+
+def test_an_account_never_keeps_a_thread_busy_for_longer_than_it_is_allowed(loop, thread_time):
+    """Such packets are the account's to choose. What comes after one of a minute waits for an hour."""
+    told = []
+    accounts, jobs = DearAccounts(loop, told.append), Jobs(loop)
+    lane, each_ns = LinkLane(accounts, "account"), 60 * CORE_BURST_NS
+
+    def burn(name):
+        thread_time[threading.get_ident()] += each_ns
+        jobs.begun.append(name)
+
+    for number in range(20):
+        jobs.give(lane, number, burn)
+    jobs.until(lambda: len(told) == 2)
+    jobs.give(LinkLane(accounts, "other"), "other")
+    jobs.until(lambda: "other" in jobs.over)
+
+    assert jobs.begun == [0, "other"]
+    assert "account" in told[0]
+    assert "account" in told[1]

@@ -30,6 +30,7 @@ from valved.cli.client import ask
 from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError, told
 from valved.cli.tables import Paper
 from valved.fds import is_absent
+from valved.machine.priority import is_real_time
 from valved.paths import API_SOCKET, preload_library, run_dir
 
 FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
@@ -279,7 +280,13 @@ def check_valved() -> list[Finding]:
         )
         return [told, *(unknown(what, "only valved knows, and it does not answer here") for what in (LOCK, MEMORY))]
     widths = [len(service.gpus) for service in answer.services if service.role == ONLINE]
-    return [judge_valved(answer), judge_lock(answer.driver, widths), judge_remap(answer.memory)]
+    return [judge_valved(answer), judge_loop(answer.pid), judge_lock(answer.driver, widths), judge_remap(answer.memory)]
+
+
+def judge_loop(pid: int) -> Finding:
+    if is_real_time(pid):
+        return fine("loop", "valved's loop runs in real time (loop_priority)")
+    return fine("loop", "valved's loop waits for a core like any other")
 
 
 def judge_valved(answer: Any) -> Finding:

@@ -3,10 +3,9 @@
 Any process may connect as often as it likes, and the kernel hands connections over in their order. So all that wait are
 taken at once, and one that says nothing is a number in an epoll: it is looked at by nobody before its first packet or
 its end. What costs time has turns. First come processes that are awaited (awaited.py), by what they belong to. The
-others have turns by *account*, then by control group, then by process: the account of a process is its user, or for
-root, which is in every container, its control group. So whoever floods stands before another account with one HELLO,
-however many processes and connections it has. Offline processes of a predecessor have turns like one account, which
-owes nothing. All of it has a bounded part of each pass of the loop.
+others have turns by *account* (accounts.py), then by user, by control group and by process. So whoever floods stands
+before another account with one HELLO, however many processes and connections it has. Offline processes of a
+predecessor have turns like one account, which owes nothing. All of it has a bounded part of each pass of the loop.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from valved.clients.accounts import account_of
 from valved.clients.awaited import Awaited
 from valved.clients.turns import PASS_NS, Knocks, TurnLine
 from valved.machine.callers import Accepted, has_left
@@ -61,8 +61,8 @@ class LinkCaller:
         elif is_expected:
             self.groups = (EXPECTED,)
         else:
-            self.account = self.uid or ("root", cgroup)
-            self.groups = (self.account, cgroup)
+            self.account = account_of(self.uid, cgroup)
+            self.groups = (self.account, self.uid, cgroup)
 
     @property
     def lane_account(self) -> Hashable:

@@ -44,7 +44,7 @@ class LinkConnection:
         self.is_open = True
         self.is_online = False
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
-        self.lane = LinkLane(server.dear, caller.lane_account)
+        self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
 
     def fileno(self) -> int:

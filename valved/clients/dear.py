@@ -5,6 +5,10 @@ epolls wait there: some 0.1 us each, of the thread that does it. So where one pa
 links of that account are read, written and ended on threads of their own, until none has cost much for a while. Such
 jobs of one account are done one after another. So it never keeps more than one thread from the other accounts, and no
 job of a link runs beside another of it, or before.
+
+There may be many accounts, each with a packet that was the first. So all of them together have a little of the loop;
+once that is used up, links of accounts that are not awaited are handled by threads, too, and by others than those of
+the dear ones. What the threads run for an account it pays for: beyond a second it has a sixtieth of a core.
 """
 
 from __future__ import annotations
@@ -16,32 +20,54 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+from valved.clients.turns import SECOND_NS, Bucket, Buckets
 from valved.machine.helpers import Helpers, Worker
 
 DEAR_NS = 5_000_000  # of a thread's own time; a packet takes some 10 us. Interrupts and collected garbage count, too
 FORGOTTEN_NS = 60_000_000_000
-THREADS = 4
+THREADS = 4  # for the dear ones, and as many for those that may become dear
 MOST_KEPT = 1024
+LOOP_SHARE, LOOP_BURST_NS = 0.001, 2 * DEAR_NS  # of the loop, for dear packets of all that are not awaited
+CORE_SHARE, CORE_BURST_NS = 1 / 60, SECOND_NS  # of a core, for what is done aside for one account
 
 Job = Callable[[], Any]
 Then = Callable[[Any, Exception | None], None]
+Told = Callable[[str], object]
 
 
 class DearAccounts:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._threads = Worker(loop, Helpers("valved-dear", THREADS))
+    def __init__(self, loop: asyncio.AbstractEventLoop, told: Told = lambda *_: None) -> None:
+        self._loop = loop
+        self._told = told
+        self._dear = Worker(loop, Helpers("valved-dear", THREADS))
+        self._others = Worker(loop, Helpers("valved-aside", THREADS))
         self._until_ns: dict[Hashable, int] = {}
+        self._of_loop = Bucket(share=LOOP_SHARE, burst_ns=LOOP_BURST_NS, left_ns=LOOP_BURST_NS, seen_ns=0)
+        self._of_threads = Buckets(CORE_SHARE, CORE_BURST_NS)
         self._waiting: dict[Hashable, deque[tuple[Job, Then]]] = {}  # behind the job that a thread has
+        self._slow: deque[Hashable] = deque(maxlen=MOST_KEPT)  # that was told
 
-    def note(self, account: Hashable) -> None:
-        """Any thread."""
+    def note(self, account: Hashable, ns: int) -> None:
         now_ns = time.monotonic_ns()
         if len(self._until_ns) >= MOST_KEPT:
-            self._until_ns = {key: until_ns for key, until_ns in self._until_ns.copy().items() if until_ns > now_ns}
+            self._until_ns = {key: until_ns for key, until_ns in self._until_ns.items() if until_ns > now_ns}
+        if not self.has(account):
+            self._told(f"a packet of {account} took {ns / 1e6:.0f} ms: its links are handled aside")
         self._until_ns[account] = now_ns + FORGOTTEN_NS
+
+    def note_loop(self, account: Hashable, ns: int, *, is_awaited: bool) -> None:
+        """That the loop itself has paid."""
+        if not is_awaited:
+            self._of_loop.take(ns, time.monotonic_ns())
+        self.note(account, ns)
 
     def has(self, account: Hashable) -> bool:
         return bool(self._until_ns) and self._until_ns.get(account, 0) > time.monotonic_ns()
+
+    @property
+    def are_many(self) -> bool:
+        """No account that is not awaited may cost the loop another such packet now."""
+        return bool(self._until_ns) and self._of_loop.wait_ns(time.monotonic_ns()) > 0
 
     def do(self, account: Hashable, job: Job, then: Then) -> None:
         """Aside, after all that this account was given before. `then` on the loop."""
@@ -50,13 +76,39 @@ class DearAccounts:
             waiting.append((job, then))
             return
         self._waiting[account] = deque()
-        self._threads.do(job, partial(self._done, account, then))
+        self._begin(account, job, then)
 
-    def _done(self, account: Hashable, then: Then, result: Any, error: Exception | None) -> None:
+    def _begin(self, account: Hashable, job: Job, then: Then) -> None:
+        if wait_ns := self._of_threads.wait_ns(account, time.monotonic_ns()):
+            self._tell_slow(account)
+            self._loop.call_later(wait_ns / SECOND_NS, self._begin, account, job, then)
+            return
+        ran = [0]
+
+        def measured() -> Any:
+            began_ns = time.thread_time_ns()
+            try:
+                return job()
+            finally:
+                ran[0] = time.thread_time_ns() - began_ns
+
+        threads = self._dear if self.has(account) else self._others
+        threads.do(measured, partial(self._done, account, then, ran))
+
+    def _tell_slow(self, account: Hashable) -> None:
+        if account not in self._slow:
+            self._told(
+                f"links of {account} kept a thread busy for a second: they have a sixtieth of a core from now on"
+            )
+            self._slow.append(account)
+
+    def _done(self, account: Hashable, then: Then, ran: list[int], result: Any, error: Exception | None) -> None:
+        self._of_threads.took(account, ran[0], time.monotonic_ns())
+        if ran[0] > DEAR_NS:
+            self.note(account, ran[0])
         waiting = self._waiting[account]
         if waiting:
-            job, following = waiting.popleft()
-            self._threads.do(job, partial(self._done, account, following))
+            self._begin(account, *waiting.popleft())
         else:
             del self._waiting[account]
         then(result, error)
@@ -65,34 +117,30 @@ class DearAccounts:
 class LinkLane:
     """Where one link's packets are handled: on the loop, or aside of it."""
 
-    def __init__(self, accounts: DearAccounts, account: Hashable) -> None:
+    def __init__(self, accounts: DearAccounts, account: Hashable, *, is_awaited: bool = False) -> None:
         self._accounts = accounts
         self.account = account
+        self._is_awaited = is_awaited
         self._under_way = 0
 
     @property
     def is_aside(self) -> bool:
         """Also while a thread has a job of this link, so that the loop ends no socket that a thread uses."""
-        return self._under_way > 0 or self._accounts.has(self.account)
+        accounts = self._accounts
+        return self._under_way > 0 or accounts.has(self.account) or (not self._is_awaited and accounts.are_many)
 
     def took(self, began_ns: int) -> None:
-        """Since time.thread_time_ns() was that, by the same thread."""
-        if time.thread_time_ns() - began_ns > DEAR_NS:
-            self._accounts.note(self.account)
+        """By the loop, since time.thread_time_ns() was that."""
+        ran_ns = time.thread_time_ns() - began_ns
+        if ran_ns > DEAR_NS:
+            self._accounts.note_loop(self.account, ran_ns, is_awaited=self._is_awaited)
 
     def do(self, job: Job, then: Then) -> None:
         """Aside. `then` on the loop."""
         self._under_way += 1
 
-        def measured() -> Any:
-            began_ns = time.thread_time_ns()
-            try:
-                return job()
-            finally:
-                self.took(began_ns)
-
         def done(result: Any, error: Exception | None) -> None:
             self._under_way -= 1
             then(result, error)
 
-        self._accounts.do(self.account, measured, done)
+        self._accounts.do(self.account, job, done)

@@ -53,6 +53,7 @@ DAEMON_FEATURES = (
 )
 
 
+LINKS = "links"  # of all accounts: these can be made without end, so their lines in the journal are bounded together
 TELL_NS = 500_000_000  # of one user's malformed messages, one is told in this time, and twenty at once
 
 
@@ -322,6 +323,12 @@ class Register:
             return
         self._told_malformed.took(uid, TELL_NS, now_ns)
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
+
+    def links_are_dear(self, text: str) -> None:
+        now_ns = self._clock.now_ns()
+        if not self._told_malformed.wait_ns(LINKS, now_ns):
+            self._told_malformed.took(LINKS, TELL_NS, now_ns)
+            self._journal.emit(EventKind.NOTED, reason=text)
 
     def close(self) -> None:
         for client in list(self._books.clients):

@@ -81,7 +81,7 @@ class LinkServer:
     ) -> None:
         self.loop = self._loop = loop
         self.closer = closer
-        self.dear = DearAccounts(loop)
+        self.dear = DearAccounts(loop, register.links_are_dear)
         self._aside = AsideReader(self)
         self._turns = Turns()
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
@@ -174,10 +174,8 @@ class LinkServer:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             refused = RefusedMessage(code=Refusal.QUOTA, text="valved is out of descriptors")
-            with contextlib.suppress(OSError):
-                sock.send(build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()), socket.MSG_DONTWAIT)
+            self.closer.end(sock, build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()))
             self._register.admission.count_refusal(Refusal.QUOTA)
-            self.closer.close([sock.detach()])
         self._keep_spare()
 
     def _keep_spare(self) -> None:

@@ -49,6 +49,7 @@ from valved.state.unsaved import Unsaved
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
+EXPECTED_NS = 60 * SECOND_NS  # offline processes of a predecessor have turns of their own for so long
 AGAIN_NS = SECOND_NS  # after one that failed
 
 
@@ -168,6 +169,8 @@ class Handover:
         for client in saved.clients:
             if client.service not in online:
                 self._register.awaited.expect(client.pid)
+        until_ns = self._clock.now_ns() + EXPECTED_NS  # those that ended meanwhile never say that they are back
+        self._clock.call_at_ns(until_ns, self._register.awaited.expected.clear)
         for client in (*saved.clients, *self._read_unsaved()):
             self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
         for thawed in saved.frozen:

@@ -1,0 +1,40 @@
+"""How many accounts a tenant can have on the link, and who shares one."""
+
+from __future__ import annotations
+
+import pytest
+
+from valved.clients.accounts import account_of
+
+POD = "pod3c1f0d2e-0000-4000-8000-0123456789ab"
+OTHER_POD = "podffffffff-0000-4000-8000-0123456789ab"
+DIGITS = "8d1e" * 16
+HOMES = [
+    f"/kubepods/burstable/{POD}",
+    f"/kubepods/{POD}",
+    f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD.replace('-', '_')}.slice",
+    f"/../../kubepods-besteffort-{POD.replace('-', '_')}.slice",
+    f"/docker/{DIGITS}",
+    f"/system.slice/docker-{DIGITS}.scope",
+    "/user.slice/user-1000.slice",
+]
+INSIDE = ["", f"/cri-containerd-{DIGITS}.scope", f"/{OTHER_POD}", "/user-7.slice", "/user@1000.service/app.slice/x"]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_users_and_groups_inside_a_home_are_never_accounts_of_their_own(home):
+    accounts = {account_of(uid, home + inside) for uid in (0, 1000, 65534, 2**32 - 2) for inside in INSIDE}
+
+    assert accounts == {home}
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_two_homes_never_share_an_account(uid):
+    assert len({account_of(uid, home) for home in (*HOMES, f"/kubepods/{OTHER_POD}")}) == len(HOMES) + 1
+
+
+def test_users_outside_a_home_never_share_an_account_whatever_their_group():
+    groups = ["/", "", "/system.slice/batch.service", "/podium", "/user-1000.slice.d", "/kubepods/podx"]
+
+    assert {account_of(1000, group) for group in groups} == {1000}
+    assert {account_of(0, group) for group in groups} == {("root", group) for group in groups}
