@@ -289,7 +289,7 @@ def test_the_end_of_a_grant_is_no_preemption_and_delays_nobody(tmp_path):
     offline(world, 710)
     before = state(world)
     stamp = Stamp(
-        kind=StampKind.GATE,
+        code=StampKind.GATE,
         service=service,
         client=1,
         gpu=0,

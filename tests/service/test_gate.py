@@ -386,7 +386,7 @@ def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
     online = world.online()
     world.run(100)
     late = Stamp(
-        kind=StampKind.GATE,
+        code=StampKind.GATE,
         service=world.service_of(online),
         client=online,
         gpu=0,

@@ -456,9 +456,9 @@ class FakeGate:
         self.stamps.append(
             Stamp(
                 teller=tellers[0] if len(tellers) == 1 else 0,
-                requests_started=told.requests_started,
-                requests_ended=told.requests_ended,
-                kind=kind,
+                claims_started=told.requests_started,
+                claims_ended=told.requests_ended,
+                code=kind,
                 service=service,
                 client=client,
                 gpu=GpuIndex(gpu),

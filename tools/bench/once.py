@@ -189,7 +189,7 @@ class VirtualGate:
     def _stamp(self, kind: StampKind, client: ClientId, launch_ns: int, done_ns: int) -> None:
         self.stamps.append(
             Stamp(
-                kind=kind,
+                code=kind,
                 service=self.service,
                 client=client,
                 gpu=GPU,
