@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -19,6 +20,14 @@
 struct shared {
 	uint64_t rung_ns;
 	uint32_t heard;
+};
+
+struct policy { /* struct sched_attr: its name and header depend on the libc */
+	uint32_t size, policy;
+	uint64_t flags;
+	int32_t nice;
+	uint32_t priority;
+	uint64_t runtime, deadline, period;
 };
 
 static uint64_t now_ns(void)
@@ -49,12 +58,21 @@ static int ring(struct shared *shared, int bell, uint32_t count)
 	return 0;
 }
 
+/* As valved/native/worker.c does; what is refused is refused there, too. */
+static void hurry(void)
+{
+	struct policy normal = {.size = sizeof normal, .nice = -20, .runtime = 100000};
+
+	setpriority(PRIO_PROCESS, 0, -20);
+	syscall(SYS_sched_setattr, 0, &normal, 0);
+}
+
 static int hear(struct shared *shared, int poll, uint32_t count)
 {
 	struct epoll_event event;
 	uint64_t took_ns;
 
-	setpriority(PRIO_PROCESS, 0, -20); /* refused: as a normal one, then */
+	hurry();
 	for (uint32_t i = 1; i <= count; i++) {
 		if (epoll_wait(poll, &event, 1, -1) != 1)
 			return 1;
