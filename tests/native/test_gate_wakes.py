@@ -16,7 +16,7 @@ from valve_tools.bench import region_pages
 
 from valved.abi import region
 from valved.gate.records import REASONS
-from valved.machine.ports import Stamp, StampKind
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.wake import WakeReason
 

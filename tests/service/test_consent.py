@@ -13,7 +13,8 @@ from valved.clients.identity import PodClaim
 from valved.config import Config, GrantedTable, load_config
 from valved.errors import ConfigError, InvalidRequest
 from valved.kube.pods import PodBook
-from valved.machine.ports import Grants, Stamp, StampKind, StopCause
+from valved.machine.ports import Grants
+from valved.machine.stamps import Stamp, StampKind, StopCause
 from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role

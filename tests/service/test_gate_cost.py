@@ -11,7 +11,7 @@ from valved.native._gate import ffi
 
 from valved.gate import readings
 from valved.gate.permits import rule_of
-from valved.machine.ports import Stamp, StampKind
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex
 from valved.state.journal import QUIET

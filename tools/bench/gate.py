@@ -23,7 +23,7 @@ from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.emulator.node import Options, node
 from valve_tools.replay.svg import curves, picture
 
-from valved.machine.ports import Stamp
+from valved.machine.stamps import Stamp
 
 WAKE = Path(__file__).resolve().parent / "bin" / "valve-bench-wake"
 EDGES = 2500

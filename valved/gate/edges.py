@@ -9,7 +9,8 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords, held_event, refused_event, stopped_event, woken_event
 from valved.machine.clock import Clock
-from valved.machine.ports import GRANT_CAUSES, GatePort, Stamp, StampKind
+from valved.machine.ports import GatePort
+from valved.machine.stamps import GRANT_CAUSES, Stamp, StampKind
 from valved.model.ids import GpuIndex, Reach, ServiceId
 from valved.policy.breaker import Tally, step_breaker
 from valved.policy.locks import LockState, Stop, step_locks

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from valved.abi.link import Feature
 from valved.gate.requests import RequestTally
 from valved.machine.clock import TimerHandle
-from valved.machine.ports import ClientView, Stamp, WakeRule
+from valved.machine.ports import ClientView, WakeRule
+from valved.machine.stamps import Stamp
 from valved.model.consent import SILENT, Said
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally

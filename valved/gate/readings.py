@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, cast
 
 from valved.machine import cards
-from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, WakeLook, WakeRule
+from valved.machine.ports import ClientView, Gap, GpuInfo, WakeLook, WakeRule
+from valved.machine.stamps import Stamp
 from valved.model.figures import MOST_OPEN, plausible
 from valved.model.ids import GpuIndex
 from valved.native._gate import ffi

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from valved.gate.online import OnlineService
-from valved.machine.ports import Stamp
+from valved.machine.stamps import Stamp
 from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex
 from valved.policy.breaker import BreakerDecision

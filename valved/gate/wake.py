@@ -18,7 +18,8 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, Stamp
+from valved.machine.ports import GatePort
+from valved.machine.stamps import Stamp
 from valved.model.ids import GpuIndex, ProcessId, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
