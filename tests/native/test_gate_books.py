@@ -11,7 +11,8 @@ import pytest
 from gates import FakeDriver, Rig, gate_rig
 
 from valved.abi import region
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ClientId, Role, ServiceId
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from gates import FakeDriver, Rig, gate_rig, wait_until
 
-from valved.machine.ports import LeftOff, StampKind, WakeOutcome
+from valved.machine.ports import LeftOff, WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)

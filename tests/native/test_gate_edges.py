@@ -7,7 +7,8 @@ import os
 from gates import Rig, wait_until
 from valve_tools.bench import region_pages
 
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)

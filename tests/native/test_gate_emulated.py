@@ -23,7 +23,8 @@ from valve_tools.emulator.client import Emulator
 from valved.native._gate import lib
 
 from valved.gate.adapter import NativeGate, NativeSettings
-from valved.machine.ports import ArmResult, Stamp, StampKind, WakeOutcome
+from valved.machine.ports import ArmResult, WakeOutcome
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.policy.locks import SAMPLES, LockState, Stop, step_locks
 

@@ -13,7 +13,8 @@ from gates import SETTINGS, FakeDriver, Rig, gate_rig, wait_until
 from scarce import left
 from valve_abi import Feature, Order
 
-from valved.machine.ports import LeftOff, StampKind, WakeOutcome
+from valved.machine.ports import LeftOff, WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)

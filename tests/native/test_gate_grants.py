@@ -11,7 +11,7 @@ from gates import SETTINGS, FakeDriver, Rig, gate_rig, wait_until
 from grant_scene import FAR, MS, NEVER_IDLE, QUICK, SECOND, SERVICE, GrantWords, Hook, Scene, Sleeper, prove
 from valve_abi import REGION, GrantAnswer, Watcher
 
-from valved.machine.ports import StampKind, StopCause
+from valved.machine.stamps import StampKind, StopCause
 from valved.model.ids import ClientId, GpuIndex, ServiceId
 
 

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from native_world import NativeWorld
 from valve_abi import Feature, Order
 
-from valved.machine.ports import LeftOff, StampKind, WakeOutcome
+from valved.machine.ports import LeftOff, WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ChannelRef, GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)

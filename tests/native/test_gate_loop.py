@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from gates import SETTINGS, FakeDriver, gate_rig, wait_until
 
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, ServiceId
 
 QUICK = replace(SETTINGS, loop_ns=100_000_000, lease_ns=100_000_000)

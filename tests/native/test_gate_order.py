@@ -12,7 +12,8 @@ from gates import HASTY, SETTINGS, FakeDriver, Launcher, Rig, Workload, gate_rig
 from valve_abi import Order
 
 from valved.abi.link import Feature
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ChannelRef, Role, ServiceId
 
 SERVICE = ServiceId(7)

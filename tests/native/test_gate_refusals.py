@@ -10,7 +10,8 @@ import pytest
 from gates import SETTINGS, FakeDriver, Rig, Workload, gate_rig, wait_until
 from native_world import NativeWorld
 
-from valved.machine.ports import StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import StampKind
 from valved.model.ids import ClientId, GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)

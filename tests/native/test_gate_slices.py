@@ -10,7 +10,7 @@ from gates import SETTINGS, FakeDriver, Rig, gate_rig, wait_until
 from grant_scene import FAR, MS, NEVER_IDLE, QUICK, SERVICE, GrantWords, Hook, Scene, prove
 from valve_abi import GrantAnswer
 
-from valved.machine.ports import StampKind, StopCause
+from valved.machine.stamps import StampKind, StopCause
 from valved.model.ids import GpuIndex, ServiceId
 
 GPU = frozenset({GpuIndex(0)})

@@ -15,8 +15,8 @@ from grant_scene import MS, QUICK, SERVICE, prove
 from valve_tools.bench import region_pages
 
 from valved.abi import region
-from valved.gate.permits import REASONS
-from valved.machine.ports import Stamp, StampKind
+from valved.gate.records import REASONS
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.wake import WakeReason
 

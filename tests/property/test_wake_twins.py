@@ -14,7 +14,9 @@ from valve_tools.sim.world import Compute, run
 from valved.native._gate import ffi, lib
 
 from valved.gate import readings
-from valved.gate.permits import ACTIONS, REASONS
+from valved.gate.permits import ACTIONS
+from valved.gate.records import REASONS
+from valved.model.figures import LARGEST
 from valved.policy.wake import (
     HintView,
     LauncherView,
@@ -158,14 +160,19 @@ def test_native_and_policy_never_differ_along_the_golden_traces(hinted, monkeypa
 
 def test_the_stamp_is_read_as_the_header_lays_it_out():
     assert readings._STAMP.size == ffi.sizeof("struct valve_stamp")
-    names = "service client launch_ns seen_ns ioctl_ns done_ns kind gpu epoch channels status teller requests_started"
-    native = ffi.new(
-        "struct valve_stamp[1]", [{name: 1 + i for i, name in enumerate(f"{names} requests_ended".split())}]
-    )
-    native[0].kind = 3
+    names = [name for name, _ in ffi.typeof("struct valve_stamp").fields]
+    native = ffi.new("struct valve_stamp[1]", [{name: 3 + i for i, name in enumerate(names)}])
 
     (stamp,) = readings.stamps(native, 1)
 
-    assert {name: getattr(stamp, name) for name in stamp._fields} == {
-        name: getattr(native[0], name) for name in stamp._fields
-    }
+    renamed = {"kind": "code", "requests_started": "claims_started", "requests_ended": "claims_ended"}
+    assert [renamed.get(name, name) for name in names] == list(stamp._fields)
+    assert list(stamp) == [3 + i for i in range(len(names))]
+
+
+def test_what_a_client_claims_of_its_requests_is_cut_to_what_can_be():
+    native = ffi.new("struct valve_stamp[1]", [{"requests_started": 2**64 - 1, "requests_ended": 2**63}])
+
+    (stamp,) = readings.stamps(native, 1)
+
+    assert (stamp.requests_started, stamp.requests_ended) == (LARGEST, LARGEST)

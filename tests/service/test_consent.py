@@ -13,7 +13,8 @@ from valved.clients.identity import PodClaim
 from valved.config import Config, GrantedTable, load_config
 from valved.errors import ConfigError, InvalidRequest
 from valved.kube.pods import PodBook
-from valved.machine.ports import Grants, Stamp, StampKind, StopCause
+from valved.machine.ports import Grants
+from valved.machine.stamps import Stamp, StampKind, StopCause
 from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -289,7 +290,7 @@ def test_the_end_of_a_grant_is_no_preemption_and_delays_nobody(tmp_path):
     offline(world, 710)
     before = state(world)
     stamp = Stamp(
-        kind=StampKind.GATE,
+        code=StampKind.GATE,
         service=service,
         client=1,
         gpu=0,

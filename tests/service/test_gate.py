@@ -10,7 +10,8 @@ from node_world import MS, SECOND
 
 from valved.abi.link import Feature
 from valved.gate.online import MOST_LEFT
-from valved.machine.ports import ClientView, Stamp, StampKind
+from valved.machine.ports import ClientView
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, Role
 from valved.policy.wake import WakeReason
@@ -386,7 +387,7 @@ def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
     online = world.online()
     world.run(100)
     late = Stamp(
-        kind=StampKind.GATE,
+        code=StampKind.GATE,
         service=world.service_of(online),
         client=online,
         gpu=0,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
+from functools import partial
 
 from node_world import SECOND
+from valved.native._gate import ffi
 
+from valved.gate import readings
 from valved.gate.permits import rule_of
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.events import EventKind
+from valved.model.ids import GpuIndex
+from valved.state.journal import QUIET
 
 
 def test_a_permission_never_costs_more_calls_than_its_own(world):
@@ -75,3 +82,77 @@ def test_a_new_setting_never_waits_for_the_end_of_a_rest(world):
     world.run(2100)
 
     assert world.gating.online[world.service_of(online)].rule.cooldown_ns >= SECOND // 5
+
+
+def stamp_of(world, online, code, after):
+    """Of a hold or a wake, `after` epochs behind the last."""
+    service, at_ns = world.service_of(online), world.clock.now_ns() + 1000 * after
+    epoch = world.gate.services[service].epoch + after
+    return Stamp(service, online, at_ns, at_ns, 0, at_ns, int(code), GpuIndex(0), epoch, 0, 0)
+
+
+def calls_of(call):
+    """Without the garbage collector's: who listens to that is called whenever it comes."""
+    calls = []
+    gc.disable()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    call()
+    sys.setprofile(None)
+    gc.enable()
+    return calls
+
+
+EDGE_CALLS = {
+    StampKind.HOLD: ["take", "_held", "hold", "advance", "begin_hold", "put_unmade"],
+    StampKind.WAKE: ["take", "_woken", "release", "advance", "end_hold", "woken", "put_unmade"],
+}
+
+
+def test_an_ordinary_edge_never_costs_more_calls_than_its_own(world):
+    """There may be a thousand a second, and nobody reads most of what is noted of them."""
+    world.offline()
+    online = world.online()
+    world.work(online, ms=2)
+    world.run(100)
+    stamps = [stamp_of(world, online, kind, 1 + number) for number, kind in enumerate(EDGE_CALLS)]
+
+    assert [calls_of(partial(world.gating.edges.take, stamp)) for stamp in stamps] == list(EDGE_CALLS.values())
+
+
+def test_a_hold_beside_another_never_settles_the_account_of_its_gpu(world):
+    world.offline()
+    online, other = world.online(), world.online()
+    world.run(100)
+    take = world.gating.edges.take
+    take(stamp_of(world, other, StampKind.HOLD, 1))
+    stamps = [stamp_of(world, online, kind, 1 + number) for number, kind in enumerate(EDGE_CALLS)]
+
+    assert not any("advance" in calls_of(partial(take, stamp)) for stamp in stamps)
+
+    take(stamp_of(world, other, StampKind.WAKE, 2))
+
+
+def test_reading_stamps_never_costs_a_call_for_each():
+    native = ffi.new("struct valve_stamp[]", 100)
+
+    assert calls_of(lambda: readings.stamps(native, 100))[1:] == ["stamps"]
+
+
+def test_an_edge_that_was_noted_unread_is_no_other_event_than_one_that_was_watched(world):
+    world.offline()
+    online = world.online()
+    world.run(100)
+    watcher = world.journal.watch((), 100, lambda: None)
+    world.work(online, ms=2)
+    world.run(100)
+    watched = [event for event, _ in watcher.take() if event.kind in QUIET]
+    world.journal.unwatch(watcher)
+    world.work(online, ms=2)
+    world.run(100)
+
+    def shape(event):
+        return event.kind, event.service, event.client, event.gpus, event.reason, set(event.detail)
+
+    unread = world.events(*QUIET)[-len(watched) :]
+    assert {EventKind.GATE, EventKind.WAKE} <= {event.kind for event in unread}
+    assert [*map(shape, unread)] == [*map(shape, watched)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from valved.abi.link import LinkType
-from valved.machine.ports import StampKind
+from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Role
 
 

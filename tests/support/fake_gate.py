@@ -12,18 +12,8 @@ from functools import partial
 from lent_fds import lend
 from valve_tools.bench.waking import ClientPages, PolicyWaker
 
-from valved.machine.ports import (
-    ArmResult,
-    ClientFds,
-    ClientView,
-    Gap,
-    GpuInfo,
-    Grants,
-    LeftOff,
-    Stamp,
-    StampKind,
-    WakeOutcome,
-)
+from valved.machine.ports import ArmResult, ClientFds, ClientView, Gap, GpuInfo, Grants, LeftOff, WakeOutcome
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import GpuIndex, Reach, Role
 
 OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
@@ -456,9 +446,9 @@ class FakeGate:
         self.stamps.append(
             Stamp(
                 teller=tellers[0] if len(tellers) == 1 else 0,
-                requests_started=told.requests_started,
-                requests_ended=told.requests_ended,
-                kind=kind,
+                claims_started=told.requests_started,
+                claims_ended=told.requests_ended,
+                code=kind,
                 service=service,
                 client=client,
                 gpu=GpuIndex(gpu),

@@ -17,7 +17,8 @@ from valve_tools.bench import region_pages
 from valved.native._gate import ffi, lib
 
 from valved.gate.adapter import NativeGate, NativeSettings
-from valved.machine.ports import ArmResult, ClientFds, Stamp
+from valved.machine.ports import ArmResult, ClientFds
+from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,8 @@ from valve_abi import GRANT_OFFSET, GrantAnswer
 from valve_tools.bench import region_pages
 from valve_tools.bench.region_pages import Page
 
-from valved.machine.ports import StampKind, WakeRule
+from valved.machine.ports import WakeRule
+from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.wake import WakeSettings
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from valve_tools.emulator.node import environment
 
 from valved.gate.adapter import NativeGate, NativeSettings
-from valved.machine.ports import Stamp, StampKind, WakeOutcome
+from valved.machine.ports import WakeOutcome
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)

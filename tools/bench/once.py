@@ -20,7 +20,8 @@ from valve_tools.bench.waking import ClientPages, PolicyWaker
 from valved.abi.link import Feature
 from valved.gate.permits import GateSettings
 from valved.gate.wake import GateService
-from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeLook, WakeOutcome, WakeRule
+from valved.machine.ports import ClientView, Gap, GpuInfo, WakeLook, WakeOutcome, WakeRule
+from valved.machine.stamps import Stamp, StampKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import MS, SECOND, CooldownSettings
@@ -189,7 +190,7 @@ class VirtualGate:
     def _stamp(self, kind: StampKind, client: ClientId, launch_ns: int, done_ns: int) -> None:
         self.stamps.append(
             Stamp(
-                kind=kind,
+                code=kind,
                 service=self.service,
                 client=client,
                 gpu=GPU,

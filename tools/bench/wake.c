@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,12 +22,31 @@ struct shared {
 	uint32_t heard;
 };
 
+struct policy { /* struct sched_attr: its name and header depend on the libc */
+	uint32_t size, policy;
+	uint64_t flags;
+	int32_t nice;
+	uint32_t priority;
+	uint64_t runtime, deadline, period;
+};
+
 static uint64_t now_ns(void)
 {
 	struct timespec t;
 
 	clock_gettime(CLOCK_MONOTONIC, &t);
 	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* The last steps of a launch that rings, as the shim takes them; gate_peers.py calls them, too. */
+__attribute__((visibility("default"))) int valve_bench_ring(uint64_t *launch_ns, int bell);
+
+int valve_bench_ring(uint64_t *launch_ns, int bell)
+{
+	uint64_t one = 1;
+
+	__atomic_store_n(launch_ns, now_ns(), __ATOMIC_RELEASE);
+	return write(bell, &one, sizeof one) == sizeof one ? 0 : -1;
 }
 
 static void rest(long ns)
@@ -36,12 +56,9 @@ static void rest(long ns)
 
 static int ring(struct shared *shared, int bell, uint32_t count)
 {
-	uint64_t one = 1;
-
 	for (uint32_t i = 1; i <= count; i++) {
 		rest(QUIET_LEAST_NS + random() % QUIET_MORE_NS);
-		__atomic_store_n(&shared->rung_ns, now_ns(), __ATOMIC_RELEASE);
-		if (write(bell, &one, sizeof one) < 0)
+		if (valve_bench_ring(&shared->rung_ns, bell))
 			return 1;
 		while (__atomic_load_n(&shared->heard, __ATOMIC_ACQUIRE) != i)
 			rest(QUIET_LEAST_NS);
@@ -49,12 +66,21 @@ static int ring(struct shared *shared, int bell, uint32_t count)
 	return 0;
 }
 
+/* As valved/native/worker.c does; what is refused is refused there, too. */
+static void hurry(void)
+{
+	struct policy normal = {.size = sizeof normal, .nice = -20, .runtime = 100000};
+
+	setpriority(PRIO_PROCESS, 0, -20);
+	syscall(SYS_sched_setattr, 0, &normal, 0);
+}
+
 static int hear(struct shared *shared, int poll, uint32_t count)
 {
 	struct epoll_event event;
 	uint64_t took_ns;
 
-	setpriority(PRIO_PROCESS, 0, -20); /* refused: as a normal one, then */
+	hurry();
 	for (uint32_t i = 1; i <= count; i++) {
 		if (epoll_wait(poll, &event, 1, -1) != 1)
 			return 1;

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import NamedTuple
 
-from valved.gate.permits import ACTIONS, REASONS
+from valved.gate.permits import ACTIONS
+from valved.gate.records import REASONS
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import ClientView, WakeLook, WakeOutcome, WakeRule
 from valved.policy.wake import (

@@ -22,15 +22,8 @@ from valved.gate.armed import GateClient
 from valved.gate.grants import NativeGrants
 from valved.gate.reaching import NativeChannels
 from valved.machine import cards
-from valved.machine.ports import (
-    ClientFds,
-    ClientView,
-    GpuInfo,
-    Stamp,
-    WakeLook,
-    WakeOutcome,
-    WakeRule,
-)
+from valved.machine.ports import ClientFds, ClientView, GpuInfo, WakeLook, WakeOutcome, WakeRule
+from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 from valved.native._gate import ffi, lib
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from valved.gate.accounts import book_hold
 from valved.gate.online import OnlineService
-from valved.gate.permits import GateSettings, Permits, reason_of
-from valved.gate.records import GateRecords, why
+from valved.gate.permits import GateSettings, Permits
+from valved.gate.records import GateRecords, held_event, refused_event, stopped_event, woken_event
 from valved.machine.clock import Clock
-from valved.machine.ports import GRANT_CAUSES, GatePort, Stamp, StampKind
-from valved.model.events import EventKind
+from valved.machine.ports import GatePort
+from valved.machine.stamps import GRANT_CAUSES, Stamp, StampKind
 from valved.model.ids import GpuIndex, Reach, ServiceId
-from valved.model.statuses import status_text
 from valved.policy.breaker import Tally, step_breaker
 from valved.policy.locks import LockState, Stop, step_locks
 from valved.state.registry import Books
 from valved.state.stats import GpuAccount, NodeCounters
 
 DRIVER_CALLS = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)  # made by valved itself; the other rungs ask the process
+GATE, HOLD, WAKE = map(int, (StampKind.GATE, StampKind.HOLD, StampKind.WAKE))
 
 
 @dataclass(eq=False, repr=False)
@@ -34,38 +33,43 @@ class Edges:
     _counters: NodeCounters
     _records: GateRecords
     _permits: Permits
+    _stop_failed: Callable[[Stamp], None]
     _online: Mapping[ServiceId, OnlineService]
     _gpus: Mapping[GpuIndex, GpuAccount]
 
     def __post_init__(self) -> None:
+        self._record = self._records.edge
         self.locks = LockState()  # what the stops told of the driver's locks
 
     def take(self, stamp: Stamp) -> None:
-        online = self._online.get(stamp.service)
-        gpus = online.gpus if online is not None else frozenset[GpuIndex]()
-        match stamp.kind:
-            case StampKind.GATE:
-                self._closed(online, stamp)
-            case StampKind.HOLD:
-                self._held(online, stamp)
-                self._records.edge(EventKind.HOLD, stamp, tuple(gpus), why(stamp))
-            case StampKind.WAKE:
-                self._woken(online, stamp)
-                reason = reason_of(stamp.status)
-                self._records.edge(EventKind.WAKE, stamp, tuple(gpus), reason.value if reason else "")
-            case StampKind.WAKE_REFUSED:
-                self._counters.wake_refused += 1
-                self._records.edge(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
-            case StampKind.GATE_FAILED:
-                self._counters.gate_failures += 1
+        """Holds and wakes come a thousand a second at times, the others seldom."""
+        code, online = stamp.code, self._online.get(stamp.service)
+        if code == HOLD:
+            self._held(online, stamp)
+            self._record(held_event, stamp, online.gpus if online is not None else ())
+        elif code == WAKE:
+            self._woken(online, stamp)
+            self._record(woken_event, stamp, online.gpus if online is not None else ())
+        elif code == GATE:
+            self._closed(online, stamp)
+            self._record(stopped_event, stamp, ())
+        else:
+            self._other(online, stamp)
+
+    def _other(self, online: OnlineService | None, stamp: Stamp) -> None:
+        if stamp.kind is StampKind.WAKE_REFUSED:
+            self._counters.wake_refused += 1
+            self._record(refused_event, stamp, ())
+        elif stamp.kind is StampKind.GATE_FAILED:
+            self._counters.gate_failures += 1
+            try:
                 self._held(online, stamp)  # the hold is as good as any other: only the stop is bad
-                self._records.edge(
-                    EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"the stop failed: {status_text(stamp.status)}"
-                )
-            case StampKind.LEARN:
-                if online is not None:
-                    online.rule = None  # it waits for a new one
-                    self._permits.look_soon(online)
+                self._records.failed(stamp)
+            finally:
+                self._stop_failed(stamp)
+        elif stamp.kind is StampKind.LEARN and online is not None:
+            online.rule = None  # it waits for a new one
+            self._permits.look_soon(online)
 
     def _closed(self, online: OnlineService | None, stamp: Stamp) -> None:
         self._counters.gates += 1
@@ -76,7 +80,6 @@ class Edges:
             self._count_preemption(online, account, stamp)
         if online is not None and len(online.gpus) > 1 and stamp.ioctl_ns:
             self._learn_lock(stamp)
-        self._records.edge(EventKind.GATE, stamp, (stamp.gpu,), why(stamp))
 
     def _learn_lock(self, stamp: Stamp) -> None:
         if self._gate.channels.reach(stamp.gpu)[0] in DRIVER_CALLS:
@@ -101,10 +104,11 @@ class Edges:
     def _held(self, online: OnlineService | None, stamp: Stamp) -> None:
         if online is None:
             return
-        if online.woken_epoch is not None and _is_before(stamp.epoch, online.woken_epoch):
-            return  # a slow issuer reports a stop after the wake that undid it
+        if online.woken_epoch is not None and (stamp.epoch - online.woken_epoch) & 0xFFFFFFFF >= 1 << 31:
+            return  # a slow issuer reports a stop after the wake that undid it (epochs are 32 bits wide and wrap)
         at_ns = stamp.launch_ns or stamp.seen_ns or self._clock.now_ns()
-        book_hold(self._gpus, online.id, online.gpus, stamp.done_ns or at_ns)
+        for gpu in online.gpus:
+            self._gpus[gpu].hold(online.id, stamp.done_ns or at_ns)
         if not online.holding:
             online.begin_hold(at_ns)
 
@@ -133,8 +137,3 @@ class Edges:
             self._permits.withdraw(online)
             self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
             self._permits.look_soon(online)
-
-
-def _is_before(epoch: int, other: int) -> bool:
-    """Epochs are 32 bits wide and wrap."""
-    return (epoch - other) & 0xFFFFFFFF >= 1 << 31

@@ -20,8 +20,9 @@ from valved.gate.edges import DRIVER_CALLS
 from valved.gate.ending import Endings
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
-from valved.machine.ports import ProcessPort, Stamp
+from valved.machine.ports import ProcessPort
 from valved.machine.signals import Delivery, SignalPort
+from valved.machine.stamps import Stamp
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
 from valved.model.statuses import status_text

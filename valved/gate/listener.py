@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from valved.machine.ports import Stamp
+from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef
 from valved.state.registry import ClientEntry
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from valved.abi.link import Feature
 from valved.gate.requests import RequestTally
 from valved.machine.clock import TimerHandle
-from valved.machine.ports import ClientView, Stamp, WakeRule
+from valved.machine.ports import ClientView, WakeRule
+from valved.machine.stamps import Stamp
 from valved.model.consent import SILENT, Said
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally
@@ -37,8 +38,10 @@ def is_hinting(client: ClientEntry, view: ClientView) -> bool:
 class OnlineService:
     id: ServiceId
     gpus: frozenset[GpuIndex] = frozenset()
-    cooldown_state: CooldownState
+    read_state: CooldownState  # of the cooldown, when it was last read off
     cooldown: Cooldown
+    aged_ns: int = 0  # what the mark has aged since
+    seen_ns: int = 0  # up to when
     looked_ns: int = 0  # when its clients' regions were last read
     read_ns: int = 0  # when the cooldown was last read off its state
     breaker: BreakerState
@@ -68,11 +71,15 @@ class OnlineService:
     leaked: int = 0  # of them, that are not believed any more
     said: Said = SILENT  # its launcher's words on granted time
 
+    def __post_init__(self) -> None:
+        self.seen_ns = self.read_state.seen_ns
+
     def begin_hold(self, at_ns: int) -> None:
-        self.freed_ns = self.idle_ns(at_ns)
+        if not self.holding and at_ns > self.since_ns:
+            self.freed_ns += at_ns - self.since_ns
         self.holding = True
         self.since_ns = at_ns
-        self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
+        self.seen_ns = max(self.seen_ns, at_ns)  # quiet time does not age the mark
 
     def watch(self, on: bool, now_ns: int) -> None:
         """From now on the native side looks whether it is idle, or does so no more."""
@@ -80,11 +87,15 @@ class OnlineService:
         self.watching, self.watch_since_ns = on, now_ns
 
     def end_hold(self, at_ns: int) -> None:
-        self.unseen_ns = self._unseen_ns(at_ns)
-        self.held_ns += max(0, at_ns - self.since_ns)
+        if not self.watching:
+            self.unseen_ns = self._unseen_ns(at_ns)
+        if at_ns > self.since_ns:
+            self.held_ns += at_ns - self.since_ns
         self.holding = False
         self.since_ns = at_ns
-        self._age_mark(at_ns, held_ns=max(0, at_ns - self.cooldown_state.seen_ns))
+        if at_ns > self.seen_ns:
+            self.aged_ns += at_ns - self.seen_ns
+            self.seen_ns = at_ns
 
     def hold_ns(self, now_ns: int) -> int:
         """Time in which it held its GPUs, the hold under way included."""
@@ -103,12 +114,14 @@ class OnlineService:
         """Time in which it left its GPUs to others."""
         return self.freed_ns + (0 if self.holding else max(0, now_ns - self.since_ns))
 
-    def _age_mark(self, at_ns: int, held_ns: int) -> None:
-        """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
-        old = self.cooldown_state
-        self.cooldown_state = CooldownState(
-            mark_ns=old.mark_ns, age_ns=old.age_ns + held_ns, seen_ns=max(at_ns, old.seen_ns), gaps=old.gaps
-        )
+    @property
+    def cooldown_state(self) -> CooldownState:
+        """As step_cooldown ages it without gaps. Each edge moves two numbers, and few ask."""
+        return replace(self.read_state, age_ns=self.read_state.age_ns + self.aged_ns, seen_ns=self.seen_ns)
+
+    @cooldown_state.setter
+    def cooldown_state(self, state: CooldownState) -> None:
+        self.read_state, self.aged_ns, self.seen_ns = state, 0, state.seen_ns
 
     def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
         """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from valved.gate.online import OnlineService
-from valved.gate.records import GateRecords
+from valved.gate.records import GateRecords, reason_of
 from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import ClientView, GatePort, WakeLook, WakeRule
 from valved.model.ids import GpuIndex, Role, ServiceId
@@ -22,17 +22,7 @@ QUIET_TICKS = 4  # without a stamp and without a hold: then the native side ring
 REST_NS = 8 * TICK_NS  # ... and this looks for changed settings alone
 LEAST_CHANGE = 50  # a cooldown that has shrunk by less than this part is not worth telling
 
-# As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: not looked at yet.
-REASONS = (
-    None,
-    WakeReason.NO_OPEN_REQUESTS,
-    WakeReason.COOLDOWN_OVER,
-    WakeReason.COOLING,
-    WakeReason.REFUSED_LATELY,
-    WakeReason.BUSY,
-    WakeReason.OPEN_REQUESTS,
-    WakeReason.WATCHER_DEAD,
-)
+# As enum valve_wake_action of native/gate.h counts them.
 ACTIONS = (WakeAction.HOLD, WakeAction.WAIT, WakeAction.WAKE)
 
 
@@ -226,10 +216,6 @@ def is_news(old: WakeRule | None, new: WakeRule) -> bool:
     if old is None or old.watch_since_ns != new.watch_since_ns or old.watcher_lease_ns != new.watcher_lease_ns:
         return True
     return not 0 <= old.cooldown_ns - new.cooldown_ns < old.cooldown_ns // LEAST_CHANGE
-
-
-def reason_of(code: int) -> WakeReason | None:
-    return REASONS[code] if 0 <= code < len(REASONS) else None
 
 
 def decision_of(look: WakeLook, before: WakeDecision | None) -> WakeDecision | None:

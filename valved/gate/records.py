@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from valved.gate.online import OnlineService
-from valved.machine.ports import Stamp
-from valved.model.events import EventKind
+from valved.machine.stamps import Stamp
+from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex
+from valved.model.statuses import status_text
 from valved.policy.breaker import BreakerDecision
-from valved.policy.wake import WakeAction, WakeDecision
+from valved.policy.wake import WakeAction, WakeDecision, WakeReason
 from valved.state.journal import Journal
+
+Gpus = Iterable[GpuIndex]
+# As enum valve_wake_reason of native/gate.h counts them. 0: not looked at yet.
+REASONS = (
+    None,
+    WakeReason.NO_OPEN_REQUESTS,
+    WakeReason.COOLDOWN_OVER,
+    WakeReason.COOLING,
+    WakeReason.REFUSED_LATELY,
+    WakeReason.BUSY,
+    WakeReason.OPEN_REQUESTS,
+    WakeReason.WATCHER_DEAD,
+)
 
 
 class GateRecords:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self.edge = journal.put_unmade  # with one of the functions below
 
-    def edge(self, kind: EventKind, stamp: Stamp, gpus: tuple[GpuIndex, ...], reason: str) -> None:
-        at_ns = stamp.done_ns or stamp.seen_ns
-        if kind in (EventKind.HOLD, EventKind.WAKE):  # the many; no driver call belongs to them
-            detail = {"epoch": stamp.epoch}
-            if stamp.launch_ns:
-                detail["launch_ns"] = stamp.launch_ns
-            self._journal.put(kind, stamp.service, stamp.client, gpus, reason, at_ns, detail)
-            return
-        self._journal.emit(
-            kind,
-            service=stamp.service,
-            client=stamp.client,
-            gpus=gpus,
-            reason=reason,
-            t_ns=at_ns,
-            epoch=stamp.epoch,
-            channels=stamp.channels,
-            status=stamp.status,
-            launch_ns=stamp.launch_ns,
-            seen_ns=stamp.seen_ns,
-            ioctl_ns=stamp.ioctl_ns,
-            done_ns=stamp.done_ns,
-        )
+    def failed(self, stamp: Stamp) -> None:
+        """A stop that the driver refused, or that did not come back."""
+        event = _switched(0, stamp, EventKind.GATE_FAILED, (stamp.gpu,), f"the stop failed: {status_text(stamp.status)}")
+        self._journal.put(*event[2:7], event.t_ns, event.detail)
 
     def lost(self, stamps: int) -> None:
         self._journal.emit(
@@ -86,5 +84,41 @@ class GateRecords:
         )
 
 
-def why(stamp: Stamp) -> str:
+def held_event(seq: int, stamp: Stamp, gpus: Gpus) -> Event:
+    return _passing(seq, stamp, EventKind.HOLD, gpus, _why(stamp))
+
+
+def woken_event(seq: int, stamp: Stamp, gpus: Gpus) -> Event:
+    reason = reason_of(stamp.status)
+    return _passing(seq, stamp, EventKind.WAKE, gpus, reason.value if reason else "")
+
+
+def _passing(seq: int, stamp: Stamp, kind: EventKind, gpus: Gpus, reason: str) -> Event:
+    """No driver call belongs to it."""
+    detail = {"epoch": stamp.epoch}
+    if stamp.launch_ns:
+        detail["launch_ns"] = stamp.launch_ns
+    return Event(seq, stamp.done_ns, kind, stamp.service, stamp.client, tuple(gpus), reason, detail)
+
+
+def stopped_event(seq: int, stamp: Stamp, _: Gpus) -> Event:
+    return _switched(seq, stamp, EventKind.GATE, (stamp.gpu,), _why(stamp))
+
+
+def refused_event(seq: int, stamp: Stamp, _: Gpus) -> Event:
+    return _switched(seq, stamp, EventKind.WAKE_REFUSED, (), "a launch slipped in")
+
+
+def _switched(seq: int, stamp: Stamp, kind: EventKind, gpus: tuple[GpuIndex, ...], reason: str) -> Event:
+    names = ("epoch", "channels", "status", "launch_ns", "seen_ns", "ioctl_ns", "done_ns")
+    detail = {name: getattr(stamp, name) for name in names}
+    at_ns = stamp.done_ns or stamp.seen_ns
+    return Event(seq, at_ns, kind, stamp.service, stamp.client, gpus, reason, detail)
+
+
+def reason_of(code: int) -> WakeReason | None:
+    return REASONS[code] if 0 <= code < len(REASONS) else None
+
+
+def _why(stamp: Stamp) -> str:
     return "launch" if stamp.client else "asked by valved"

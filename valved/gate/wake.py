@@ -18,7 +18,8 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, Stamp, StampKind
+from valved.machine.ports import GatePort
+from valved.machine.stamps import Stamp
 from valved.model.ids import GpuIndex, ProcessId, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
@@ -47,7 +48,7 @@ class GateService:
         self._records = records = GateRecords(journal)
         shared = self.online, self.gpus
         self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain, self.want_prompt)
-        self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, *shared)
+        self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, self._failed, *shared)
         self._waiting: set[str] = set()  # who wants each stamp at once
         self._is_reading = False
         self._lost = 0  # stamps, as the port counts
@@ -65,7 +66,7 @@ class GateService:
         state = first_cooldown(now_ns, self.settings.cooldown)
         online = OnlineService(
             id=service,
-            cooldown_state=state,
+            read_state=state,
             cooldown=read_cooldown(state, self.settings.cooldown),
             breaker=BreakerState(since_ns=now_ns),
             since_ns=now_ns,
@@ -219,9 +220,10 @@ class GateService:
         self._is_reading = True
         errors = []
         try:
+            take = self.edges.take
             for stamp in (stamps := self._gate.drain_stamps()):
                 try:
-                    self._read(stamp)
+                    take(stamp)
                 except Exception as error:  # the others are of other holds, and are not to be had again
                     errors.append(error)
         finally:
@@ -238,12 +240,8 @@ class GateService:
         if errors:
             raise errors[0]
 
-    def _read(self, stamp: Stamp) -> None:
-        try:
-            self.edges.take(stamp)
-        finally:
-            if stamp.kind is StampKind.GATE_FAILED:
-                self.listener.stop_failed(stamp)
+    def _failed(self, stamp: Stamp) -> None:
+        self.listener.stop_failed(stamp)
 
     def _tell_opened(self) -> None:
         """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""

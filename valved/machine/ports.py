@@ -19,50 +19,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
+from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Reach, Role, ServiceId
-
-
-class StampKind(enum.IntEnum):
-    """What one native stamp reports."""
-
-    GATE = 1  # a ring or `hold` closed at least one GPU
-    HOLD = 2  # a ring took the hold, every GPU was closed already
-    WAKE = 3
-    WAKE_REFUSED = 4
-    GATE_FAILED = 5  # a disable failed or timed out; status says how
-    LEARN = 6  # a gap inside a hold must be learned from before this service is woken
-
-
-class StopCause(enum.IntEnum):
-    """Why a hold was taken, as enum valve_cause of native/gate.h counts."""
-
-    ASKED = 0
-    RING = 1
-    GRANT_END = 2
-    GRANT_BROKEN = 3  # a launch fell into a grant
-
-
-GRANT_CAUSES = frozenset({StopCause.GRANT_END, StopCause.GRANT_BROKEN})
-
-
-class Stamp(NamedTuple):
-    """One native event. Times are CLOCK_MONOTONIC; 0 where a step did not happen."""
-
-    kind: StampKind
-    service: ServiceId
-    client: ClientId  # whose doorbell rang; 0 when Python asked
-    gpu: GpuIndex  # GATE and GATE_FAILED: one stamp per GPU that was closed; else the first GPU
-    epoch: int
-    channels: int  # that were switched; WAKE: open requests that were not believed
-    status: int  # RM status, or -errno; WAKE: the reason, as WakeLook has it
-    launch_ns: int  # the ringing launch, from the client's region (checked against seen_ns)
-    seen_ns: int  # the listener woke
-    ioctl_ns: int  # first disable ioctl of this GPU entered
-    done_ns: int  # last one returned
-    teller: int = 0  # the only client of the service that tells of requests; 0: none, or several
-    requests_started: int = 0  # its totals then
-    requests_ended: int = 0
-    cause: int = 0  # GATE and HOLD: StopCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

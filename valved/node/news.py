@@ -14,7 +14,7 @@ from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
 from valved.gate.listener import GateListener
-from valved.machine.ports import Stamp
+from valved.machine.stamps import Stamp
 from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, Role

@@ -8,12 +8,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from valved.machine.clock import Clock, TimerHandle
 from valved.model.events import AUDITED, Event, EventKind
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
+
+Told = TypeVar("Told")
+More = TypeVar("More")
 
 FLUSH_NS = 1_000_000_000  # lines reach the file within a second of the first unflushed one
 
@@ -76,10 +80,11 @@ class Journal:
         """`files`: each with whether it takes every event, or the audited kinds only."""
         self._clock = clock
         self._ring_events = ring_events
-        self._edges: deque[Event] = deque(maxlen=ring_events)  # hundreds a second at times
+        self._edges: deque[Event | tuple[Any, ...]] = deque(maxlen=ring_events)  # hundreds a second at times, see _made
         self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
         self._files = tuple(files)
         self._watchers: set[Watcher] = set()
+        self._writes_all = self._has_readers = any(takes_all for _, takes_all in self._files)
         self.epoch = time.time_ns()  # names this start of valved: the numbers of events begin anew with each
         self._seq = 0
         self._flush: TimerHandle | None = None
@@ -107,21 +112,35 @@ class Journal:
         t_ns: int,
         detail: Mapping[str, str | int],
     ) -> Event:
-        """The same for whoever has hundreds a second."""
         self._seq += 1
-        event = Event(self._seq, t_ns or self._clock.now_ns(), kind, service, client, gpus, reason, detail)
-        is_quiet = kind in QUIET
+        return self._pass_on(
+            Event(self._seq, t_ns or self._clock.now_ns(), kind, service, client, gpus, reason, detail)
+        )
+
+    def put_unmade(self, make: Callable[[int, Told, More], Event], told: Told, more: More) -> None:
+        """The same for whoever has a thousand a second, of kinds in QUIET and not in AUDITED. Few are ever read:
+        `make` makes those."""
+        self._seq = seq = self._seq + 1
+        if self._has_readers:
+            self._pass_on(make(seq, told, more))
+        else:
+            self._edges.append((seq, make, told, more))
+
+    def _pass_on(self, event: Event) -> Event:
+        is_quiet = event.kind in QUIET
         (self._edges if is_quiet else self._rest).append(event)
         for watcher in self._watchers:
             watcher.offer(event)
         self._write(event)
         if not is_quiet:
-            log.log(logging.WARNING if kind in LOUD else logging.INFO, kind.value, extra={"event": event})
+            level = logging.WARNING if event.kind in LOUD else logging.INFO
+            log.log(level, event.kind.value, extra={"event": event})
         return event
 
     def recent(self, matches: Callable[[Event], bool], most: int) -> list[Event]:
         """The newest events that match, oldest first."""
-        newest = heapq.merge(reversed(self._edges), reversed(self._rest), key=lambda event: -event.seq)
+        edges = map(_made, reversed(self._edges))
+        newest = heapq.merge(edges, reversed(self._rest), key=lambda event: -event.seq)
         return list(itertools.islice(filter(matches, newest), most))[::-1]
 
     def watch(
@@ -148,10 +167,12 @@ class Journal:
             is_known = not is_other and (epoch is not None or not since_seq)
             watcher.missed = self._seq - first - len(after) + len(wanted) - watcher.kept if is_known else None
         self._watchers.add(watcher)
+        self._has_readers = True
         return watcher
 
     def unwatch(self, watcher: Watcher) -> None:
         self._watchers.discard(watcher)
+        self._has_readers = bool(self._watchers) or self._writes_all
 
     def close(self) -> None:
         if self._flush is not None:
@@ -172,3 +193,11 @@ class Journal:
         self._flush = None
         for file, _ in self._files:
             file.flush()
+
+
+def _made(kept: Event | tuple[Any, ...]) -> Event:
+    if isinstance(kept, Event):
+        return kept
+    seq, make, *told = kept
+    event: Event = make(seq, *told)
+    return event

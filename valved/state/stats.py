@@ -72,14 +72,19 @@ class GpuAccount:
             self.harvest_ns += elapsed_ns if self.channels else 0
 
     def hold(self, service: int, at_ns: int) -> None:
+        """One more holder changes what the time is booked as only where no service holds."""
         if service not in self.holders:
-            self.advance(at_ns)
+            if self.holders <= self.standing:
+                self.advance(at_ns)
             self.holders.add(service)
 
     def release(self, service: int, at_ns: int) -> None:
         if service in self.holders:
-            self.advance(at_ns)
-            self.holders.discard(service)
+            self.holders.remove(service)
+            if self.holders <= self.standing:
+                self.holders.add(service)  # until now
+                self.advance(at_ns)
+                self.holders.remove(service)
 
     def set_channels(self, channels: int, at_ns: int) -> None:
         self.advance(at_ns)
