@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from valved.kv.columns import per_column, queue_of
+from valved.kv.columns import queue_of
 from valved.model.memory import KvLayout, KvRange, KvTensor
 from valved.policy.columns import columns_of
 from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
@@ -39,9 +39,9 @@ def test_who_needs_fewer_never_gets_others_than_the_first_of_the_queue(seed):
     takeable = chance.random(COLUMNS) < 0.8
     able = replace(costs, column_cost=np.where(takeable, costs.column_cost, np.inf))
 
-    queue = queue_of(costs, takeable, COLUMNS * per_column(costs))
+    queue = queue_of(costs, takeable, 2 * COLUMNS)
 
-    for handles in range(1, COLUMNS * per_column(costs)):
+    for handles in range(1, 2 * COLUMNS):
         picks = select(able, handles).picks
         assert queue.picks[: len(picks)] == picks
     assert takeable[queue.columns].all()

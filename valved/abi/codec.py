@@ -31,15 +31,18 @@ class Plain:
         self._struct = layout.struct()
         fields = dataclasses.fields(body)
         self._names = tuple(field.name for field in fields)
-        self._readers = tuple(readers.get(field.name) or _READERS.get(str(field.type), _same) for field in fields)
+        found = {field.name: readers.get(field.name) or _READERS.get(str(field.type)) for field in fields}
+        self._readers = [(name, reader) for name, reader in found.items() if reader is not None]
 
     @property
     def size(self) -> int:
         return self._struct.size
 
     def read(self, packet: bytes, at: int) -> Any:
-        fields = zip(self._names, self._readers, self._struct.unpack_from(packet, at), strict=True)
-        return self._body(**{name: reader(value) for name, reader, value in fields})
+        fields = dict(zip(self._names, self._struct.unpack_from(packet, at), strict=True))
+        for name, reader in self._readers:
+            fields[name] = reader(fields[name])
+        return self._body(**fields)
 
     def write(self, body: Any) -> bytes:
         return self._struct.pack(*[_raw(getattr(body, name)) for name in self._names])
@@ -47,10 +50,6 @@ class Plain:
 
 def _raw(value: Any) -> Any:
     return value.encode("ascii", "replace") if isinstance(value, str) else value
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _text(raw: bytes) -> str:

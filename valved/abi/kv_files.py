@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import valve_abi
@@ -31,7 +31,7 @@ from valve_abi import KvMode
 
 from valved.abi import region
 from valved.fds import Fds
-from valved.model.figures import plausible
+from valved.model.figures import LARGEST, plausible
 
 Ints = NDArray[np.int64]
 TABLE_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_TABLE.dtype())
@@ -112,9 +112,8 @@ class KvTable:
         os.close(self.fd)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BookView:
-    """One look at what the hook says."""
+class BookView(NamedTuple):
+    """One look at what the hook says, as it stands in its book. A tuple: a service that waits has it read."""
 
     epoch_seen: int
     mode: KvMode
@@ -139,12 +138,9 @@ class BookRows:
     tokens: Ints
 
 
-VIEW_WORDS = [(name, list(BOOK_HEAD.names or ()).index(name)) for name in BookView.__dataclass_fields__]
+VIEW_AT = (BOOK_HEAD.names or ()).index("epoch_seen")
+assert (BOOK_HEAD.names or ())[VIEW_AT:] == BookView._fields, "see KvBook.view"
 MODES = {int(mode): mode for mode in KvMode}
-
-
-def _mode(word: int) -> KvMode:
-    return MODES.get(word, KvMode.NONE)
 
 
 class KvBook:
@@ -177,15 +173,17 @@ class KvBook:
         return BOOK_HEAD.itemsize + -(-blocks // 64) * 64 + rows * ROW.itemsize + 4 * rows * row_blocks
 
     def view(self) -> BookView:
-        words = self._head[0].item()  # all of them at once: a look at each name costs ten times as much
-        raw: dict[str, Any] = {name: plausible(words[at]) for name, at in VIEW_WORDS}
-        used = min(raw["used_blocks"], self._blocks)
-        wanted = min(max(raw["wanted_blocks"], used), self._blocks)
-        return BookView(**{**raw, "mode": _mode(raw["mode"]), "used_blocks": used, "wanted_blocks": wanted})
+        words = self._head[0].item()[VIEW_AT:]  # all of them at once: a look at each name costs ten times as much
+        if max(words) > LARGEST:
+            words = map(plausible, words)
+        epoch, mode, used, wanted, *rest = words
+        used = min(used, self._blocks)
+        wanted = min(max(wanted, used), self._blocks)
+        return BookView(epoch, MODES.get(mode, KvMode.NONE), used, wanted, *rest)
 
     @property
     def mode(self) -> KvMode:
-        return _mode(int(self._head["mode"][0]))
+        return MODES.get(int(self._head["mode"][0]), KvMode.NONE)
 
     def offered(self) -> NDArray[np.bool_]:
         return self._offered.astype(np.bool_)

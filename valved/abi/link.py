@@ -129,11 +129,11 @@ def parse(packet: bytes) -> Packet:
     magic, _, kind_value, length, seq, sent_ns = _HEADER.unpack_from(packet)
     if magic != MAGIC:
         raise Malformed(f"magic {magic:#x}")
-    codec = CODECS.get(kind_value)
-    if codec is None:
+    kind = KINDS.get(kind_value)
+    if kind is None:
         raise Malformed(f"unknown type {kind_value}")
-    kind = LinkType(kind_value)
-    if not len(packet) == length == packet_bytes(kind):
+    codec = CODECS[kind]
+    if not len(packet) == length == _HEADER.size + codec.size:
         raise Malformed(f"{kind.name} of {len(packet)} bytes states {length}, needs {packet_bytes(kind)}")
     return Packet(type=kind, seq=seq, sent_ns=sent_ns, body=codec.read(packet, _HEADER.size))
 
@@ -150,7 +150,7 @@ def _refusal(value: int) -> Refusal:
     return Refusal(value)
 
 
-CODECS: dict[int, Codec] = {
+CODECS: dict[LinkType, Codec] = {
     LinkType.HELLO: Plain(Hello, valve_abi.LINK_HELLO),
     LinkType.WELCOME: Plain(Welcome, valve_abi.LINK_WELCOME),
     LinkType.REFUSED: Plain(RefusedMessage, valve_abi.LINK_REFUSED, code=_refusal),
@@ -175,3 +175,4 @@ CODECS: dict[int, Codec] = {
     LinkType.KV_RUNS: kv_link.RUNS,
     LinkType.KV_SCRATCH: kv_link.SCRATCH,
 }
+KINDS: dict[int, LinkType] = {int(kind): kind for kind in CODECS}

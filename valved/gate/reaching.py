@@ -226,6 +226,8 @@ class NativeChannels:
         if used is None:
             note = f"own RM client: {status_text(status)}" if status else "not tested: no offline channel yet"
             return (Reach.CHANNEL_FD if status else Reach.CHANNEL_OWN), note
+        if used is LADDER[0]:  # asked while a service waits for memory
+            return used, ""
         better = (self._reasons.get((gpu, rung)) for rung in LADDER if is_worse(used, rung))
         return used, "; ".join(filter(None, better))
 

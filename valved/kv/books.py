@@ -12,9 +12,9 @@ import numpy as np
 
 from valved.abi.link import Ack, Feature, LinkType
 from valved.config import MIB, MemoryTable
+from valved.gate.launch_holds import LaunchHolds
 from valved.kv.columns import Rank
 from valved.kv.engines import Engine
-from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import Pool
 from valved.kv.slots import Ints, RangeKey
@@ -23,6 +23,7 @@ from valved.machine.ports import CloserPort, GatePort
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.state.registry import Books, ClientEntry
 
+RUNS = int(Feature.KV_RUNS)
 SPARE_FDS = 4096  # of the limit on descriptors, kept for clients, files and what travels
 
 
@@ -70,7 +71,7 @@ class KvBooks:
 
     def _takes_runs(self, client: ClientId) -> bool:
         entry = self.registry.clients.get(client)
-        return entry is not None and bool(entry.features & Feature.KV_RUNS)
+        return entry is not None and bool(entry.features & RUNS)
 
     def role_of(self, client: ClientId) -> Role:
         entry = self.registry.clients.get(client)

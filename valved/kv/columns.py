@@ -29,14 +29,17 @@ QUEUED = 1024  # columns of an engine that are put in order ahead of need: a GiB
 def remembered(find: Callable[[Columns], Found]) -> Callable[[Columns], Found]:
     """Asked once between two changes of the books. An array that is remembered is not to be written."""
 
+    name = find.__name__
+
     @wraps(find)
     def known(columns: Columns) -> Found:
         answers = columns.known()
-        found: Found | None = answers.get(find.__name__)
-        if found is None:
-            found = answers[find.__name__] = find(columns)
-            if isinstance(found, np.ndarray):
-                found.flags.writeable = False
+        if name in answers:
+            answer: Found = answers[name]
+            return answer
+        found = answers[name] = find(columns)
+        if isinstance(found, np.ndarray):
+            found.flags.writeable = False
         return found
 
     return known
@@ -93,6 +96,10 @@ class Columns:
         self._known_at = -1, -1  # changes of `_at`, and others, that are in it
         self._changes = 0
         self._reclaimable: Bools = np.zeros(0, np.bool_)
+        self.columns = 0
+        self.gpus: frozenset[GpuIndex] = frozenset()
+        self.most_handles: dict[GpuIndex, int] = {}  # of a column, on each of its GPUs ...
+        self.least_handles: dict[GpuIndex, int] = {}  # ... and of one that has any there
         self._gpu_handles: dict[GpuIndex, Ints] = {}
         self._cell_gpu = NOTHING
         self._bare: dict[GpuIndex, Ints] = {}
@@ -131,6 +138,9 @@ class Columns:
             GpuIndex(gpu): np.bincount(self._cell_column[self._cell_gpu == gpu], minlength=len(first.columns))
             for gpu in np.unique(self._cell_gpu).tolist()
         }
+        self.columns, self.gpus = len(self._reclaimable), frozenset(self._gpu_handles)
+        self.most_handles = {gpu: int(counts.max()) for gpu, counts in self._gpu_handles.items()}
+        self.least_handles = {gpu: int(counts[counts > 0].min()) for gpu, counts in self._gpu_handles.items()}
 
     def _cells_in(self, is_mine: list[bool], cell_book: Ints, cell_slot: Ints) -> Cells:
         mine = np.flatnonzero(np.array(is_mine)[cell_book])
@@ -152,14 +162,6 @@ class Columns:
 
     # Questions
 
-    @property
-    def columns(self) -> int:
-        return len(self._reclaimable)
-
-    @property
-    def gpus(self) -> frozenset[GpuIndex]:
-        return frozenset(self._gpu_handles)
-
     def handles_of(self, gpu: GpuIndex) -> Ints:
         """Handles of each column on this GPU."""
         return self._gpu_handles[gpu]
@@ -167,7 +169,7 @@ class Columns:
     @property
     def handles_per_column(self) -> int:
         """Of the largest column, on the GPU that has most."""
-        return max((int(counts.max()) for counts in self._gpu_handles.values()), default=1)
+        return max(self.most_handles.values(), default=1)
 
     @property
     def changes(self) -> tuple[int, int]:
@@ -176,7 +178,7 @@ class Columns:
 
     def known(self) -> dict[str, Any]:
         """What was asked since the books changed last, and its answer."""
-        now = self.changes
+        now = self._at.changes, self._changes
         if now != self._known_at:
             self._known, self._known_at = {}, now
         return self._known
@@ -231,8 +233,8 @@ class Columns:
         for part in self._parts:
             standing = self._at.rows[part.place]
             is_so = standing >= 0 if backed else standing == NO_HANDLE
-            chosen = np.flatnonzero(is_wanted[part.column] & is_so)
-            if len(chosen):
+            (chosen,) = (is_wanted[part.column] & is_so).nonzero()
+            if chosen.size:
                 found.append(part.slots[chosen])
         return found
 
@@ -247,19 +249,24 @@ class Columns:
             }
         return self._bare[gpu]
 
+    def lacking(self, columns: Ints) -> dict[GpuIndex, int]:
+        """Handles that these lack on each GPU and that are not ordered yet."""
+        return {gpu: int(self.bare_handles(gpu)[columns].sum()) for gpu in self._gpu_handles}
+
     def fitting(self, columns: Ints, handles: Mapping[GpuIndex, int]) -> int:
         """How many of these can be backed by so many handles, from the first on."""
         fits = len(columns)
         for gpu in self._gpu_handles:
-            needed = np.cumsum(self.bare_handles(gpu)[columns])
-            fits = min(fits, int(np.searchsorted(needed, handles[gpu], side="right")))
+            needed = self.bare_handles(gpu)[columns].cumsum()
+            fits = min(fits, int(needed.searchsorted(handles[gpu], side="right")))
         return fits
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""
-        is_in = np.zeros(self.columns, np.bool_)
-        is_in[columns] = True
-        return np.flatnonzero(~self.are_whole(~is_in))
+        are_out = np.ones(self.columns, np.bool_)
+        are_out[columns] = False
+        (blocks,) = (~self.are_whole(are_out)).nonzero()
+        return blocks
 
     def are_whole(self, columns: Bools) -> Bools:
         """Of every block, whether it lies in these columns only."""
@@ -275,14 +282,13 @@ class Columns:
         return self.backed_columns() & self._reclaimable & ~self.going
 
     @remembered
-    def least_handles(self) -> dict[GpuIndex, int]:
-        """Of the smallest column that may be taken and has some, on each GPU where there is one."""
-        found = {gpu: counts[self.takeable() & (counts > 0)] for gpu, counts in self._gpu_handles.items()}
-        return {gpu: int(counts.min()) for gpu, counts in found.items() if len(counts)}
-
-    @remembered
     def takeable_handles(self) -> dict[GpuIndex, int]:
         return {gpu: int(counts[self.takeable()].sum()) for gpu, counts in self._gpu_handles.items()}
+
+    @remembered
+    def takes_any(self) -> bool:
+        """Whether anything may be taken now."""
+        return any(self.takeable_handles().values())
 
 
 def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
@@ -306,7 +312,8 @@ class Queue:
     columns: Ints
 
     def serves(self, index: CostIndex, takeable: NDArray[np.bool_], handles: int) -> bool:
-        return index is self.index and handles <= self.handles and np.array_equal(takeable, self.takeable)
+        is_served = index is self.index and handles <= self.handles
+        return is_served and (takeable is self.takeable or np.array_equal(takeable, self.takeable))
 
 
 def queue_of(index: CostIndex, takeable: NDArray[np.bool_], handles: int) -> Queue:
@@ -315,8 +322,3 @@ def queue_of(index: CostIndex, takeable: NDArray[np.bool_], handles: int) -> Que
     picks = select(able, handles).picks
     columns = np.array([pick.column_id for pick in picks], dtype=np.int64)
     return Queue(index=index, takeable=takeable, handles=handles, picks=picks, columns=columns)
-
-
-def per_column(index: CostIndex) -> int:
-    """Handles of the largest column, as `handles` are counted here."""
-    return int(index.column_map.handles_of_column.max(initial=1))

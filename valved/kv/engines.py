@@ -13,7 +13,7 @@ from valve_abi import KvMode
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach
 from valved.fds import Fds
-from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, per_column, queue_of
+from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, queue_of
 from valved.kv.orders import Order
 from valved.kv.slots import NOTHING, Ints
 from valved.model.ids import ClientId, Role, ServiceId
@@ -38,6 +38,9 @@ class Engine(Columns):
             fds.keep()
         self.ranks: dict[ClientId, Rank] = {}
         self.is_broken = False
+        self.is_complete = False  # every rank has said where its blocks lie
+        self.blocks_per_column = self.table.blocks
+        self.column_handles = 1  # of the largest column, as the policy counts them: of one rank
         self.attached_mode = attach.mode
         self.index: CostIndex | None = None
         self.queue: Queue | None = None
@@ -65,20 +68,19 @@ class Engine(Columns):
     def leave(self, client: ClientId) -> None:
         """One rank less is the end of it: what remains cannot compute. A new attachment begins anew."""
         self.is_broken |= client in self.ranks
+        self.is_complete &= not self.is_broken
 
     def _gather(self) -> None:
         self.index, self.queue, self.indexed_steps = None, None, -1
         self.lay(list(self.ranks.values()))
+        self.is_complete = len(self.ranks) == self.expected_ranks and not self.is_broken
+        self.blocks_per_column = max(1, -(-self.table.blocks // max(1, self.columns)))
         first = next(iter(self.ranks.values())).columns
+        self.column_handles = int(first.handles_of_column.max(initial=1))
         lowest = first.block_columns[first.block_column_ptr[:-1].clip(max=len(first.block_columns) - 1)]
         self.table.set_columns(lowest, self.columns)
 
     # Questions
-
-    @property
-    def is_complete(self) -> bool:
-        """Every rank has said where its blocks lie."""
-        return len(self.ranks) == self.expected_ranks and not self.is_broken
 
     @property
     def clients(self) -> frozenset[ClientId]:
@@ -101,10 +103,6 @@ class Engine(Columns):
     def is_late(self) -> bool:
         """A reclaim has waited in vain for memory that it has still to give."""
         return any(not order.settled.is_set for order in self.owes)
-
-    @property
-    def blocks_per_column(self) -> int:
-        return max(1, -(-self.table.blocks // max(1, self.columns)))
 
     def offered_columns(self) -> Ints:
         """Standing columns that the hook offers whole. A block that straddles belongs to each of its columns."""
@@ -137,7 +135,7 @@ class Engine(Columns):
     def make_queue(self, takeable: Bools, settings: EvictionSettings) -> Queue:
         """What would be taken first, of these. Reads only, too."""
         index = self.make_index(settings)
-        return queue_of(index, takeable, min(self.columns, QUEUED) * per_column(index))
+        return queue_of(index, takeable, min(self.columns, QUEUED) * self.column_handles)
 
     def put_index(self, index: CostIndex, steps: int, now_ns: int) -> None:
         """One that was begun at this step count of the engine."""

@@ -39,7 +39,7 @@ class Growth:
     def would_stop(self, engine: Engine, columns: int) -> frozenset[GpuIndex]:
         """The GPUs whose offline work a need for so many more columns stops; none where they can be had without."""
         bare = engine.bare_columns()[: max(0, columns)]
-        short = frozenset(gpu for gpu in engine.gpus if len(bare) and self._supply.is_short(engine, bare, gpu))
+        short = frozenset(self._supply.short(engine, bare))
         return self._reclaimer.would_stop(short) if short else short
 
     def stops_by(self, engine: Engine) -> object:
@@ -50,6 +50,10 @@ class Growth:
         """A need is about to be told that stops these: that begins meanwhile. Ends with `calm`, in this turn of the
         loop."""
         self._reclaimer.stop_ahead(gpus)
+
+    @property
+    def is_hurrying(self) -> bool:
+        return self._turn.is_ahead
 
     def calm(self) -> None:
         self._turn.calm()
@@ -62,10 +66,11 @@ class Growth:
         self._moves.coming(engine, columns)
         over, grown = Pause(), Grown()
         try:
+            left = columns  # all are bare as yet
             for _ in range(TRIES):
-                left = columns[~engine.backed_columns()[columns]]
                 if not len(left) or not await self._grow_once(engine, left, over, rung_ns, grown):
                     break
+                left = columns[~engine.backed_columns()[columns]]
             over.set()
             await self._let_parts_go(engine, columns)
         finally:
@@ -88,8 +93,8 @@ class Growth:
         need = plan = None
         orders: list[Order] = []
         try:
-            if self._supply.fitting(engine, columns) < len(columns):
-                handles = {gpu: int(engine.bare_handles(gpu)[columns].sum()) for gpu in engine.gpus}
+            if self._supply.short(engine, columns):
+                handles = engine.lacking(columns)
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), over, rung_ns)
                 await need.begun
                 if not need.ready.is_set and self._books.is_attached(engine):

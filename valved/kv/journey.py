@@ -6,14 +6,12 @@ of the loop: on the way of a reclaim no turn is lost, and tests run it on virtua
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from valved.machine.clock import Clock
 
-OVER = (inspect.CORO_RUNNING, inspect.CORO_CLOSED)
 log = logging.getLogger(__name__)
 
 
@@ -62,8 +60,10 @@ def start(journey: Coroutine[Pause, None, Any]) -> None:
     """Run until it ends, from pause to pause. What it raises ends it alone: the code that set the pause goes on, and
     what it holds is let go by its own `finally`."""
 
+    coroutine: Any = journey  # its type says nothing of its state
+
     def go_on() -> None:
-        if inspect.getcoroutinestate(journey) in OVER:  # dropped for want of a waker; its `finally` set a pause
+        if coroutine.cr_running or coroutine.cr_frame is None:  # dropped for want of a waker; its `finally` set a pause
             return
         try:
             pause = journey.send(None)

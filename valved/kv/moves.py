@@ -6,7 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -43,7 +43,8 @@ class MovePlan:
 
     def takes(self, columns: Ints) -> bool:
         """Just these columns, by the books as they are."""
-        return self.engine.changes == self.made_by and np.array_equal(columns, self.columns)
+        is_alike = columns is self.columns or np.array_equal(columns, self.columns)
+        return is_alike and self.engine.changes == self.made_by
 
     @property
     def gives(self) -> bool:
@@ -142,12 +143,12 @@ class Moves:
         """Between two steps nothing is given ahead: one stage."""
         stages: list[list[Packed]] = []
         for slots in engine.cells(columns, backed=True):
-            is_cut = how is KvHow.AT_ONCE and len(slots) >= CUT_FROM
-            cuts = CUTS[self._ways.best(slots.book)] if is_cut else ()
-            edges = dict.fromkeys([0, *(round(len(slots) * cut) for cut in cuts), len(slots)])
-            for number, (first, last) in enumerate(pairwise(edges)):
+            way, count = self._ways.best(slots.book), slots.slots.size
+            is_cut = how is KvHow.AT_ONCE and count >= CUT_FROM
+            cuts = [edge for cut in (CUTS[way] if is_cut else ()) if (edge := round(count * cut)) < count]
+            for number, part in enumerate(self._outside.plan(slots, cuts, is_ours=way is Remap.SPARSE)):
                 stages += [[]] if number == len(stages) else []
-                stages[number].append(self._outside.plan(slots[first:last]))
+                stages[number].append(part)
         blocks = engine.blocks_of(columns)
         return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes, blocks=blocks)
 

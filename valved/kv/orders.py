@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -113,11 +113,11 @@ class Orders:
 
     def draft_back(self, slots: RangeSlots, rows: Ints) -> list[Draft]:
         names = self.pool.names(rows)
-        return [self._draft(slots[part], names[part], ZERO) for part in self._parts(KvOp.BACK, slots)]
+        return [self._draft(slots[part], names[part], ZERO) for part in self._parts(slots)]
 
     def create(self, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Have the client make handles and map them."""
-        parts = [(slots[part], part.stop - part.start) for part in self._parts(KvOp.BACK, slots)]
+        parts = [(slots[part], part.stop - part.start) for part in self._parts(slots)]
         drafts = (self._draft(part, self.pool.name(count), CREATE | ZERO) for part, count in parts)
         return [self._give(draft, KvOp.BACK, how) for draft in drafts]
 
@@ -126,15 +126,30 @@ class Orders:
     ) -> list[Order]:
         """QUARANTINE or UNBACK slots that are backed. `drafts`: for just these."""
         orders: list[Order] = []
-        for draft in self.draft_away(slots) if drafts is None else drafts:
+        for draft in self.draft_away(slots)[0] if drafts is None else drafts:
             order = self._give(draft, op, how)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
             orders.append(order)
         return orders
 
-    def draft_away(self, slots: RangeSlots) -> list[Draft]:
-        return [self._draft(slots[part], NOTHING, 0) for part in self._parts(KvOp.QUARANTINE, slots)]
+    def draft_away(self, slots: RangeSlots, cuts: Sequence[int] = ()) -> list[list[Draft]]:
+        """Stage by stage, cut at these. What goes away has no names: a packet holds as many runs as fit."""
+        edges = [0, *cuts, slots.slots.size]
+        if not slots.slots.size or not self._takes_runs(slots.book.key.client):
+            stages = [slots[first:last] for first, last in pairwise(edges)]
+            return [[self._draft(one[part], NOTHING, 0) for part in self._parts(one)] for one in stages]
+        first, counts = slots.runs(cuts=cuts)
+        runs = _as_runs(slots, NOTHING, 0, first, counts)
+        drafts: list[list[Draft]] = [[] for _ in edges[1:]]
+        at = first.searchsorted(edges).tolist()
+        for stage, upto in enumerate(at[1:]):
+            for low in range(at[stage], upto, MAX_RUNS):
+                high = min(low + MAX_RUNS, upto)
+                begin, end = first[low], first[high] if high < len(first) else edges[-1]
+                raw = runs[low:high].tobytes()
+                drafts[stage].append(Draft(slots=slots[begin:end], names=NOTHING, kind=LinkType.KV_RUNS, raw=raw))
+        return drafts
 
     def fence(self, book: KvRangeBook) -> Order:
         """An order without slots: its answer says that the mapping work of all before it is done."""
@@ -145,22 +160,22 @@ class Orders:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
         return self._give(self._draft(RangeSlots.of_range(scratch, NOTHING), NOTHING, 0), KvOp.TRY, how)
 
-    def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
-        """What fits into a packet: handles by their descriptors, what goes away by its runs."""
-        if not self._takes_runs(slots.book.key.client):
-            ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), len(slots)]
-            edges = [first for low, high in pairwise(ranges) for first in range(low, high, MAX_ENTRIES)]
-        elif op is KvOp.BACK or len(slots) <= MAX_ENTRIES:
-            edges = list(range(0, len(slots), MAX_ENTRIES))
+    def _parts(self, slots: RangeSlots) -> list[slice]:
+        """What fits into a packet, by its descriptors or entries; of one range, where its client knows no runs."""
+        count = slots.slots.size
+        if count and self._takes_runs(slots.book.key.client):
+            edges = list(range(0, count, MAX_ENTRIES))
         else:
-            edges = slots.runs()[0][::MAX_RUNS].tolist()
-        return [slice(first, last) for first, last in pairwise([*edges, len(slots)])]
+            ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), count]
+            edges = [first for low, high in pairwise(ranges) for first in range(low, high, MAX_ENTRIES)]
+        return [slice(first, last) for first, last in pairwise([*edges, count])]
 
     def _draft(self, slots: RangeSlots, names: Ints, flags: int) -> Draft:
-        are_runs = len(slots) > 0 and self._takes_runs(slots.book.key.client)
-        kind = LinkType.KV_RUNS if are_runs else LinkType.KV_ORDER
-        raw = _as_runs(slots, names, flags) if are_runs else _as_entries(slots, names, flags)
-        return Draft(slots=slots, names=names, kind=kind, raw=raw)
+        if not slots.slots.size or not self._takes_runs(slots.book.key.client):
+            return Draft(slots=slots, names=names, kind=LinkType.KV_ORDER, raw=_as_entries(slots, names, flags))
+        first, counts = slots.runs(names if names.size else None)
+        raw = _as_runs(slots, names, flags, first, counts).tobytes()
+        return Draft(slots=slots, names=names, kind=LinkType.KV_RUNS, raw=raw)
 
     def _give(self, draft: Draft, op: KvOp, how: KvHow, fds: tuple[int, ...] = ()) -> Order:
         slots, number = draft.slots, self._next
@@ -241,13 +256,14 @@ class Orders:
         else:
             self.pool.land(order.rows[: order.done], done)
             self._return(order)
-        gone = done[~self.pool.is_there(done)]
-        if len(gone):  # their ranges were deleted meanwhile: nothing is mapped there
-            self.pool.lift(gone)
+        are_there = self.pool.is_there(done)
+        if not are_there.all():  # their ranges were deleted meanwhile: nothing is mapped there
+            self.pool.lift(done[~are_there])
 
     def _lift(self, slots: RangeSlots) -> None:
         """What a range that was deleted held is free already."""
-        self.pool.lift(slots[self.pool.is_there(slots)])
+        are_there = self.pool.is_there(slots)
+        self.pool.lift(slots if are_there.all() else slots[are_there])
 
     def _return(self, order: Order) -> None:
         """Handles that were not mapped. One that the driver refused is not worth another try."""
@@ -320,10 +336,10 @@ def _as_entries(slots: RangeSlots, names: Ints, flags: int) -> bytes:
     return entries.tobytes()
 
 
-def _as_runs(slots: RangeSlots, names: Ints, flags: int) -> bytes:
-    first, counts = slots.runs(names if len(names) else None)
-    runs = np.empty((len(first), 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
-    runs[:, 0] = names[first] if len(names) else 0
-    runs[:, 1] = slots.each(book.key.number for book in slots.books)[first] + (slots.slots[first] << 32)
+def _as_runs(slots: RangeSlots, names: Ints, flags: int, first: Ints, counts: Ints) -> Ints:
+    """By where each run begins, and how long it is."""
+    runs = np.empty((first.size, 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
+    runs[:, 0] = names[first] if names.size else 0
+    runs[:, 1] = slots.each([book.key.number for book in slots.books])[first] + (slots.slots[first] << 32)
     runs[:, 2] = counts + (flags << 32)
-    return runs.tobytes()
+    return runs

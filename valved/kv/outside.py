@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -196,11 +197,13 @@ class Outside:
 
     # At work
 
-    def plan(self, slots: RangeSlots) -> Packed:
-        """What `take` will need."""
-        drafts = self._orders.draft_away(slots)
-        is_ours = self.best(slots.book.key.client, slots.book.gpu) is Remap.SPARSE
-        return Packed(slots=slots, drafts=drafts, runs=[runs_of(draft.slots) for draft in drafts] if is_ours else [])
+    def plan(self, slots: RangeSlots, cuts: Sequence[int], *, is_ours: bool) -> list[Packed]:
+        """What `take` will need, stage by stage. `is_ours`: valved makes the memory sparse."""
+        edges = pairwise([0, *cuts, slots.slots.size])
+        return [
+            Packed(slots=slots[first:last], drafts=drafts, runs=[runs_of(one.slots) for one in drafts if is_ours])
+            for (first, last), drafts in zip(edges, self._orders.draft_away(slots, cuts), strict=True)
+        ]
 
     def take(self, part: Packed) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost. None

@@ -48,8 +48,7 @@ class Pool:
         self._name = np.zeros(64, np.int64)
         self._home = np.zeros(64, np.int64)  # uid of the range where it is mapped, 0 for none
         self._slot = np.zeros(64, np.int64)
-        self._next_name = first_name
-        self._next_uid = 1
+        self._next_name, self._next_uid = first_name, 1
         self._unused = list(range(63, -1, -1))
         self._domain = np.zeros(64, np.int64)  # in which it was made, as a number
         self._domains: dict[str, int] = {}
@@ -61,11 +60,12 @@ class Pool:
     def add_range(self, book: KvRangeBook) -> None:
         book.uid = self._next_uid
         self._next_uid += 1
-        self.ranges[book.key] = book
+        self.ranges[book.key], book.is_there = book, True
 
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
         book = self.ranges.pop(key)  # an order that is under way finds nothing more
+        book.is_there = False
         self.lift(RangeSlots.of_range(book, np.flatnonzero(book.at >= 0)))
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
@@ -98,7 +98,7 @@ class Pool:
     def land(self, rows: Ints, slots: RangeSlots) -> None:
         """They are mapped there now."""
         self._place[rows] = Place.MAPPED
-        self._home[rows] = slots.each(book.uid for book in slots.books)
+        self._home[rows] = slots.each([book.uid for book in slots.books])
         self._slot[rows] = slots.slots
         slots.put(rows)
 
@@ -126,7 +126,7 @@ class Pool:
 
     def is_there(self, slots: RangeSlots) -> NDArray[np.bool_]:
         """Whether their ranges are."""
-        return slots.each(self.ranges.get(book.key) is book for book in slots.books).astype(np.bool_)
+        return slots.each([book.is_there for book in slots.books]).astype(np.bool_)
 
     def free(self, rows: Ints) -> None:
         self._place[rows] = Place.FREE
@@ -175,7 +175,7 @@ class Pool:
         """A client is gone. A dead process maps nothing; while a live one exists, no other process gets its handles."""
         for book in self.of_client(client):
             rows = book.at[book.at >= 0]
-            del self.ranges[book.key]
+            self.ranges.pop(book.key).is_there = False
             self.strand(rows, process, is_alive=is_alive)
 
     def strand(self, rows: Ints, process: ProcessId, *, is_alive: bool) -> None:
@@ -230,7 +230,7 @@ class Pool:
 
     def free_handles(self, gpu: GpuIndex, coming: Ints = NOTHING) -> int:
         soon = int((self._gpu[coming] == gpu).sum()) if len(coming) else 0
-        return soon + sum(len(rows) for (place, _), rows in self._free.items() if place == gpu)
+        return soon + sum([len(rows) for (place, _), rows in self._free.items() if place == gpu])
 
     def count(self, gpu: GpuIndex) -> int:
         """All handles of this GPU."""
@@ -261,7 +261,7 @@ class Pool:
         assert sorted(self._unused) == np.flatnonzero(places == Place.GONE).tolist(), "a row is lost"
         mapped = []
         for key, book in self.ranges.items():
-            assert book.key == key
+            assert (book.key, book.is_there) == (key, True)
             for slot in np.flatnonzero(book.at >= 0).tolist():
                 row = int(book.at[slot])
                 assert (int(self._home[row]), int(self._slot[row])) == (book.uid, slot), f"handle {row} has two owners"

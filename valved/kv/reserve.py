@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, replace
 
+from valved.abi.kv_files import BookView
 from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
@@ -121,16 +122,16 @@ class Reserve:
         online = self.online.get(engine.service) or self._first(engine)
         if online.growing:
             return
-        self._accept_offers(engine, online)
-        self._let_parts_go(engine, online)
+        view, now_ns = engine.view(), self._clock.now_ns()
+        self._accept_offers(engine, online, view)
+        self._let_parts_go(engine, online, now_ns)
         if self._rests(online):
             return
-        now_ns = self._clock.now_ns()
-        memory = self._observe(engine)
+        memory = self._observe(engine, view)
         bare = memory.pool_handles - memory.mapped_handles
         begins = max(0, min(bare, online.state.headroom_handles - memory.mapped_handles))
         try:
-            if memory.unmet_handles > memory.free_handles:
+            if memory.unmet_handles > memory.free_handles and not self._growth.is_hurrying:
                 self._growth.hurry(self._growth.would_stop(engine, min(memory.unmet_handles, begins or bare)))
             self._decide(engine, online, memory, begins, now_ns)
         finally:
@@ -161,7 +162,9 @@ class Reserve:
             self._grow(engine, online, begins, rung_ns)
             return
         reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
-        state = replace(online.state, reclaims_ns=reclaims_ns)
+        state = online.state
+        if reclaims_ns != state.reclaims_ns:
+            state = replace(state, reclaims_ns=reclaims_ns)
         online.state, decision = decide(state, memory, now_ns, self._rungs.settings(engine, online.settings))
         online.before = (now_ns, state) if decision.is_reclaim else None
         if decision.is_reclaim:
@@ -212,17 +215,16 @@ class Reserve:
         if online.state.headroom_handles + needed < int(engine.backed_columns().sum()):
             self._set_target(engine, online, online.state.headroom_handles + needed)
 
-    def _observe(self, engine: Engine) -> OnlineMemory:
-        view, per_column = engine.view(), engine.blocks_per_column
-        mapped = engine.mapped_columns()
+    def _observe(self, engine: Engine, view: BookView) -> OnlineMemory:
+        per_column, mapped, bare = engine.blocks_per_column, engine.mapped_columns(), engine.bare_columns()
         used = min(engine.columns, -(-view.used_blocks // per_column))
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
         return OnlineMemory(
             used_handles=max(used, min(wanted, mapped)),  # what waits for the engine's next step is as good as used
             mapped_handles=mapped,
             unmet_handles=max(0, wanted - mapped),
-            free_handles=self._supply.fitting(engine, engine.bare_columns()),
-            pool_handles=mapped + min(len(engine.bare_columns()), self._supply.obtainable(engine)),
+            free_handles=self._supply.fitting(engine, bare),
+            pool_handles=mapped + min(len(bare), self._supply.obtainable(engine)),
         )
 
     def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int) -> None:
@@ -271,12 +273,12 @@ class Reserve:
         if 0 < online.target_columns < kept:
             self._set_target(engine, online, kept)
 
-    def _let_parts_go(self, engine: Engine, online: Online) -> None:
+    def _let_parts_go(self, engine: Engine, online: Online, now_ns: int) -> None:
         """Columns in part are of no use: a growth ended half way, for its hook came anew, or so the range was told."""
-        now_ns = self._clock.now_ns()
         partial = engine.partial_columns()
-        partial = partial[~engine.going[partial]]
-        if not len(partial):
+        if partial.size:
+            partial = partial[~engine.going[partial]]
+        if not partial.size:
             online.parts_rest_ns = 0
         elif not online.giving and now_ns >= online.parts_after_ns:
             online.parts_rest_ns = min(PARTS_REST_NS, max(RETRY_NS, 2 * online.parts_rest_ns))
@@ -284,11 +286,11 @@ class Reserve:
             online.giving = True
             start(self._giving(engine, online, partial))
 
-    def _accept_offers(self, engine: Engine, online: Online) -> None:
+    def _accept_offers(self, engine: Engine, online: Online, view: BookView) -> None:
         if online.giving or not online.target_columns:
             return
         surplus = engine.standing_count() - online.target_columns
-        waits = (view := engine.view()).wanted_blocks > view.used_blocks
+        waits = view.wanted_blocks > view.used_blocks
         if (surplus <= 0 and not waits) or view.epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
         if waits and len(blocks := engine.offered_though_wanted(view.wanted_blocks)):

@@ -37,7 +37,7 @@ class Rungs:
         beside = [
             other
             for other in self._books.engines_with(Role.OFFLINE)
-            if other.can_lose and not engine.gpus.isdisjoint(other.gpus)
+            if not engine.gpus.isdisjoint(other.gpus) and other.can_lose
         ]
         if not beside or self._ways.way_of(beside) is not Remap.COOPERATIVE:
             return usual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class KvRangeBook:
     is_elastic: bool
     is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
+    is_there: bool = False  # in the pool's books
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
     whole: SlotHandles = field(init=False)  # of which `at` is a part, and by which it is written
     first: int = field(init=False, default=0)  # where in it
@@ -100,29 +101,34 @@ class RangeSlots:
     @property
     def book(self) -> KvRangeBook:
         """Of the first slot: client, GPU and trust domain are those of all."""
-        return self.books[int(self.of[0])] if len(self.of) else self.books[0]
+        return self.books[int(self.of[0])] if self.of.size else self.books[0]
 
-    def each(self, values: Iterable[int]) -> Ints:
+    def each(self, values: list[int]) -> Ints:
         """For each slot what belongs to its range."""
-        return np.fromiter(values, np.int64, len(self.books))[self.of]
+        return np.array(values, np.int64)[self.of] if len(values) > 1 else np.full(self.of.size, values[0])
 
     def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
-        return self.each(one is book for one in self.books).astype(np.bool_)
+        return self.each([one is book for one in self.books]).astype(np.bool_)
 
-    def runs(self, names: Ints | None = None) -> tuple[Ints, Ints]:
-        """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is."""
-        is_first = np.ones(len(self), np.bool_)
-        is_first[1:] = (self.of[1:] != self.of[:-1]) | (self.slots[1:] != self.slots[:-1] + 1)
+    def runs(self, names: Ints | None = None, cuts: Sequence[int] = ()) -> tuple[Ints, Ints]:
+        """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is.
+        None goes across a cut."""
+        count, of, slots = self.slots.size, self.of, self.slots
+        is_first = np.empty(count, np.bool_)
+        is_first[:1] = True
+        is_first[1:] = (slots[1:] - slots[:-1] != 1) | (of[1:] != of[:-1])
         if names is not None:
-            is_first[1:] |= names[1:] != names[:-1] + 1
-        first = np.flatnonzero(is_first)
-        counts = np.full(len(first), len(self))
-        counts[:-1] = first[1:]
+            is_first[1:] |= names[1:] - names[:-1] != 1
+        if cuts:
+            is_first[list(cuts)] = True
+        (first,) = is_first.nonzero()
+        counts = np.empty_like(first)
+        counts[:-1], counts[-1:] = first[1:], count
         return first, counts - first
 
     def standing(self) -> Ints:
         """What stands there."""
-        found = np.empty(len(self), np.int64)
+        found = np.empty(self.slots.size, np.int64)
         for whole, part, places in self._places():
             found[part] = whole.rows[places]
         return found
@@ -133,12 +139,15 @@ class RangeSlots:
 
     def _places(self) -> Iterable[tuple[SlotHandles, slice | NDArray[np.bool_], Ints]]:
         """Where these stand. As a rule in one array; a range that was deleted has stayed behind."""
-        places = self.each(book.first for book in self.books) + self.slots
-        wholes = {id(book.whole): book.whole for book in self.books}
+        places = self.each([book.first for book in self.books]) + self.slots
+        wholes = [self.books[0].whole]
+        for book in self.books:
+            if book.whole is not wholes[-1]:
+                wholes.append(book.whole)
         if len(wholes) == 1:
-            return [(self.books[0].whole, slice(None), places)]
+            return [(wholes[0], slice(None), places)]
         found: list[tuple[SlotHandles, NDArray[np.bool_], Ints]] = []
-        for whole in wholes.values():
-            part = self.each(book.whole is whole for book in self.books).astype(np.bool_)
+        for whole in {id(one): one for one in wholes}.values():
+            part = self.each([book.whole is whole for book in self.books]).astype(np.bool_)
             found.append((whole, part, places[part]))
         return found

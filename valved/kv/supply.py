@@ -142,17 +142,23 @@ class Supply:
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
-        pool = self._books.pool
-        return pool.free_handles(gpu) + max(0, min(self._room[gpu] - kept, pool.most - pool.total))
+        pool, room = self._books.pool, self._room[gpu] - kept
+        free = pool.free_handles(gpu)
+        return free + max(0, min(room, pool.most - pool.total)) if room > 0 else free
 
     def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
         """What must be taken from offline work, on each GPU, for these needs to be met."""
+        wanted: dict[GpuIndex, int] = {}
+        full: set[GpuIndex] = set()
+        for need in batch:
+            for gpu, count in need.handles.items():
+                wanted[gpu] = wanted.get(gpu, 0) + count
+                if self.full.is_full_for(gpu, need.service):
+                    full.add(gpu)
         missing: dict[GpuIndex, int] = {}
-        for gpu in {gpu for need in batch for gpu in need.handles}:
-            wanted = sum(need.handles.get(gpu, 0) for need in batch)
+        for gpu, count in wanted.items():
             others = sum(need.promised.get(gpu, 0) for need in self._needs if need not in batch)
-            is_full = any(self.full.is_full_for(gpu, need.service) for need in batch if gpu in need.handles)
-            short = wanted - max(0, self._at_hand(gpu, self._room[gpu] if is_full else 0) - others)
+            short = count - max(0, self._at_hand(gpu, self._room[gpu] if gpu in full else 0) - others)
             if short > 0:
                 missing[gpu] = short
         return missing
@@ -161,19 +167,19 @@ class Supply:
         """How many of these, from the first on."""
         return engine.fitting(columns, {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus})
 
-    def is_short(self, engine: Engine, columns: Ints, gpu: GpuIndex) -> bool:
-        """Whether something must be taken there for these to be backed."""
-        return int(engine.bare_handles(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
+    def short(self, engine: Engine, columns: Ints) -> list[GpuIndex]:
+        """Where something must be taken for these to be backed."""
+        lacking = engine.lacking(columns) if len(columns) else {}
+        return [gpu for gpu, count in lacking.items() if count > self.affordable(gpu, engine.service)]
 
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
         """Offline engines that could lose something on these GPUs. One that is late is asked only where no other is."""
         if not self.is_allowed:
             return []
-        wanted = set(gpus)
         able = [
             engine
             for engine in self._books.engines_with(Role.OFFLINE)
-            if engine.can_lose and not engine.gpus.isdisjoint(wanted) and any(engine.takeable_handles().values())
+            if not engine.gpus.isdisjoint(gpus) and engine.can_lose and engine.takes_any()
         ]
         return [engine for engine in able if not engine.is_late] or able
 
@@ -181,14 +187,16 @@ class Supply:
         """Handles of this GPU that offline engines could lose."""
         if not self.is_allowed:
             return 0
-        engines = (one for one in self._books.engines_with(Role.OFFLINE) if gpu in one.gpus and one.can_lose)
-        return sum(engine.takeable_handles()[gpu] for engine in engines)
+        found = 0
+        for engine in self._books.engines_with(Role.OFFLINE):
+            if gpu in engine.gpus and engine.can_lose:
+                found += engine.takeable_handles()[gpu]
+        return found
 
     def obtainable(self, engine: Engine) -> int:
         """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""
         found = engine.columns
-        for gpu in engine.gpus:
-            most = max(1, int(engine.handles_of(gpu).max(initial=1)))
+        for gpu, most in engine.most_handles.items():
             found = min(found, (self.affordable(gpu, engine.service) + self.takeable(gpu)) // most)
         return found
 

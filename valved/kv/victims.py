@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from valved.kv.columns import Queue, per_column, queue_of
+from valved.kv.columns import Queue, queue_of
 from valved.kv.engines import Engine
 from valved.kv.moves import MovePlan
 from valved.kv.orders import Order
@@ -55,11 +55,10 @@ class Stream:
 
     def take_all(self, left: dict[GpuIndex, int]) -> None:
         """As far as anything is missing: what `price` and `take` do one by one, for an engine that has no rival."""
-        gain = np.zeros(len(self.queue.picks), np.int64)
+        brings = np.zeros(len(self.queue.picks) + 1, np.bool_)  # the last one is no pick
         for gpu, gains in self.gains.items():
-            before = left[gpu] - (np.cumsum(gains) - gains)
-            gain += np.minimum(gains, np.maximum(0, before))
-        self.taken = int(np.argmax(gain == 0)) if (gain == 0).any() else len(gain)
+            brings[:-1] |= (gains > 0) & (gains.cumsum() - gains < left[gpu])
+        self.taken = int(brings.argmin())
 
     def take(self, left: dict[GpuIndex, int]) -> None:
         for gpu, gains in self.gains.items():
@@ -78,12 +77,15 @@ class Stream:
 
 def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: EvictionSettings) -> list[Victims]:
     """The cheapest handles first, whose they may be: the engines' greedy orders, merged by cost for each handle."""
-    able = sorted(engines, key=lambda one: (-int(one.takeable().sum()), one.service))
-    wanted = [{gpu: count for gpu, count in missing.items() if count > 0 and gpu in one.gpus} for one in able]
-    streams = [_stream(engine, mine, settings) for engine, mine in zip(able, wanted, strict=True) if mine]
+    streams: list[Stream] = []
+    for engine in engines:
+        wanted = {gpu: count for gpu, count in missing.items() if count > 0 and gpu in engine.gpus}
+        streams += [_stream(engine, wanted, settings)] if wanted else []
     left = dict(missing)
     if len(streams) == 1:
         streams[0].take_all(left)
+    else:
+        streams.sort(key=lambda one: (-int(one.engine.takeable().sum()), one.engine.service))
     while len(streams) > 1 and any(count > 0 for count in left.values()):
         best = min(streams, key=lambda stream: stream.price(left), default=None)  # of equals the richest
         if best is None or math.isinf(best.price(left)):
@@ -96,10 +98,12 @@ def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSetti
     if engine.index is None:
         engine.put_index(engine.make_index(settings), engine.view().steps, 0)
     assert engine.index is not None
-    most = max(-(-count // max(1, engine.least_handles().get(gpu, count))) for gpu, count in wanted.items())
-    handles = min(most, engine.columns) * per_column(engine.index)
-    queue = engine.queue
-    if queue is None or not queue.serves(engine.index, engine.takeable(), handles):
-        queue = engine.queue = queue_of(engine.index, engine.takeable(), handles)
+    most = 0
+    for gpu, count in wanted.items():
+        most = max(most, -(-count // engine.least_handles[gpu]))
+    handles = min(most, engine.columns) * engine.column_handles
+    queue, takeable = engine.queue, engine.takeable()
+    if queue is None or not queue.serves(engine.index, takeable, handles):
+        queue = engine.queue = queue_of(engine.index, takeable, handles)
     gains = {gpu: engine.handles_of(gpu)[queue.columns] for gpu in wanted}
     return Stream(engine=engine, queue=queue, gains=gains)

@@ -17,8 +17,7 @@ from valved.model.ids import TRIED_FIRST, ClientId, Reach, Remap
 from valved.state.journal import Journal
 
 HUNG = "a mapping order has not come back"
-RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
-STOPS = frozenset({Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF})  # ways that really stop a kernel
+STOPS = Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF  # ways that really stop a kernel
 
 
 class Ways:
@@ -28,24 +27,28 @@ class Ways:
         self._outside = outside
         self._gate = gate
         self._journal = journal
-
-    @property
-    def usual(self) -> Remap:
-        """The way where nothing speaks against it."""
-        setting = self._books.settings.remap
-        return Remap.SPARSE if setting in TRIED_FIRST else setting
+        setting = books.settings.remap
+        self.usual = Remap.SPARSE if setting in TRIED_FIRST else setting  # where nothing speaks against it
 
     def way_of(self, engines: list[Engine]) -> Remap:
         """One for all of these: they are stopped, or asked, together."""
-        if self.usual is Remap.COOPERATIVE:
+        for engine in engines:
+            if self._way_of(engine) is Remap.COOPERATIVE:
+                return Remap.COOPERATIVE
+        return self.usual
+
+    def _way_of(self, engine: Engine) -> Remap:
+        """The usual one, or the only other: no process is treated in a way of its own."""
+        if not self.unsafe.isdisjoint(engine.ranks):
             return Remap.COOPERATIVE
-        clients = frozenset().union(*(engine.clients for engine in engines))
-        gpus = frozenset().union(*(engine.gpus for engine in engines))
-        stops = all(self._gate.channels.reach(gpu)[0] in STOPS for gpu in gpus)
-        if not stops or not self.unsafe.isdisjoint(clients):
-            return Remap.COOPERATIVE
-        ways = {self.best(book) for engine in engines for book in engine.places}
-        return max(ways, key=RUNGS.index, default=self.usual)
+        for gpu in engine.gpus:
+            if self._gate.channels.reach(gpu)[0] not in STOPS:
+                return Remap.COOPERATIVE
+        if self.usual is Remap.SPARSE:
+            for book in engine.places:
+                if self.best(book) is Remap.COOPERATIVE:
+                    return Remap.COOPERATIVE
+        return self.usual
 
     def best(self, book: KvRangeBook) -> Remap:
         return self._outside.best(book.key.client, book.gpu) if self.usual is Remap.SPARSE else self.usual
