@@ -34,7 +34,9 @@ class GateRecords:
 
     def failed(self, stamp: Stamp) -> None:
         """A stop that the driver refused, or that did not come back."""
-        event = _switched(0, stamp, EventKind.GATE_FAILED, (stamp.gpu,), f"the stop failed: {status_text(stamp.status)}")
+        event = _switched(
+            0, stamp, EventKind.GATE_FAILED, (stamp.gpu,), f"the stop failed: {status_text(stamp.status)}"
+        )
         self._journal.put(*event[2:7], event.t_ns, event.detail)
 
     def lost(self, stamps: int) -> None:
