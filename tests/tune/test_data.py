@@ -178,6 +178,12 @@ def test_nothing_to_read_and_nothing_to_learn_are_clear_ends(make, tmp_path):
         load(JobSpec(model=str(tmp_path / "none"), data="d", out="o", max_steps=1), tiny.tokenizer())
 
 
+def test_a_token_that_spans_prompt_and_completion_is_never_left_out_in_silence(make):
+    rows = make([{"prompt": "w1 w", "completion": "2 w3"}, {"prompt": "w1 ", "completion": "w2"}], packing=False)
+    assert [note.partition(",")[0] for note in rows.notes] == ["1 examples have a token of both prompt and completion"]
+    assert make([{"prompt": "w1", "completion": " w2"}]).notes == ()
+
+
 def test_what_is_cut_is_said(make):
     rows = make([{"text": " ".join(["w1"] * 50)}, {"text": "w1 w2"}])
     assert rows.notes == ("1 examples have more than 32 tokens and were cut",)

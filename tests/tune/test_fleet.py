@@ -452,9 +452,7 @@ def test_a_job_of_one_node_never_becomes_a_part_of_a_fleet_job(model, tmp_path):
     assert folder.fleet == ""
 
 
-class Idle:
-    """A router that has nothing for this trainer, or is away."""
-
+class Idle:  # a router that has nothing for this trainer, or is away
     def __init__(self, is_away: bool) -> None:
         self.is_away, self.asked = is_away, 0
 
@@ -465,8 +463,7 @@ class Idle:
         joined = {"version": 0, "trainer": 1, "start": "", "push": "", "tokens": 0, "steps": 0, "silent_s": 60.0}
         return joined if path == "join" else {"wait": True}
 
-    def blob(self, name):
-        return b""
+    blob = staticmethod(lambda name: b"")
 
 
 @pytest.mark.parametrize("is_away", [False, True])
@@ -484,8 +481,6 @@ def test_a_trainer_that_has_nothing_to_do_never_misses_that_it_was_cancelled(is_
 
 
 def test_the_command_hears_of_a_cancel_between_two_micro_batches(worked):
-    """Its worker asks the trainer, which asks the folder."""
-
     def act(folder, worker):
         worker._ask()
         folder.want(STOP)

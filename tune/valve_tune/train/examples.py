@@ -41,6 +41,7 @@ class Encoder:
         self._assistant_only = assistant_only
         self._vocabulary = vocabulary
         self._marked = bool(MARKED.search(template_of(tokenizer)))
+        self.joined = 0  # examples with a token of both prompt and completion, which is not learnt
         self._kinds: dict[str, Callable[[Mapping[str, Any]], tuple[list[int], list[bool]]]] = {
             "messages": self._messages,
             "prompt": self._prompt,
@@ -79,6 +80,7 @@ class Encoder:
         if not self._assistant_only:
             return ids, [True] * len(ids)
         said = [begin >= len(prompt) and end > begin for begin, end in encoded["offset_mapping"]]
+        self.joined += any(begin < len(prompt) < end for begin, end in encoded["offset_mapping"])
         said += [True] * (len(ids) - len(said))
         said[-1] = True  # the end token, whichever side added it
         return ids, said
