@@ -179,7 +179,9 @@ class AutogradModel:
         """Of each site's B, by one backward through the whole model."""
         out = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
         loss = F.cross_entropy(wide(out), ids[0, 1:])
-        return torch.autograd.grad(loss, [pair.b for pair in self.adapter.pairs.values()], allow_unused=True)
+        wanted = [pair.b for pair in self.adapter.pairs.values()]
+        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return gradients
 
 
 class AutogradPass:
