@@ -17,10 +17,11 @@ import jobs
 import oracle
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, GraniteConfig, Olmo2Config, Phi3Config
 from valve_tune.base.own import LoadedModel
 from valve_tune.model.adapter import Adapter
-from valve_tune.model.autograd import AutogradModel, BadModel, nodes
+from valve_tune.model.autograd import AutogradModel, BadModel, decoder_layers, linears, nodes
 from valve_tune.model.dropout import Draw
 from valve_tune.model.names import BadTarget
 from valve_tune.tiles.grid import Grid, TileShape
@@ -120,6 +121,28 @@ def test_a_model_whose_layers_share_more_than_hidden_states_is_refused() -> None
             ("all-linear",),
             lambda sites: oracle.randomised(Adapter(sites, rank=4, alpha=8)),
         )
+
+
+def test_a_model_on_a_card_is_never_handed_a_tensor_of_the_host(monkeypatch) -> None:
+    """No card is needed: fake tensors know where they are, and refuse what lies in two places. When the model is opened
+    it is asked twice, and then once for each micro-batch.
+    """
+    cut, batch = made(loaded("olmo2")), oracle.batch_of()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("cuda"):
+            cut.model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["olmo2"])).requires_grad_(False)
+            for pair in cut.adapter.pairs.values():
+                pair.a, pair.b = (torch.empty(each.shape, requires_grad=True) for each in (pair.a, pair.b))
+        path, cut.modules = decoder_layers(cut.model)
+        for name, module in linears(path, cut.modules, ("all-linear",)).items():
+            module.register_forward_hook(cut._beside(name))
+        assert not cut._returns_tuples()
+        monkeypatch.setattr(torch.autograd, "grad", lambda loss, *_, **__: (loss,))  # backward needs a driver
+        (loss,) = cut._uncut(cut.here(batch.input_ids[:1]))
+        assert loss.device.type == "cuda"
+        grid = Grid(layers=cut.layers, tokens=batch.input_ids.shape[1])
+        work = cut.start(batch, scale=1.0, draw=Draw(seed=0, step=0, sequence=0), grid=grid)
+        assert {work.targets.device.type, work.flow.device.type} == {"cuda"}
 
 
 def test_a_target_that_is_not_there_is_answered_with_those_that_are() -> None:

@@ -9,8 +9,9 @@ import signal
 import pytest
 import tiny
 from command import Command, until
-from valve_tune.serve import metrics
+from valve_tune.serve import cli, metrics
 from valve_tune.serve.folder import JobFolder
+from valve_tune.train.spec import JobSpec
 
 
 @pytest.fixture
@@ -221,3 +222,12 @@ def test_metrics_that_cannot_be_written_cost_the_job_nothing(job):
     said = command.run(*run, "--max-steps", "3")
     assert "metrics are lost, the job goes on" in said
     assert folder.status().state == "succeeded"
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_end_and_never_a_traceback(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    spec = JobSpec(model="m", data="d", out=str(out), max_steps=1)
+    monkeypatch.setattr("valve_tune.serve.jobs.rows_of", lambda values, passes: (spec, None))
+    assert cli.main(["run", "--model", "m", "--data", "d", "--out", str(out), "--max-steps", "1"]) == 1
+    assert capsys.readouterr().err == f"valve tune: {out}: Not a directory\n"

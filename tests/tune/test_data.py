@@ -76,6 +76,47 @@ def test_prompt_and_completion(make, template):
     assert said == ["w3 <|end|>", "w3 w4 <|end|>"]
 
 
+@pytest.mark.parametrize("template", [tiny.TEMPLATE, tiny.MARKED], ids=["difference", "marks"])
+def test_what_a_file_says_not_to_learn_is_never_learnt(make, template):
+    """OpenAI's files weigh the assistant's messages 0 or 1."""
+    wrong = {"role": "assistant", "content": "w9", "weight": 0}
+    (batch,) = make([{"messages": [USER, wrong, USER, ASSISTANT | {"weight": 1}]}], template).step(0)
+    assert learnt(batch) == "w3 w4 <|end|>"
+    with pytest.raises(DataError, match="line 1, messages: no message of the assistant"):
+        make([{"messages": [USER, wrong]}], template)
+    with pytest.raises(DataError, match="line 1, weight: is 0 at a message"):
+        make([{"messages": [USER, wrong, ASSISTANT]}], template, assistant_only_loss=False)
+
+
+def test_a_turn_of_a_prompt_that_the_template_rewrites_later_is_never_learnt(make):
+    """The marks are counted: where the prompt stands in the whole text says nothing if it is written anew there."""
+    forgetful = tiny.MARKED.replace("{{ message['content'] }} <|end|> {% endgen", "{{ last }} <|end|> {% endgen")
+    forgetful = forgetful.replace(
+        "{% generation", "{% set last = message['content'] if loop.last else 'x' %}{% generation"
+    )
+    (batch,) = make([{"prompt": [USER, ASSISTANT], "completion": [USER, ASSISTANT]}], forgetful).step(0)
+    assert learnt(batch) == "w3 w4 <|end|>"
+
+
+def test_marks_that_belong_to_no_known_message_are_refused_where_not_all_are_learnt(make):
+    twice = tiny.MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}w0 {% endgeneration %}")
+    with pytest.raises(DataError, match=r"makes 4 marks \{% generation %\} for 2 messages"):
+        make([{"messages": [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT]}], twice)
+    (batch,) = make([{"messages": [USER, ASSISTANT]}], twice).step(0)
+    assert learnt(batch) == "w3 w4 <|end|> w0"
+
+
+def test_arguments_of_a_tool_are_never_learnt_inside_quotes(make):
+    """vLLM and SGLang make an object of them before the template writes them; files of OpenAI's shape have text."""
+    written = "{{ message.tool_calls[0].function.arguments.said if message.tool_calls else message['content'] }}"
+    template = tiny.TEMPLATE.replace("{{ message['content'] }}", written)
+    for arguments in ('{"said": "w8"}', {"said": "w8"}):
+        calls = [{"type": "function", "function": {"name": "w7", "arguments": arguments}}]
+        called = {"role": "assistant", "content": None, "tool_calls": calls}
+        (batch,) = make([{"messages": [USER, called]}], template).step(0)
+        assert learnt(batch) == "w8 <|end|>"
+
+
 def test_text_and_tokens(make):
     (batch,) = make([{"text": "w1 w2 w3"}]).step(0)
     assert learnt(batch) == "w2 w3 <|end|>"
@@ -90,6 +131,13 @@ BAD = {
     b'{"messages": [{"role": "boss", "content": "w1"}]}': r"messages\[0\].role",
     b'{"messages": [{"role": "user", "content": 3}]}': r"messages\[0\].content",
     b'{"messages": [{"role": "user", "content": "w1"}]}': "messages",
+    b'{"messages": [{"role": "assistant", "content": "w1", "weight": 0.5}]}': r"messages\[0\].weight",
+    b'{"messages": [{"role": "assistant", "content": "w1", "weight": true}]}': r"messages\[0\].weight",
+    b'{"messages": [{"role": "user", "content": "w1", "weight": 1}]}': r"messages\[0\].weight",
+    b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}': r"messages\[0\].tool_calls\[0\]",
+    b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "x"}}]}]}': (
+        r"messages\[0\].tool_calls\[0\].arguments"
+    ),
     b'{"prompt": "w1"}': "completion",
     b'{"prompt": "w1", "completion": ""}': "completion",
     b'{"text": ""}': "text",
@@ -128,6 +176,12 @@ def test_nothing_to_read_and_nothing_to_learn_are_clear_ends(make, tmp_path):
         load(spec, tiny.tokenizer())
     with pytest.raises(DataError, match="no base model"):
         load(JobSpec(model=str(tmp_path / "none"), data="d", out="o", max_steps=1), tiny.tokenizer())
+
+
+def test_a_token_that_spans_prompt_and_completion_is_never_left_out_in_silence(make):
+    rows = make([{"prompt": "w1 w", "completion": "2 w3"}, {"prompt": "w1 ", "completion": "w2"}], packing=False)
+    assert [note.partition(",")[0] for note in rows.notes] == ["1 examples have a token of both prompt and completion"]
+    assert make([{"prompt": "w1", "completion": " w2"}]).notes == ()
 
 
 def test_what_is_cut_is_said(make):

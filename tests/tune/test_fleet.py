@@ -429,6 +429,68 @@ def test_an_end_of_a_fleet_job_is_never_a_traceback(worked, capsys, error, state
     assert folder.status().message in capsys.readouterr().err
 
 
+def test_a_part_of_a_fleet_job_is_never_gone_on_with_as_a_job_of_one_node(worked, capsys):
+    """Both have the same fields: alone, this node would train all steps and write over the version of the fleet."""
+    folder, _ = worked(lambda *_: 4)
+    before = (folder.path / "adapter_model.safetensors").read_bytes()
+    assert cli.main(["resume", str(folder.path)]) == 2
+    assert "fleet job out, and its process is gone" in capsys.readouterr().err
+    with pytest.raises(FolderError, match="a part of the fleet job out"), folder.claimed(folder.spec()):
+        pass
+    with folder.claimed(folder.spec(), fleet="out"):
+        pass
+    assert (folder.path / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_job_of_one_node_never_becomes_a_part_of_a_fleet_job(model, tmp_path):
+    folder = JobFolder(tmp_path / "out")
+    with folder.claimed(job(model, folder.path)):
+        (folder.path / "checkpoint-1").mkdir()
+        (folder.path / "checkpoint-1" / "adapter_model.safetensors").touch()
+    with pytest.raises(FolderError, match="a job of this node alone"), folder.claimed(folder.spec(), fleet="chat"):
+        pass
+    assert folder.fleet == ""
+
+
+class Idle:  # a router that has nothing for this trainer, or is away
+    def __init__(self, is_away: bool) -> None:
+        self.is_away, self.asked = is_away, 0
+
+    def ask(self, path, asked):
+        self.asked += 1
+        if self.is_away:
+            raise RouterAway("it does not answer")
+        joined = {"version": 0, "trainer": 1, "start": "", "push": "", "tokens": 0, "steps": 0, "silent_s": 60.0}
+        return joined if path == "join" else {"wait": True}
+
+    blob = staticmethod(lambda name: b"")
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_trainer_that_has_nothing_to_do_never_misses_that_it_was_cancelled(is_away, monkeypatch):
+    monkeypatch.setattr("valve_tune.serve.fleet.AWAY_S", 0.0)
+    monkeypatch.setattr("valve_tune.serve.fleet.WAIT_S", 0.0)
+    router = Idle(is_away)
+
+    def ask() -> None:
+        if router.asked >= 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        FleetWorker(router, Adds(), job="j", name="a", say=lambda text: None, ask=ask).run()
+
+
+def test_the_command_hears_of_a_cancel_between_two_micro_batches(worked):
+    def act(folder, worker):
+        worker._ask()
+        folder.want(STOP)
+        worker._ask()
+        return 4
+
+    folder, code = worked(act)
+    assert (code, folder.status().state) == (130, "cancelled")
+
+
 def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_path):
     """kill -9 of a trainer in its work and of the queue; at the end each micro-batch is kept once, and all trainers
     hold the same last version under the same name."""

@@ -26,7 +26,7 @@ from valve_tune.model.names import BadTarget
 from valve_tune.model.stash import Stash
 from valve_tune.tiles.grid import Frontier, Grid, Phase, Tile
 from valve_tune.tiles.orders import whole
-from valve_tune.train.batch import IGNORED, MicroBatch
+from valve_tune.train.batch import IGNORED, IntArray, MicroBatch
 
 
 class BadModel(BadBase):
@@ -124,9 +124,13 @@ class AutogradModel:
         seen: list[bool] = []
         handle = self.modules[0].register_forward_hook(lambda module, given, out: seen.append(isinstance(out, tuple)))
         with torch.no_grad():
-            self.model.get_decoder()(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+            self.model.get_decoder()(input_ids=self.here(np.zeros((1, 2), dtype=np.int64)), use_cache=False)
         handle.remove()
         return seen[0]
+
+    def here(self, integers: IntArray) -> torch.Tensor:
+        """Where the model is: no tensor of a batch comes to it in another way."""
+        return torch.from_numpy(integers).to(next(self.model.parameters()).device)
 
     def hidden(self, out: Any) -> torch.Tensor:
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
@@ -166,14 +170,18 @@ class AutogradModel:
         for tile in whole(grid):
             work.run(tile)
         _, ours = work.gradients()
-        out = self.model(input_ids=torch.from_numpy(ids), use_cache=False).logits[0, :-1]
-        loss = F.cross_entropy(wide(out), torch.from_numpy(ids)[0, 1:])
-        names, tensors = zip(*((path, pair.b) for path, pair in self.adapter.pairs.items()), strict=True)
-        right = torch.autograd.grad(loss, tensors, allow_unused=True)
-        for path, gradient in zip(names, right, strict=True):
+        for path, gradient in zip(self.adapter.pairs, self._uncut(self.here(ids)), strict=True):
             theirs = torch.zeros_like(ours[path].b) if gradient is None else gradient
             if float((ours[path].b - theirs).norm()) > 0.02 * float(theirs.norm()) + 1e-6:
                 raise BadModel(f"{type(self.model).__name__}: {path} has another gradient when cut into tiles")
+
+    def _uncut(self, ids: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of each site's B, by one backward through the whole model."""
+        out = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        loss = F.cross_entropy(wide(out), ids[0, 1:])
+        wanted = [pair.b for pair in self.adapter.pairs.values()]
+        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return gradients
 
 
 class AutogradPass:
@@ -185,13 +193,12 @@ class AutogradPass:
         if bool((batch.segments > 1).any()) and model.model.config.model_type not in PACKED:
             raise BadModel(f"packing: unproven for model type {model.model.config.model_type}; set packing to false")
         self.model, self.scale, self.loss = model, scale, 0.0
-        device = next(model.model.parameters()).device
         self.inputs = {
-            "input_ids": torch.from_numpy(batch.input_ids).to(device),
-            "position_ids": torch.from_numpy(batch.positions).to(device),
+            "input_ids": model.here(batch.input_ids),
+            "position_ids": model.here(batch.positions),
             "use_cache": False,
         }
-        self.targets = targets_of(torch.from_numpy(batch.labels)).to(device)
+        self.targets = targets_of(model.here(batch.labels))
         self.frontier = Frontier(grid.layers, grid.tokens)
         self.stash = Stash(model.memory, *batch.input_ids.shape)
         self.sums = model.adapter.zeros()

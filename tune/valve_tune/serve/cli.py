@@ -16,6 +16,7 @@ from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
 from valve_tune.train.spec import DTYPES, SpecError
 
+FAILED = 1
 USAGE = 2  # as in valved.cli.exits: the arguments make no sense
 ABOUT_A_JOB = {
     "watch": (jobs.watch, "Show the steps of a job until it ends."),
@@ -131,6 +132,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return USAGE
+    except OSError as error:  # a folder that cannot be made, a full disk
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"valve tune: {said}", file=sys.stderr)
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -111,10 +111,13 @@ class FleetWorker:
         moved: Callable[[int, int], None] = lambda version, kept: None,
         say: Callable[[str], None] = print,
         is_paused: Callable[[], bool] = lambda: False,
+        ask: Callable[[], None] = lambda: None,
     ) -> None:
+        """`ask` waits while the owner pauses this trainer, and raises at its end: also if it has nothing to do."""
         self._link, self._trainer = link, trainer
         self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
         self._moved, self._say, self._is_paused = moved, say, is_paused
+        self._ask = ask
         self._number = 0
         self._is_unsure = False
         self.version = -1
@@ -125,6 +128,7 @@ class FleetWorker:
         """Until the job is done: its last version."""
         away_since: float | None = None
         while True:
+            self._ask()
             try:
                 if self._is_unsure:
                     self._settle()
@@ -243,7 +247,7 @@ def command(options: argparse.Namespace) -> int:
     spec, rows = rows_of({**values, "max_steps": max(1, options.rounds * options.sync_steps)})
     folder = JobFolder(spec.out)
     job = options.job or folder.path.name
-    with folder.claimed(spec):
+    with folder.claimed(spec, fleet=job):
         folder.want(GO)
         folder.say("running", folder.status().step)
         try:
@@ -296,6 +300,7 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
         moved=moved,
         say=partial(print, flush=True),
         is_paused=lambda: control.answer() is Answer.PAUSE,
+        ask=trainer.ask,
     )
     with stand(spec, trainer.model.weights):
         version = worker.run()

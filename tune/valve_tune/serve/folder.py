@@ -15,6 +15,7 @@ from valve_tune.train.spec import HOW, LOOKS, JobSpec, SpecError
 
 JOB, STATUS, LOCK, WANTED = "job.json", "status.json", "lock", "wanted"
 METRICS, PAGE, DATA = "metrics.jsonl", "training.html", "data.sha256"
+FLEET = "fleet"  # names the fleet job that this is a part of
 GO, PAUSE, STOP = b"g", b"p", b"s"
 
 
@@ -67,22 +68,49 @@ class JobFolder:
             raise FolderError(f"{self.path / JOB}: {error}") from None
 
     @contextlib.contextmanager
-    def claimed(self, spec: JobSpec) -> Iterator[None]:
-        """This process alone works here, on this very job. The lock ends with the process, however it ends."""
+    def claimed(self, spec: JobSpec, fleet: str = "") -> Iterator[None]:
+        """This process alone works here, on this very job. The lock ends with the process, however it ends. A part of
+        the job `fleet` is another job than one of the same fields that one node trains alone.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FolderError(f"{self.path}: process {self.status().pid} works on this job") from None
-            self._same(spec)
+            self._check_way(fleet)
+            self._same(spec, fleet)
             yield
 
-    def _same(self, spec: JobSpec) -> None:
+    @property
+    def fleet(self) -> str:
+        """Of which fleet job this is a part; empty: of none."""
+        try:
+            return (self.path / FLEET).read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    def _check_way(self, fleet: str) -> None:
+        if self.fleet == fleet:
+            return
+        if self.fleet:
+            raise FolderError(
+                f"{self.path}: holds a part of the fleet job {self.fleet}; it goes on with the command that began it "
+                "(valve tune fleet ...)"
+            )
+        if self.checkpoints():
+            raise FolderError(f"{self.path}: holds a job of this node alone; choose another --out")
+
+    def _mark(self, fleet: str) -> None:
+        if self.fleet != fleet:
+            replace_file(self.path / FLEET, fleet + "\n")
+
+    def _same(self, spec: JobSpec, fleet: str) -> None:
         if not self.exists():
-            strange = sorted(each.name for each in self.path.iterdir() if each.name not in (LOCK, WANTED))
+            strange = sorted(each.name for each in self.path.iterdir() if each.name not in (LOCK, WANTED, FLEET))
             if "adapter_config.json" in strange:
                 raise FolderError(f"{self.path}: holds an adapter that is not of this command; choose another --out")
+            self._mark(fleet)
             replace_file(self.path / JOB, spec.to_json())
             return
         there = self.spec()
@@ -91,6 +119,7 @@ class JobFolder:
         if other := {name: pair for name, pair in differing.items() if name not in may_differ}:
             said = ", ".join(f"{name} ({there!r} there, {here!r} here)" for name, (here, there) in other.items())
             raise FolderError(f"{self.path}: holds another job; it differs in {said}")
+        self._mark(fleet)
         if differing:
             replace_file(self.path / JOB, spec.to_json())
 

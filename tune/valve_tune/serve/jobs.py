@@ -121,6 +121,11 @@ def resume(options: argparse.Namespace) -> int:
         folder.want(GO)
         print(f"{folder.path.name} goes on")
         return 0
+    if folder.fleet:
+        raise FolderError(
+            f"{folder.path}: is a part of the fleet job {folder.fleet}, and its process is gone; it goes on with the "
+            "command that began it (valve tune fleet ...)"
+        )
     from dataclasses import asdict
 
     return train({**asdict(folder.spec()), "out": str(folder.path)}, None)

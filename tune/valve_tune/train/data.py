@@ -52,6 +52,11 @@ def load_file(spec: JobSpec, path: str, tokenizer: Any) -> Rows:
         raise DataError(path, [], why)
     notes = [f"{cut} examples have more than {spec.max_length} tokens and were cut"] if cut else []
     notes += [f"{empty} examples have nothing to learn and are left out"] if empty else []
+    if encoder.joined:
+        notes.append(
+            f"{encoder.joined} examples have a token of both prompt and completion, which is not learnt; let a prompt "
+            "end without a blank and the completion begin with it"
+        )
     return Rows(spec, examples, padding_id(tokenizer), notes)
 
 

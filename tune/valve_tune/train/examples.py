@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from valve_tune.train.batch import IGNORED, IntArray
-from valve_tune.train.lines import NoTemplate, RawExample, Unfit
+from valve_tune.train.lines import NoTemplate, RawExample, Unfit, arguments_of
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters of the rendered text
@@ -41,6 +41,7 @@ class Encoder:
         self._assistant_only = assistant_only
         self._vocabulary = vocabulary
         self._marked = bool(MARKED.search(template_of(tokenizer)))
+        self.joined = 0  # examples with a token of both prompt and completion, which is not learnt
         self._kinds: dict[str, Callable[[Mapping[str, Any]], tuple[list[int], list[bool]]]] = {
             "messages": self._messages,
             "prompt": self._prompt,
@@ -79,6 +80,7 @@ class Encoder:
         if not self._assistant_only:
             return ids, [True] * len(ids)
         said = [begin >= len(prompt) and end > begin for begin, end in encoded["offset_mapping"]]
+        self.joined += any(begin < len(prompt) < end for begin, end in encoded["offset_mapping"])
         said += [True] * (len(ids) - len(said))
         said[-1] = True  # the end token, whichever side added it
         return ids, said
@@ -89,19 +91,22 @@ class Encoder:
     def _conversation(self, messages: list[Any], tools: Any, learn_from: int = 0) -> tuple[list[int], list[bool]]:
         if not template_of(self._tokenizer):
             raise NoTemplate("messages", "the tokenizer has no chat template: add chat_template.jinja beside the model")
-        turns = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
+        messages = [called(each) for each in messages]
+        assistant = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
+        turns = [index for index in assistant if index >= learn_from and messages[index].get("weight") != 0]
         if self._assistant_only and not turns:
             raise Unfit("messages", "no message of the assistant: nothing to learn")
+        if not self._assistant_only and any(messages[index].get("weight") == 0 for index in assistant):
+            raise Unfit("weight", "is 0 at a message, and assistant_only_loss is off: then everything is learnt")
         whole, spans = self._marks(messages, tools) if self._marked else (self._rendered(messages, tools), [])
         encoded = self._offsets(whole, specials=False)
         ids = list(encoded["input_ids"])
         if not self._assistant_only:
             return ids, [True] * len(ids)
-        if self._marked:
-            after = common_length(self._rendered(messages[:learn_from], tools), whole) if learn_from else 0
-            spans = [(low, high) for low, high in spans if low >= after]
-        else:
+        if not self._marked:
             spans = [self._turn(whole, messages, tools, index) for index in turns]
+        elif turns != assistant:
+            spans = chosen(spans, assistant, turns)
         return ids, [any(low <= begin < high for low, high in spans) for begin, _ in encoded["offset_mapping"]]
 
     def _marks(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
@@ -146,6 +151,26 @@ class Encoder:
         """With the end token, so that the model learns to stop."""
         end = self._tokenizer.eos_token_id
         return list(ids) if end is None or (ids and ids[-1] == end) else [*ids, end]
+
+
+def chosen(spans: Sequence[Span], assistant: Sequence[int], turns: Sequence[int]) -> list[Span]:
+    """The marks of `turns` among those of all messages of the assistant."""
+    if len(spans) != len(assistant):
+        raise Unfit(
+            "messages",
+            f"not all that the assistant says is to be learnt, and the template makes {len(spans)} marks "
+            f"{{% generation %}} for {len(assistant)} messages of the assistant: which is whose is not known",
+        )
+    return [span for span, index in zip(spans, assistant, strict=True) if index in turns]
+
+
+def called(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as engines hand it to the template: arguments of tool calls are objects."""
+    whole: list[dict[str, Any]] = []
+    for call in message.get("tool_calls") or []:
+        function = {**call.get("function", call), "arguments": arguments_of(call)}
+        whole.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": whole} if whole else dict(message)
 
 
 def common_length(one: str, other: str) -> int:

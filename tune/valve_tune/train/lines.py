@@ -149,9 +149,45 @@ def check_message(message: object, place: str) -> None:
     if message.get("role") not in ROLES:
         raise Unfit(f"{place}.role", f"must be one of {', '.join(ROLES)}, not {message.get('role')!r}")
     content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return
-    raise Unfit(f"{place}.content", f"must be text, not {type(content).__name__}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise Unfit(f"{place}.content", f"must be text, not {type(content).__name__}")
+    check_weight(message, f"{place}.weight")
+    check_calls(message.get("tool_calls") or [], f"{place}.tool_calls")
+
+
+def check_weight(message: Mapping[str, Any], place: str) -> None:
+    """Of OpenAI's files: 0 says that the assistant's message is only read, not learnt."""
+    weight = message.get("weight")
+    if weight is not None and (type(weight) is not int or weight not in (0, 1)):
+        raise Unfit(place, f"must be 0 or 1, not {weight!r}")
+    if weight and message["role"] != "assistant":
+        raise Unfit(place, f"is 1 at a message of {message['role']}: only what the assistant says is learnt")
+
+
+def check_calls(calls: object, place: str) -> None:
+    if not isinstance(calls, list):
+        raise Unfit(place, f"must be a list, not {type(calls).__name__}")
+    for index, call in enumerate(calls):
+        arguments_of(call, f"{place}[{index}]")
+
+
+def arguments_of(call: object, place: str = "tool_calls") -> Any:
+    """Of a tool call. OpenAI's files have them as text. Engines hand them to the template as an object; as text most
+    templates would write them inside quotes, and the model would learn to answer so.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Unfit(place, "must be an object with a function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        arguments = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{place}.arguments", f"is no JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise Unfit(f"{place}.arguments", f"must be an object, not {type(arguments).__name__}")
+    return arguments
 
 
 def check_prompt(values: Mapping[str, Any]) -> None:

@@ -66,6 +66,10 @@ class PartTrainer(Trainer):
         self._open: list[int] = []
         self._labels = self._open_tokens = 0
 
+    def ask(self) -> None:
+        """Between two micro-batches: see `Trainer._ask`."""
+        self._ask("between two micro-batches")
+
     def compute(self, number: int) -> None:
         step, sequence = divmod(number, self.spec.gradient_accumulation_steps)
         batch = self.dataset.step(step)[sequence]
