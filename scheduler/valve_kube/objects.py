@@ -27,6 +27,8 @@ from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 from valve_kube.owners import owner_uid
 
 Object = Mapping[str, Any]
+# What reading a value fails with when somebody wrote another kind of value, none, or one that is too large.
+UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
 _COUNTS = frozenset(str(number) for number in range(1, MAX_GPUS + 1))
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -280,7 +282,7 @@ def workload_profile(profile: Object) -> WorkloadProfile | None:
             deficit_cost=float(spec.get("deficitCost", 0.0)),
             gpu_model=str((spec.get("workload") or {}).get("gpuModel", "")),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         name = profile.get("metadata", {}).get("name", "?")
         raise InvalidObject(f"OfflineProfile {name}: {error}") from error
 
@@ -293,7 +295,7 @@ def node_report(harvest_node: Object) -> NodeReport:
     status = harvest_node.get("status") or {}
     try:
         return _node_report(node, status, harvest_node.get("spec") or {}, _written_at_s(harvest_node["metadata"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except UNUSABLE as error:
         raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
 
 
