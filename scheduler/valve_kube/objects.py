@@ -22,13 +22,11 @@ from valve_scheduler.model import (
 from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
-from valve_kube.errors import InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 from valve_kube.owners import owner_uid
 
 Object = Mapping[str, Any]
-# What reading a value fails with when somebody wrote another kind of value, none, or one that is too large.
-UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
 _COUNTS = frozenset(str(number) for number in range(1, MAX_GPUS + 1))
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")

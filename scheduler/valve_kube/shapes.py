@@ -13,9 +13,9 @@ import msgspec
 
 from valve_kube import names
 from valve_kube.devices import as_status, denied_devices
-from valve_kube.errors import InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
-from valve_kube.objects import KEPT_REPORT, UNUSABLE, node_report, start_text
+from valve_kube.objects import KEPT_REPORT, node_report, start_text
 from valve_kube.owners import controller_of
 
 log = logging.getLogger(__name__)

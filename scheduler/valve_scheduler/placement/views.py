@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
-from valve_kube.errors import InvalidObject
-from valve_kube.objects import UNUSABLE, node_report, pod_place, seconds_of, workload_profile
+from valve_kube.errors import UNUSABLE, InvalidObject
+from valve_kube.objects import node_report, pod_place, seconds_of, workload_profile
 from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink, Store, at_each_change
