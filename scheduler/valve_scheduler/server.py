@@ -78,7 +78,8 @@ async def serve_exchanges(exchange: Exchange, host: str, port: int, tls: ssl.SSL
         wire.send_at_once(writer)
         try:
             while await _one(exchange, reader, writer) and writer in answered:
-                answered[writer] = answered.pop(writer)
+                del answered[writer]
+                answered[writer] = None  # the last one now
         except (wire.ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             log.info("connection dropped", extra={"error": str(error)})
         except asyncio.CancelledError:  # the process ends; before Python 3.12 each connection would tell of it
