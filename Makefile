@@ -54,7 +54,8 @@ test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run 
 		-m 'engine$(if $(QUICK), and quick)' tests/engines $(PYTEST_ARGS)
 
 test-all: export VALVE_WHOLE_TABLES = 1
-test-all: test ## make test with whole fault tables, and every test with real engines; 2,000 requests under faults among them
+test-all: export VALVE_SOAK ?= 40
+test-all: test ## make test with whole fault tables, a soak of a cluster (VALVE_SOAK faults), and every test with real engines
 	@$(MAKE) test-engines MATRIX=1
 
 demo-vllm: build ## a real vLLM online and another offline on one emulated GPU (after make test-engines)

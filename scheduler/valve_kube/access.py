@@ -1,5 +1,6 @@
 """Where the API server is, and with which credentials it is called."""
 
+import contextlib
 import ssl
 import time
 from collections.abc import Callable
@@ -27,16 +28,40 @@ class Access:
     tls: ssl.SSLContext | None
     authorization: Callable[[], str]
     namespace: str = "default"  # of the caller, where a command names none
+    renew: Callable[[], None] = lambda: None  # called before each connection: takes up what `tls` should trust by now
 
 
 def in_cluster(environment: dict[str, str], account: Path = SERVICE_ACCOUNT) -> Access:
+    authorities = _Authorities(account / "ca.crt")
     return Access(
         host=environment["KUBERNETES_SERVICE_HOST"],
         port=int(environment["KUBERNETES_SERVICE_PORT"]),
-        tls=ssl.create_default_context(cafile=str(account / "ca.crt")),
+        tls=authorities.tls,
+        renew=authorities.renew,
         authorization=lambda: "Bearer " + (account / "token").read_text().strip(),
         namespace=(account / "namespace").read_text().strip(),
     )
+
+
+class _Authorities:
+    """Whom a pod trusts. The file is replaced when the cluster's authority is: a process that read it only at its
+    start would lose the API server for good, and stay ready. What was trusted before is trusted until the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = self._version()
+        self.tls = ssl.create_default_context(cafile=str(path))
+
+    def _version(self) -> tuple[int, int]:
+        now = self._path.stat()
+        return now.st_ino, now.st_mtime_ns
+
+    def renew(self) -> None:
+        """A file that is away or half-written is read before the next connection."""
+        with contextlib.suppress(OSError):  # ssl.SSLError is one
+            if (version := self._version()) != self._read:
+                self.tls.load_verify_locations(cafile=str(self._path))
+                self._read = version
 
 
 def from_kubeconfig(path: str | None = None, context: str | None = None) -> Access:

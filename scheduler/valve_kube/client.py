@@ -24,6 +24,7 @@ APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
 PAGE = 500
 PAGE_GROWTH = 50
 PAGE_BYTES = 16 << 20
+MOST_RETRY_S = 60.0
 
 
 class ApiError(SchedulerError):
@@ -141,8 +142,8 @@ class KubeClient:
             head = await wire.read_head(reader)
             if head is None:
                 raise Unreachable(f"watch {path}: connection closed")
-            if int(head.start[1]) >= 400:
-                raise _api_error(int(head.start[1]), head, await wire.read_body(reader, head))
+            if wire.status(head) >= 400:
+                raise _api_error(wire.status(head), head, await wire.read_body(reader, head))
             fuse.lengthen(silence_s)
             pending = b""
             async for chunk in wire.read_chunks(reader, head):
@@ -174,7 +175,7 @@ class KubeClient:
             head = await wire.read_head(reader)
             if head is None:
                 raise ConnectionResetError("connection closed without an answer")
-            raw = await wire.read_body(reader, head, limit)
+            raw, status = await wire.read_body(reader, head, limit), wire.status(head)
         except BaseException as error:
             writer.close()
             # The server may have closed a kept connection just as we took it. Only reads are safe to repeat.
@@ -186,7 +187,7 @@ class KubeClient:
         else:
             writer.close()
 
-        return int(head.start[1]), head, raw
+        return status, head, raw
 
     def _kept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """A connection that the server has not closed. The server closes one after a minute or two without a request.
@@ -201,6 +202,7 @@ class KubeClient:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         access = self._access
+        access.renew()
         reader, writer = await asyncio.open_connection(access.host, access.port, ssl=access.tls, limit=1 << 20)
         wire.send_at_once(writer)
 
@@ -282,6 +284,9 @@ def _api_error(status: int, head: wire.Head, raw: bytes) -> ApiError:
         reason, text = str(answer.get("reason", "")), str(answer.get("message", ""))
     except (ValueError, AttributeError):
         reason, text = "", raw[:200].decode(errors="replace")
-    retry_after = head.headers.get("retry-after", "0")
+    return ApiError(status, reason, text, _retry_after_s(head.headers.get("retry-after", "")))
 
-    return ApiError(status, reason, text, float(retry_after) if retry_after.isdigit() else 0.0)
+
+def _retry_after_s(text: str) -> float:
+    """As many seconds as the header says; a proxy that means hours is asked again sooner."""
+    return min(float(text), MOST_RETRY_S) if text.isascii() and text.isdigit() else 0.0

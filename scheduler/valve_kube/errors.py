@@ -1,5 +1,8 @@
 """What can go wrong on the cluster side, by what the reader must do about it."""
 
+# What reading a value fails with when somebody wrote another kind of value, none, or one that is too large.
+UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
 
 class SchedulerError(Exception):
     """Root of all errors of this package."""

@@ -6,6 +6,7 @@ compared."""
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable
 from datetime import datetime, timezone
 
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
@@ -40,6 +41,22 @@ class Lease:
             except (ApiError, Unreachable) as error:
                 log.warning("lease not renewed", extra={"lease": self._name, "error": str(error)})
             await asyncio.sleep(self._duration_s / 3)
+
+    async def while_held(self, act: Awaitable[None]) -> None:
+        """Until it is done or the lease is ours no more, whichever comes first: what it began while it led must not go
+        on beside the next leader."""
+        task = asyncio.ensure_future(act)
+        loop = asyncio.get_running_loop()
+        try:
+            while not task.done() and self.held:
+                await asyncio.wait({task}, timeout=self._held_until_s - loop.time())
+            if not task.done():
+                log.warning("round ended: the lease is not ours any more", extra={"lease": self._name})
+                return
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        task.result()
 
     async def _try(self) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -22,7 +22,7 @@ from valve_scheduler.model import (
 from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
-from valve_kube.errors import InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 from valve_kube.owners import owner_uid
 
@@ -280,7 +280,7 @@ def workload_profile(profile: Object) -> WorkloadProfile | None:
             deficit_cost=float(spec.get("deficitCost", 0.0)),
             gpu_model=str((spec.get("workload") or {}).get("gpuModel", "")),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         name = profile.get("metadata", {}).get("name", "?")
         raise InvalidObject(f"OfflineProfile {name}: {error}") from error
 
@@ -293,7 +293,7 @@ def node_report(harvest_node: Object) -> NodeReport:
     status = harvest_node.get("status") or {}
     try:
         return _node_report(node, status, harvest_node.get("spec") or {}, _written_at_s(harvest_node["metadata"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except UNUSABLE as error:
         raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
 
 

@@ -1,7 +1,8 @@
 """Keeps a local view of one kind of object: a consistent list, then its watch, for ever.
 
-`sync` is one attempt after another: list (paged), replace, watch from there with bookmarks. A dropped watch
-goes on from the last version seen; 410 Gone, or a call of `relist`, starts from the list again."""
+`run` is one attempt after another: list (paged), replace, watch from there with bookmarks. A dropped watch
+goes on from the last version seen; 410 Gone, or a call of `relist`, starts from the list again. No object ends it: one
+that its sink cannot take changes nothing, and the log says which."""
 
 import asyncio
 import logging
@@ -123,6 +124,9 @@ class Reflector:
                 if self.live_at_s > seen_s:
                     backoff_s = BACKOFF_MIN_S
                 backoff_s = max(backoff_s, self._refused(error))
+            except Exception:  # a defect of ours: the view begins anew, and is none until it has
+                log.exception("view failed and begins anew", extra={"path": self.path})
+                self.relist()
             await asyncio.sleep(backoff_s * uniform(1.0, 1.5))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
 
@@ -187,11 +191,19 @@ class Reflector:
                 raise ApiError(item.get("code", 500), item.get("reason", ""), item.get("message", ""))
             self._version = item["metadata"]["resourceVersion"]
             if kind == "DELETED":
-                self.sink.drop(item)
+                self._hand(self.sink.drop, item)
             elif kind != "BOOKMARK":
-                self.sink.put(item)
+                self._hand(self.sink.put, item)
         if wanted == self._wanted:
             self._alive()
+
+    def _hand(self, take: Callable[[Json], None], item: Json) -> None:
+        """One object, whose failure is its own."""
+        try:
+            take(item)
+        except Exception:
+            namespace, name = key_of(item)
+            log.exception("object left out", extra={"path": self.path, "object": f"{namespace}/{name}"})
 
     def _alive(self) -> None:
         self.live_at_s = self._loop_s()

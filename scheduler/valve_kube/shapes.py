@@ -3,6 +3,7 @@
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
 form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +13,12 @@ import msgspec
 
 from valve_kube import names
 from valve_kube.devices import as_status, denied_devices
-from valve_kube.errors import InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import KEPT_REPORT, node_report, start_text
 from valve_kube.owners import controller_of
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -166,7 +169,7 @@ class Shape:
     kind: Any = Json
 
     def __init__(self) -> None:
-        self._pages, self._items = msgspec.json.Decoder(_Page[self.kind]), msgspec.json.Decoder(self.kind)  # type: ignore[name-defined]
+        self._pages, self._items = msgspec.json.Decoder(_Page[msgspec.Raw]), msgspec.json.Decoder(self.kind)
         self._events = msgspec.json.Decoder(_Event)
 
     def slim(self, item: Any) -> Json:
@@ -176,16 +179,28 @@ class Shape:
 
     def page(self, raw: bytes) -> ListPage:
         found = self._pages.decode(raw)
-        items = [self.slim(item) for item in found.items or []]
+        items = [kept for item in found.items or [] if (kept := self.read(item)) is not None]
 
         return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
+    def read(self, raw: msgspec.Raw) -> Json | None:
+        """What is kept of one object; None of one that cannot be read, which is left out by name: it shall neither
+        end its reader nor hide all others."""
+        try:
+            return self.slim(self._items.decode(raw))
+        except Exception:
+            log.exception("object left out", extra={"shape": type(self).__name__, "error": _named(raw)})
+            return None
+
     def event(self, line: bytes) -> Json:
         found = self._events.decode(line)
-        if found.type in ("ERROR", "BOOKMARK"):  # a Status, or a version without an object
-            return {"type": found.type, "object": msgspec.json.decode(found.object)}
+        if found.type not in ("ERROR", "BOOKMARK"):  # a Status, or a version without an object
+            if (kept := self.read(found.object)) is not None:
+                return {"type": found.type, "object": kept}
+            if found.type != "DELETED":  # which asks for no more than its name
+                found.type = "BOOKMARK"  # the view is as new as this, and that is all
 
-        return {"type": found.type, "object": self.slim(self._items.decode(found.object))}
+        return {"type": found.type, "object": msgspec.json.decode(found.object)}
 
 
 class PodShape(Shape):
@@ -216,17 +231,27 @@ class ReportShape(Shape):
         return _packed(msgspec.json.decode(item))
 
 
+def _named(raw: msgspec.Raw) -> str:
+    """The object for the log; its first characters where it has no name."""
+    try:
+        metadata = msgspec.json.decode(raw)["metadata"]
+        return f"{metadata.get('namespace', '')}/{metadata['name']}"
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
+        return repr(bytes(raw)[:80])
+
+
 def _packed(node: Json) -> Json:
     """A report that cannot be read stays as it is: its reader refuses it by name."""
     metadata, status = node.get("metadata") or {}, node.get("status") or {}
-    written = [one for one in metadata.get("managedFields") or [] if one.get("subresource") == "status"]
-    metadata["managedFields"] = [{key: one[key] for key in ("subresource", "time") if key in one} for one in written]
-    for told in (*(status.get("offline") or []), *(status.get("services") or [])):
-        if isinstance(told.get("namespace"), str):
-            told["namespace"] = _once(told["namespace"])
     try:
+        written = [one for one in metadata.get("managedFields") or [] if one.get("subresource") == "status"]
+        kept = ("subresource", "time")
+        metadata["managedFields"] = [{key: one[key] for key in kept if key in one} for one in written]
+        for told in (*(status.get("offline") or []), *(status.get("services") or [])):
+            if isinstance(told.get("namespace"), str):
+                told["namespace"] = _once(told["namespace"])
         node[KEPT_REPORT] = node_report(node)
-    except InvalidObject:
+    except (InvalidObject, *UNUSABLE):
         return node
     status.pop("alignment", None)
     for gpu in status.get("gpus") or []:

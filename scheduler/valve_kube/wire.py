@@ -11,6 +11,7 @@ from dataclasses import dataclass
 HEAD_LIMIT = 64 * 1024
 # A pod of 1.5 MB (etcd's limit) twice over, or 50,000 node names.
 BODY_LIMIT = 8 * 1024 * 1024
+_DIGITS, _MOST_DIGITS = b"0123456789abcdef", 16
 
 
 class ProtocolError(Exception):
@@ -57,19 +58,22 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
     return Head(start=(first[0], first[1], first[2] if len(first) > 2 else ""), headers=headers)
 
 
-async def read_chunks(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
-    """The body in pieces as they arrive: a watch is a body that does not end for minutes."""
+async def read_chunks(reader: asyncio.StreamReader, head: Head, most: int = BODY_LIMIT) -> AsyncIterator[bytes]:
+    """The body in pieces as they arrive: a watch is a body that does not end for minutes. No piece is larger than
+    `most`: the reader would keep all of it, however long it is said to be."""
     if "chunked" not in head.headers.get("transfer-encoding", "").lower():
         length = content_length(head)
         if length:
             yield await reader.readexactly(length)
         return
     while True:
-        line = await reader.readline()
         try:
-            size = int(line.split(b";")[0], 16)
-        except ValueError as error:
-            raise ProtocolError(f"chunk size is {line[:20]!r}") from error
+            line = await reader.readuntil(b"\n")
+        except asyncio.LimitOverrunError as error:
+            raise ProtocolError("the size of a chunk does not end") from error
+        size = _number(line.split(b";")[0].strip(), 16, "chunk size")
+        if size > most:
+            raise TooLarge(f"a chunk of {size} bytes, at most {most} are taken")
         data = await reader.readexactly(size + 2)
         if size == 0:
             return
@@ -80,7 +84,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, limit: int = BODY_
     parts, total = [], 0
     if "transfer-encoding" not in head.headers and content_length(head) > limit:
         raise TooLarge(f"body of {content_length(head)} bytes, at most {limit} are taken")
-    async for part in read_chunks(reader, head):
+    async for part in read_chunks(reader, head, limit):
         total += len(part)
         if total > limit:
             raise TooLarge(f"body exceeds {limit} bytes")
@@ -105,8 +109,17 @@ def send_at_once(writer: asyncio.StreamWriter) -> None:
 
 def content_length(head: Head) -> int:
     """As the head says it; 0 of a body in chunks, too."""
-    text = head.headers.get("content-length", "0")
-    if not text.isdigit():
-        raise ProtocolError(f"Content-Length is {text!r}")
+    return _number(head.headers.get("content-length", "0").encode("latin-1"), 10, "Content-Length")
 
-    return int(text)
+
+def status(head: Head) -> int:
+    """Of an answer."""
+    return _number(head.start[1].encode("latin-1"), 10, "status")
+
+
+def _number(text: bytes, base: int, what: str) -> int:
+    """`int` also takes signs, underscores, digits of other scripts, and fails on five thousand digits."""
+    if not 0 < len(text) <= _MOST_DIGITS or text.lower().strip(_DIGITS[:base]):
+        raise ProtocolError(f"{what} is {text[:20]!r}")
+
+    return int(text, base)

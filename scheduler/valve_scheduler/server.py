@@ -25,6 +25,8 @@ _PHRASES = {
     503: "Unavailable",
 }
 _SPILL_BYTES, _SPILL_S = 64 << 20, 1.0
+# Of a server. kube-scheduler and an API server keep a few dozen; descriptors are shared with the API client.
+_MOST_CONNECTIONS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,13 @@ def text_answer(text: str, status: int = 200, *, ends: bool = False) -> Answer:
     return Answer(status=status, body=text.encode() + b"\n", content_type="text/plain; charset=utf-8", ends=ends)
 
 
-async def serve(handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
-    """Listen, and read each body before it is handled."""
+async def serve(
+    handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None, *, most: int = wire.BODY_LIMIT
+) -> asyncio.Server:
+    """Listen, and read each body, of at most so many bytes, before it is handled."""
 
     async def exchange(head: wire.Head, reader: asyncio.StreamReader) -> Answer:
-        return await handler(head.start[0], head.start[1].partition("?")[0], await wire.read_body(reader, head))
+        return await handler(head.start[0], head.start[1].partition("?")[0], await wire.read_body(reader, head, most))
 
     return await serve_exchanges(exchange, host, port, tls)
 
@@ -60,17 +64,28 @@ async def serve(handler: Handler, host: str, port: int, tls: ssl.SSLContext | No
 async def serve_exchanges(exchange: Exchange, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
     """Listen.
 
-    Every connection is served in order, an exception of the handler is a 500 of that request only.
+    Every connection is served in order, an exception of the handler is a 500 of that request only. With too many of
+    them the one ends that was answered longest ago: whoever opens them and says nothing keeps nobody out.
     """
+    answered: dict[asyncio.StreamWriter, None] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(answered) >= _MOST_CONNECTIONS:
+            oldest = next(iter(answered))
+            del answered[oldest]
+            oldest.transport.abort()
+        answered[writer] = None
         wire.send_at_once(writer)
         try:
-            while await _one(exchange, reader, writer):
-                pass
-        except (wire.ProtocolError, ConnectionError, asyncio.IncompleteReadError, ssl.SSLError) as error:
+            while await _one(exchange, reader, writer) and writer in answered:
+                del answered[writer]
+                answered[writer] = None  # the last one now
+        except (wire.ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             log.info("connection dropped", extra={"error": str(error)})
+        except asyncio.CancelledError:  # the process ends; before Python 3.12 each connection would tell of it
+            log.debug("connection ended with the process")
         finally:
+            answered.pop(writer, None)
             writer.close()
 
     return await asyncio.start_server(connected, host, port, ssl=tls, limit=wire.HEAD_LIMIT)

@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 LAST_LINES = 12
+MOST_COMPLAINTS = 30
 MISSING = pytest.StashKey[str]()
+UNQUIET = pytest.StashKey[list[str]]()
+UNQUIET_EXIT = 66  # of a run in which Valve was not quiet: no second run of single tests makes that good
 
 
 @pytest.hookimpl(trylast=True)
@@ -38,6 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if MISSING in config.stash:
         terminalreporter.write_line(config.stash[MISSING])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(UNQUIET, []):
+        session.exitstatus = UNQUIET_EXIT
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,8 +71,13 @@ def ends_in_order() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def control_plane(ends_in_order: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """API server, etcd and controller manager with Valve's CRDs; no scheduler, no nodes."""
+def control_plane(
+    ends_in_order: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[ControlPlane]:
+    """API server, etcd and controller manager with Valve's CRDs; no scheduler, no nodes.
+
+    At the end of all tests: no process of Valve ever died by itself or told of an error that no test expected.
+    """
     plane = ControlPlane(tmp_path_factory.mktemp("cluster"), binaries(ROOT))
     try:
         plane.start()
@@ -72,6 +85,9 @@ def control_plane(ends_in_order: None, tmp_path_factory: pytest.TempPathFactory)
         yield plane
     finally:
         plane.stop()
+    if found := plane.complaints():
+        pytestconfig.stash[UNQUIET] = found
+        pytest.fail("\n".join(found[:MOST_COMPLAINTS]), pytrace=False)
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,22 @@ def with_value(path: str, value: Any) -> Any:
     return values
 
 
+def merged(values: Any, over: Any) -> Any:
+    """As helm does it; a key whose value is null is gone."""
+    if not isinstance(values, dict) or not isinstance(over, dict):
+        return over
+    whole = {
+        key: merged(values[key], over[key]) if key in over and key in values else values.get(key) for key in values
+    }
+    return {key: value for key, value in {**over, **whole}.items() if value is not None}
+
+
+def nothing_at(path: str) -> Any:
+    """What `--set path=null` says."""
+    head, _, rest = path.partition(".")
+    return {head: nothing_at(rest) if rest else None}
+
+
 def leaves(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -46,7 +62,7 @@ def test_the_schema_is_one() -> None:
 
 @pytest.mark.parametrize("path", sorted(CHART.glob("ci/*.yaml")), ids=lambda path: path.stem)
 def test_the_values_of_the_goldens_pass(path: Path) -> None:
-    assert errors(yaml.safe_load(path.read_text())) == []
+    assert errors(merged(DEFAULTS, yaml.safe_load(path.read_text()))) == []
 
 
 def test_the_defaults_pass() -> None:
@@ -73,6 +89,18 @@ FREE = ("resources", "nodeSelector", "namespaceLabel", "offlineEnv")
 @pytest.mark.parametrize("path", [leaf for leaf in leaves(DEFAULTS) if not any(part in leaf for part in FREE)])
 def test_a_misspelt_key_is_refused_everywhere(path: str) -> None:
     assert errors(with_value(f"{path}x", DEFAULTS)) != []
+
+
+# Names nothing where it is left out, and the template knows that.
+MAY_GO = ("global.imageRegistry", "imagePullSecrets", "pickers", "tag", "digest", "runtimeClass", "online.resources")
+
+
+@pytest.mark.parametrize(
+    "path", [leaf for leaf in leaves(DEFAULTS) if not any(part in leaf for part in (*FREE, *MAY_GO))]
+)
+def test_a_value_that_somebody_set_to_nothing_is_never_rendered_as_nothing(path: str) -> None:
+    """`--set mode=null` gave the daemon the line `mode = `, and it did not start."""
+    assert errors(merged(DEFAULTS, nothing_at(path))) != []
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Which API server, as whom, and in which namespace."""
 
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 import yaml
-from valve_kube.access import NoAccess, find
+from valve_kube.access import NoAccess, find, in_cluster
+from valve_scheduler.webhook.certificates import renew
 
 
 @pytest.fixture
@@ -44,3 +46,29 @@ def test_a_kubeconfig_that_says_nothing_of_use_is_refused_in_words(kubeconfig: s
 
     with pytest.raises(NoAccess, match="kubeconfig: "):
         find({}, path, context)
+
+
+def authority() -> bytes:
+    return renew(None, b"", ("x.svc",), datetime.now(timezone.utc)).bundle
+
+
+def test_an_authority_that_the_cluster_replaced_is_never_unknown_until_a_restart(tmp_path: Path) -> None:
+    """A process that trusts the old one alone loses the API server for good, and its probes stay well."""
+    first, second = authority(), authority()
+    for name, content in (("ca.crt", first), ("token", b"t"), ("namespace", b"n")):
+        (tmp_path / name).write_bytes(content)
+    access = in_cluster({"KUBERNETES_SERVICE_HOST": "h", "KUBERNETES_SERVICE_PORT": "1"}, tmp_path)
+    assert access.tls is not None
+
+    def replaced(content: bytes) -> int:
+        """As the kubelet does it: another file in its place. How many are trusted then."""
+        (tmp_path / "next").write_bytes(content)
+        (tmp_path / "next").replace(tmp_path / "ca.crt")
+        access.renew()
+        return len(access.tls.get_ca_certs()) if access.tls else 0
+
+    assert replaced(b"half") == 1
+    assert replaced(second) == 2
+    (tmp_path / "ca.crt").unlink()
+    access.renew()
+    assert len(access.tls.get_ca_certs()) == 2

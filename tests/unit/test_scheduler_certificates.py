@@ -127,3 +127,11 @@ def test_a_bundle_that_cannot_be_read_is_as_good_as_none() -> None:
     material = first()
 
     assert renew(material, b"garbage", HOSTS, START + LEAF_LIFE * 0.7) is material
+
+
+def test_a_namespace_of_any_length_never_leaves_the_webhook_without_a_certificate(tmp_path: Path) -> None:
+    """Beyond 46 characters it never had one, and every offline pod was refused."""
+    host = f"valve-webhook.{'n' * 63}.svc"
+    material = renew(None, b"", (host,), START)
+
+    handshake(tmp_path, material.bundle, material, host)

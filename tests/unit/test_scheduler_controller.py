@@ -361,6 +361,19 @@ def test_a_report_is_deleted_when_its_node_has_been_gone_for_a_while() -> None:
     ]
 
 
+@pytest.mark.parametrize("odd", ["0000-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
+def test_a_report_with_a_time_that_cannot_be_never_keeps_the_reports_of_nodes_that_are_gone(odd: str) -> None:
+    """The API server takes the year 0, which no clock of Python has: the round failed each time, for all nodes."""
+    world = World()
+    for name in ("odd", "gone"):
+        world.nodes.sink.put(harvest_node(name, age_s=301.0))
+    world.controller.caches.nodes.items["", "odd"]["status"]["observedAt"] = odd
+
+    asyncio.run(world.controller.forget())
+
+    assert [path.rpartition("/")[2] for _, path, _ in world.calls] == ["odd", "gone"]
+
+
 def test_an_eviction_budget_of_a_policy_is_honoured() -> None:
     world = missed()
     world.policy("all", eviction={"maxPerOwner": 0})

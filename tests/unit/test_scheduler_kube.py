@@ -4,11 +4,12 @@ What is seen stays true through pages, dropped watches, 410 and refusals.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from fakeapi import GONE, HANG_UP, FakeApi, bookmark, event, item, until
-from valve_kube.client import ApiError, KubeClient, Unreachable
+from valve_kube.client import MOST_RETRY_S, ApiError, KubeClient, Unreachable
 from valve_kube.reflector import Reflector, Sink
 
 
@@ -278,3 +279,72 @@ def test_a_server_that_goes_away_under_a_watch_is_asked_ever_less_often(monkeypa
     assert [0.1 * 2**n <= slept[n] <= 0.15 * 2**n for n in range(6)] == [True] * 6
     assert slept[6] <= 0.15
     assert 0.2 <= slept[7] <= 0.3
+
+
+def test_an_object_that_its_sink_cannot_take_never_ends_the_view_of_all_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A KeyError at one event ended the extender and the controller; the kubelet had them back before a test asked."""
+    api = FakeApi()
+    api.items, api.version = [item("a", 1)], 1
+    api.watches = [[event("ADDED", "bad", 2), event("ADDED", "b", 3), event("DELETED", "bad", 4), None]]
+
+    async def run() -> tuple[dict[str, str], bool]:
+        async with api as access:
+            client, view = KubeClient(access), View()
+
+            def refuse(one: dict[str, dict[str, str]]) -> None:
+                if one["metadata"]["name"] == "bad":
+                    raise KeyError("phase")
+                view._put(one)
+
+            reflector = Reflector(client, "/things", Sink(replace=view._replace, put=refuse, drop=refuse))
+            task = asyncio.create_task(reflector.run())
+            await until(lambda: reflector._version == "4")
+            ended = task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            client.close()
+            return view.found, ended
+
+    assert asyncio.run(run()) == ({"a": "1", "b": "3"}, False)
+    told = [record for record in caplog.records if record.name == "valve_kube.reflector"]
+    assert {getattr(record, "object", "") for record in told if record.levelno >= logging.ERROR} == {"/bad"}
+
+
+def test_a_list_that_its_sink_cannot_take_never_ends_the_process_nor_counts_as_a_view() -> None:
+    api = FakeApi()
+    api.items = [item("a", 1)]
+    failures = [RuntimeError("defect")]
+
+    async def run() -> list[bool]:
+        async with api as access:
+            client, view, seen = KubeClient(access), View(), []
+
+            def replace(items: list[dict[str, dict[str, str]]]) -> None:
+                if failures:
+                    seen.append(reflector.synced)
+                    raise failures.pop()
+                view._replace(items)
+
+            reflector = Reflector(client, "/things", Sink(replace=replace, put=view._put, drop=view._put))
+            task = asyncio.create_task(reflector.run())
+            await until(lambda: bool(view.found))
+            seen.append(reflector.synced)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            client.close()
+            return seen
+
+    assert asyncio.run(run()) == [False, True]
+
+
+@pytest.mark.parametrize("told", ["\N{SUPERSCRIPT TWO}", "9" * 400, "Wed, 21 Oct 2026 07:28:00 GMT", "-1"])
+def test_a_word_on_when_to_come_back_never_ends_a_view_nor_keeps_it_away_for_long(told: str) -> None:
+    api = FakeApi()
+    api.answers = [(503, {"reason": "x"}, {"Retry-After": told})]
+
+    with pytest.raises(ApiError) as refused:
+        call(api)
+
+    assert 0 <= refused.value.retry_after_s <= MOST_RETRY_S

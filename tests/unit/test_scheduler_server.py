@@ -1,14 +1,17 @@
 """The HTTP server: one write per answer, and no request that harms the next."""
 
 import asyncio
+import contextlib
 import json
+import logging
 
 import pytest
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 from valve_scheduler.extender.leadership import Leadership
 from valve_scheduler.extender.service import ExtenderService, ExtenderSettings
-from valve_scheduler.server import Answer, serve, text_answer
+from valve_scheduler.probes import Probes
+from valve_scheduler.server import _MOST_CONNECTIONS, Answer, serve, text_answer
 
 
 async def handler(method: str, path: str, body: bytes) -> Answer:
@@ -64,13 +67,76 @@ def test_a_failing_handler_costs_its_own_request_only() -> None:
         b"GET /a HTTP/1.1\r\nno colon\r\n\r\n",
         b"POST /a HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"POST /a HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nContent-Length: \xb2\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nContent-Length: " + b"9" * 5_000 + b"\r\n\r\n",
         b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1_0\r\n",
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 70_000,
         b"POST /a HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc",
         b"GET /" + b"a" * 70_000,
     ],
 )
 def test_what_is_not_http_closes_the_connection_without_an_answer(garbage: bytes) -> None:
     assert talk(garbage) == b""
+
+
+def test_a_body_is_never_kept_beyond_its_limit_however_long_a_chunk_is_said_to_be() -> None:
+    """Every pod reaches the ports of probes and webhook: one chunk of a terabyte filled the process's memory."""
+
+    async def run() -> bytes:
+        probes = await Probes(list).serve("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*probes.sockets[0].getsockname()[:2])
+        writer.write(b"GET /healthz HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n")
+        answer = await reader.read()  # to its end: the server waits for no more of it
+        writer.close()
+        probes.close()
+        return answer
+
+    assert asyncio.run(run()) == b""
+
+
+def test_whoever_connects_and_says_nothing_never_keeps_others_out() -> None:
+    async def run() -> tuple[bytes, int]:
+        server = await serve(handler, "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()[:2]
+        silent = [await asyncio.open_connection(*address) for _ in range(_MOST_CONNECTIONS + 20)]
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /a HTTP/1.1\r\n\r\n")
+        answer = await reader.readuntil(b"GET /a 0\n")
+        ended = 0
+        for one, _ in silent[:21]:
+            with contextlib.suppress(ConnectionError):
+                ended += not await one.read()
+                continue
+            ended += 1
+        for _, one in (*silent, (reader, writer)):
+            one.close()
+        server.close()
+        return answer, ended
+
+    answer, ended = asyncio.run(run())
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert ended == 21  # those that had been silent for longest
+
+
+def test_the_end_of_a_process_with_open_connections_never_looks_like_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each kept connection was a traceback in the log of every ordinary stop, and hid those of real failures."""
+
+    async def run() -> None:
+        server = await serve(handler, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        writer.write(b"GET /a HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"GET /a 0\n")
+        kept.append(writer)
+
+    kept: list[asyncio.StreamWriter] = []
+    asyncio.run(run())
+
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def service(hostname: str = "") -> ExtenderService:

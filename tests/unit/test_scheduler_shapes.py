@@ -255,6 +255,20 @@ def test_a_bookmark_is_never_read_as_an_object_of_its_kind(shape: type[Shape]) -
     assert shape().event(bookmark)["object"]["metadata"]["resourceVersion"] == "12"
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_one_object_that_cannot_be_read_never_hides_the_others(shape: type[Shape]) -> None:
+    """Of another kind than its schema says: a list that held it was refused as a whole, again and again."""
+    good = {"metadata": {"name": "a", "resourceVersion": "3"}}
+    odd = [{"metadata": {"name": 7, "labels": 7, "annotations": 7}, "spec": 7, "status": {"gpus": [7]}}, 7, None, []]
+    page = shape().page(json.dumps({"metadata": {"resourceVersion": "9"}, "items": [*odd, good]}).encode())
+
+    assert page.items[-1]["metadata"]["name"] == "a"
+    for one in odd[:1]:
+        one["metadata"]["resourceVersion"] = "12"
+        told = shape().event(json.dumps({"type": "MODIFIED", "object": one}).encode())
+        assert told["object"]["metadata"]["resourceVersion"] == "12"
+
+
 def test_pages_and_errors_are_read() -> None:
     shape = PodShape()
     page = shape.page(b'{"metadata": {"resourceVersion": "9", "continue": "t"}, "items": null}')

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from valve_tools.cluster import told
+from valve_tools.cluster import quiet, told
 from valve_tools.cluster.api import ApiRefused, ClusterApi
 
 TOKEN = "administrator-of-a-test"
@@ -31,6 +31,7 @@ SHORT_LEASE = {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": 
 # As the chart sets it.
 SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
 START_S = 240.0  # what a machine that is busy with other things may take for it
+_BY_US = (-signal.SIGKILL, -signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -94,6 +95,9 @@ class ControlPlane:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._arguments: dict[str, list[str]] = {}
         self._environments: dict[str, dict[str, str]] = {}
+        self._valves: set[str] = set()  # names of Valve's own processes
+        self.deaths: list[str] = []  # of those: what ended by itself, and nobody had asked it to
+        self.expected: list[str] = []  # patterns of lines of level error that a test causes
         self.kubeconfig = folder / "kubeconfig"
         self._server = f"https://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +149,13 @@ class ControlPlane:
             command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname, *command]
         self._arguments[name] = command
         self._environments[name] = {**os.environ, **(environment or {})}
+        if program == sys.executable:
+            self._valves.add(name)
         return self.restart(name)
 
     def restart(self, name: str) -> subprocess.Popen[bytes]:
+        if name in self.processes:
+            self._note_end(name)
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 self._arguments[name],
@@ -167,6 +175,7 @@ class ControlPlane:
         self.restart(name)
 
     def kill(self, name: str) -> None:
+        self._note_end(name)
         process = self.processes.pop(name)
         process.kill()
         process.wait()
@@ -174,6 +183,7 @@ class ControlPlane:
     def stop(self) -> None:
         """In reverse order of start, so that nothing waits for what is already gone."""
         for name in reversed(list(self.processes)):
+            self._note_end(name)
             process = self.processes.pop(name)
             process.terminate()
             try:
@@ -181,6 +191,17 @@ class ControlPlane:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _note_end(self, name: str) -> None:
+        """Before something is done to it: whether it was still there."""
+        code = self.processes[name].poll()
+        if name in self._valves and code not in (None, 0, *_BY_US):
+            self.deaths.append(f"{name} ended by itself with {code}")
+
+    def complaints(self) -> list[str]:
+        """Deaths that nobody caused, and what Valve's processes told of errors that nobody expected."""
+        logs = [path for name in sorted(self._valves) if (path := self.folder / f"{name}.log").exists()]
+        return [*self.deaths, *(line for path in logs for line in quiet.of_file(path, self.expected))]
 
     def account_kubeconfig(self, namespace: str, name: str, pod: Mapping[str, Any] | None = None) -> Path:
         """A kubeconfig with the rights of a service account and nothing more; as mounted in `pod`, if one is given."""

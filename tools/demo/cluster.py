@@ -130,6 +130,7 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
         screen.step("A missed SLA: eviction, and placement elsewhere")
         cluster_fleet.show_move(stage, fleet, first)
         screen.step("Uninstall, with everything running")
+        cluster_removal.show_quiet(stage)
         cluster_removal.uninstall(stage, chat, batch)
         cluster_removal.purge(stage, chat)
 

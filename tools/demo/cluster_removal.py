@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_kube import names
+from valve_tools.cluster import quiet
 from valve_tools.cluster.api import ApiRefused, ClusterApi
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import CRDS
@@ -21,6 +22,15 @@ from valved.cli.client import is_running
 
 Json = dict[str, Any]
 LABEL = "labelSelector=app.kubernetes.io%2Fname%3Dvalve"
+
+
+def show_quiet(stage: Stage) -> None:
+    """A container that ends is started again, and all that follows may look well."""
+    pods = stage.plane.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
+    logs = (stage.node.folder / "logs").glob(f"{NAMESPACE}_*/*/*.log")
+    found = [*quiet.why_restarted(pods), *(line for log in logs for line in quiet.of_file(log))]
+    stage.screen.say("\n".join(found[:20]))
+    stage.screen.check("no container of Valve ended or told of an error since the install", not found)
 
 
 def uninstall(stage: Stage, chat: Chat, batch: BatchPod) -> None:

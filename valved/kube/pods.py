@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,10 @@ from valved.model.ids import Role
 
 Json = Mapping[str, Any]
 ROLES = {names.ONLINE: Role.ONLINE, names.OFFLINE: Role.OFFLINE}
-# On the API server's copy of a static pod: the UID that the kubelet and the control groups use.
+# On the API server's copy of a static pod: the UID that the kubelet and the control groups use. Whoever makes a pod
+# writes its annotations, so it counts only where it can be the UID of no pod but a static one: those have dashes.
 STATIC_UID = "kubernetes.io/config.hash"
+_HASH = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,7 @@ def read_pod(item: Json) -> Pod:
     phase = (item.get("status") or {}).get("phase")
     asking = frozenset(container["name"] for container in containers if asks_for_gpus(container))
     return Pod(
-        uid=(metadata.get("annotations") or {}).get(STATIC_UID) or metadata["uid"],
+        uid=_uid(metadata),
         namespace=metadata.get("namespace", ""),
         name=metadata.get("name", ""),
         role=ROLES.get(annotation(item, names.ROLE), Role.NONE),
@@ -170,6 +173,11 @@ def read_pod(item: Json) -> Pod:
         is_running=phase == "Running",
         finished=phase in ("Succeeded", "Failed"),
     )
+
+
+def _uid(metadata: Json) -> str:
+    static = str((metadata.get("annotations") or {}).get(STATIC_UID, ""))
+    return static if _HASH.fullmatch(static) else str(metadata["uid"])
 
 
 def _said(item: Json) -> Said:

@@ -1,5 +1,6 @@
 """What must go from the cluster: offline pods whatever became of their SLA, reports of nodes that are no more. Pure."""
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -68,8 +69,16 @@ def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -
         observed_at = (node.get("status") or {}).get("observedAt")
         if name in present or not observed_at:
             continue
-        if now_s - seconds_of(observed_at) > FORGET_AFTER_S:
+        if abs(now_s - _time(observed_at)) > FORGET_AFTER_S:
             yield name, {key: node["metadata"][key] for key in ("uid", "resourceVersion")}
+
+
+def _time(text: str) -> float:
+    """A time that cannot be is of no daemon that still reports: one such report kept those of all others."""
+    try:
+        return seconds_of(text)
+    except (ValueError, OverflowError):
+        return -math.inf
 
 
 def _ungated(node: Object) -> set[str]:

@@ -134,7 +134,7 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
         while True:
             if not controller.caches.missing() and lease.held:
                 try:
-                    await act()
+                    await lease.while_held(act())
                 except Exception:
                     log.exception("round failed")
             elif not lease.held:

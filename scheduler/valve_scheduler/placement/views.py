@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
-from valve_kube.errors import InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.objects import node_report, pod_place, seconds_of, workload_profile
 from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
@@ -109,7 +109,7 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
     for entry in (workload.get("status") or {}).get("avoidNodes") or []:
         try:
             avoid[str(entry["node"])] = seconds_of(entry["until"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UNUSABLE as error:
             _report("OfflineWorkload", InvalidObject(f"avoidNodes entry {entry!r}: {error!r}"))
 
     return workload_key(workload), avoid

@@ -20,6 +20,7 @@ CA_LIFE = timedelta(days=10 * 365)
 LEAF_LIFE = timedelta(days=365)
 # Certificates begin this much earlier, because the clock of an API server may be behind.
 _BACKDATE = timedelta(hours=1)
+_COMMON_NAME = 64  # characters at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,8 @@ def _new_leaf(bundle: bytes, ca_key: bytes, hosts: Sequence[str], now: datetime)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise ValueError("the authority's key is not one of ours (no elliptic curve key)")
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
+    # A name of a long namespace is longer than this field may be. Clients read the alternative names alone.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:_COMMON_NAME])])
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     certificate = (
         _builder(name, authority.subject, now, LEAF_LIFE)

@@ -1,0 +1,47 @@
+"""What ends a run of the cluster tests although every test passed: deaths and errors that nobody caused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from valve_tools.cluster import quiet
+from valve_tools.cluster.controlplane import ControlPlane
+
+
+def test_a_process_that_ended_by_itself_is_never_overlooked_even_if_it_is_started_again(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, tmp_path)
+    for name, program in (("dies", "{}['phase']"), ("told", "import time; time.sleep(999)")):
+        plane.spawn(name, "-c", program, program=sys.executable)
+    plane.processes["dies"].wait()
+    plane.restart("dies").wait()
+    plane.kill("told")  # by a test
+    plane.stop()
+
+    assert plane.deaths == ["dies ended by itself with 1"] * 2
+    assert sum("Traceback" in line for line in plane.complaints()) == 2
+    plane.expected.append("Traceback")
+    assert plane.complaints() == plane.deaths
+
+
+def test_an_error_in_the_log_of_a_container_is_never_overlooked() -> None:
+    log = "\n".join(
+        [
+            '2026-01-01T00:00:00Z stderr F {"time": 1.0, "level": "error", "event": "round failed"}',
+            '2026-01-01T00:00:00Z stderr F {"time": 1.0, "level": "warning", "event": "watch refused"}',
+            "2026-01-01T00:00:00Z stderr F Traceback (most recent call last):",
+            "E0101 00:00:00.000000 1 leaderelection.go:1] a line of kube-scheduler",
+        ]
+    )
+
+    assert len(list(quiet.complaints(log))) == 2
+    assert len(list(quiet.complaints(log, ["round failed"]))) == 1
+
+
+def test_a_restarted_container_is_never_overlooked() -> None:
+    ended = {"terminated": {"reason": "Error", "exitCode": 1}}
+    told = [{"name": "extender", "restartCount": 3, "lastState": ended}, {"name": "other", "restartCount": 0}]
+    pods = [{"metadata": {"name": "p"}, "status": {"containerStatuses": told}}, {"metadata": {"name": "new"}}]
+
+    assert quiet.restarts(pods) == {"p/extender": 3}
+    assert list(quiet.why_restarted(pods)) == ["p/extender restarted 3 times, last: Error 1"]
