@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from valve_tools.demo import survivors
 from valve_tools.demo.node import EmulatedNode
 
 VALVE = Path(sys.executable).parent / "valve"
@@ -72,6 +73,32 @@ def test_a_demo_that_is_killed_never_leaves_a_process(tmp_path: Path) -> None:
     demo.wait()
 
     node.wait_for(lambda: not node.inhabitants(), "none is left")
+
+
+def test_a_process_that_writes_its_title_never_loses_the_mark_of_its_demo() -> None:
+    """setproctitle, which engines use, writes it over the environment if nothing forbids that."""
+    with survivors.ended_with_us():
+        inside = subprocess.check_output(["env"], text=True).splitlines()
+    outside = subprocess.check_output(["env"], text=True)
+
+    assert "SPT_NOENV=1" in inside
+    assert any(line.startswith(f"{survivors.NAME}=") for line in inside)
+    assert "SPT_NOENV" not in outside
+    assert survivors.NAME not in outside
+
+
+def test_what_another_demo_started_is_never_ended() -> None:
+    marks = ["1.23", "1.234", "2.23", ""]
+    sleepers = [subprocess.Popen(["sleep", "1000"], env={**os.environ, survivors.NAME: mark}) for mark in marks]
+    try:
+        assert survivors.end_marked("1.23")
+        assert sleepers[0].wait() == -signal.SIGKILL
+        assert not survivors.end_marked("1.23")
+        assert [one.poll() for one in sleepers[1:]] == [None] * 3
+    finally:
+        for one in sleepers:
+            one.kill()
+            one.wait()
 
 
 def test_a_demo_whose_valved_dies_says_so_in_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:

@@ -110,6 +110,16 @@ def test_a_program_of_one_thread_is_never_kept_out_of_a_namespace(world, has_val
     assert answers[0] == answers[1]
 
 
+def test_threads_that_ask_for_a_namespace_at_once_never_wait_for_ever(world):
+    """Nor is there another session for each of them."""
+    program = begin(world, "crowd")
+    assert program.stdout.readline() == "80 refused\n"
+
+    [session] = our_threads(program.pid)
+    until(lambda: sleeps(session), "it waits")
+    assert end(program) == 0
+
+
 # -- neighbours --
 
 

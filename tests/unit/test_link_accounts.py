@@ -23,7 +23,8 @@ INSIDE = ["", f"/cri-containerd-{DIGITS}.scope", f"/{OTHER_POD}", "/user-7.slice
 
 @pytest.mark.parametrize("home", HOMES)
 def test_users_and_groups_inside_a_home_are_never_accounts_of_their_own(home):
-    accounts = {account_of(uid, home + inside) for uid in (0, 1000, 65534, 2**32 - 2) for inside in INSIDE}
+    users = [1000, 65534, 2**32 - 2, *([] if "user-" in home else [0])]
+    accounts = {account_of(uid, home + inside) for uid in users for inside in INSIDE}
 
     assert accounts == {home}
 
@@ -31,6 +32,22 @@ def test_users_and_groups_inside_a_home_are_never_accounts_of_their_own(home):
 @pytest.mark.parametrize("uid", [0, 1000])
 def test_two_homes_never_share_an_account(uid):
     assert len({account_of(uid, home) for home in (*HOMES, f"/kubepods/{OTHER_POD}")}) == len(HOMES) + 1
+
+
+def test_a_service_of_root_never_shares_the_account_of_the_user_from_whose_login_it_was_started():
+    """By sudo, which leaves it in the user's slice."""
+    login = "/user.slice/user-1000.slice/session-4.scope"
+
+    assert account_of(0, login) != account_of(1000, login)
+    assert {account_of(0, f"{login}/libpod-{DIGITS}{inside}") for inside in INSIDE} == {f"{login}/libpod-{DIGITS}"}
+
+
+def test_users_whom_root_starts_from_its_own_login_never_share_an_account():
+    """By su, for one service and one batch job."""
+    login = "/user.slice/user-0.slice/session-3.scope"
+
+    assert {account_of(uid, login) for uid in (0, 1001, 1002)} == {("root", login), 1001, 1002}
+    assert account_of(1001, f"{login}/docker/{DIGITS}") == f"{login}/docker/{DIGITS}"
 
 
 def test_users_outside_a_home_never_share_an_account_whatever_their_group():

@@ -20,6 +20,7 @@ from valved.cli.client import DEADLINE_S, NodeClient, explain_error
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # valved ended, or ends
 FROM_NOW = (1 << 64) - 1  # of this start of valved; of another one: all that it keeps
 LOOK_S = 2.0  # after so long without an event
+JOIN_S = 0.05
 TOO_SLOW = "this reader took no event for too long"
 
 
@@ -93,9 +94,10 @@ class EventStream:
             yield
         finally:
             over.set()
-            for call in asking:
-                call.cancel()
-            thread.join()
+            while thread.is_alive():
+                for call in asking:  # it may be about to ask
+                    call.cancel()
+                thread.join(JOIN_S)
 
     def _look(self, over: threading.Event, asking: list[Any]) -> None:
         """A thread, for the other one waits for events. That a valved has ended, the stream itself says."""

@@ -30,17 +30,16 @@ static bool has_left(void)
 	return session && syscall(SYS_tgkill, valve_shim.pid, session, 0) && errno == ESRCH;
 }
 
-/* False: it was never here, must not go, or is held up. */
+/* False: it was never here, must not go, is held up, or another thread has asked: then this process has more than one. */
 static bool send_away(void)
 {
-	uint32_t state = load_acquire(&valve_shim.state), asked = ASKED;
+	uint32_t state = load_acquire(&valve_shim.state), stays = STAYS, asked = ASKED;
 	const uint64_t one = 1;
 
 	if ((state != VALVE_STATE_UNLINKED && state != VALVE_STATE_LINKED) || valve_tls.inside ||
 	    valve_shim.pid != (uint32_t)syscall(SYS_getpid) || load_relaxed(&valve_shim.watcher_runs) ||
-	    valve_capture_has_channels())
+	    valve_capture_has_channels() || !swap_if(&valve_shim.leaving, &stays, ASKED))
 		return false;
-	store_release(&valve_shim.leaving, ASKED);
 	futex_wake(&valve_shim.leaving, 1);
 	(void)!syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one));
 	for (int looks = 0; looks < LOOKS || !swap_if(&valve_shim.leaving, &asked, STAYS); looks++) {
