@@ -13,7 +13,7 @@ from valved.native._gate import ffi
 from valved.gate import readings
 from valved.gate.permits import rule_of
 from valved.machine.stamps import Stamp, StampKind
-from valved.model.events import EventKind
+from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex
 from valved.state.journal import QUIET
 
@@ -156,3 +156,19 @@ def test_an_edge_that_was_noted_unread_is_no_other_event_than_one_that_was_watch
     unread = world.events(*QUIET)[-len(watched) :]
     assert {EventKind.GATE, EventKind.WAKE} <= {event.kind for event in unread}
     assert [*map(shape, unread)] == [*map(shape, watched)]
+
+
+def test_what_was_noted_unread_is_never_made_an_event_twice(world):
+    """Who asks for what is not there goes through all that is kept, while the loop waits."""
+    made = []
+
+    def make(seq, *_):
+        made.append(seq)
+        return Event(seq, 1, EventKind.HOLD)
+
+    for _ in range(3):
+        world.journal.put_unmade(make, None, None)
+
+    assert world.events(EventKind.HOLD)[-3:] == world.events(EventKind.HOLD)[-3:]
+    assert sorted(made) == sorted(set(made))
+    assert len(made) == 3

@@ -249,3 +249,22 @@ def test_what_was_foreseen_never_stops_an_engine_that_is_asked_between_steps_sin
     rings(online, 40)
 
     assert "stop" not in said
+
+
+def test_the_time_of_a_reclaim_is_never_later_than_the_end_that_its_durations_count_back_from(world, monkeypatch):
+    """GPUs are opened before it is told, and that takes time: whoever counted back would find that the hook rang later
+    than it did, and that the stop came before."""
+    _, online = beside(world)
+    set_moving = world.gating.set_moving
+
+    def slow_to_open(gpus):
+        world.clock._now_ns += 0 if gpus else 3_000_000
+        set_moving(gpus)
+
+    monkeypatch.setattr(world.gating, "set_moving", slow_to_open)
+    rung_ns = world.clock.now_ns()
+    rings(online, 40)
+    world.run(100)
+
+    event = world.events(EventKind.RECLAIMED)[-1]
+    assert event.t_ns - event.detail["total_ns"] == rung_ns

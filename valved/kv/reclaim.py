@@ -272,8 +272,7 @@ class Reclaimer:
             self._lost_when(victims.engine, victims.columns, victims.orders)
 
     def _lost_when(self, engine: Engine, columns: Ints, orders: list[Order]) -> None:
-        through = all_of([order.through for order in orders])
-        through.then(lambda: self._moves.lost(engine, columns))
+        all_of([order.through for order in orders]).then(lambda: self._moves.lost(engine, columns))
 
     async def _wait_given(self, reclaim: Reclaim) -> None:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
@@ -302,6 +301,7 @@ class Reclaimer:
             service=reclaim.needs[0].service,
             gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
             reason="; then ".join(one.why for one in reclaim.tries),
+            t_ns=reclaim.tries[-1].given_ns,  # where its durations end: it is told when all who waited have gone on
             **reclaim.account(self._books.pool.handle_bytes),
         )
         self._log.note(reclaim, event)

@@ -80,7 +80,7 @@ class Journal:
         """`files`: each with whether it takes every event, or the audited kinds only."""
         self._clock = clock
         self._ring_events = ring_events
-        self._edges: deque[Event | tuple[Any, ...]] = deque(maxlen=ring_events)  # hundreds a second at times, see _made
+        self._edges: deque[Event | tuple[Any, ...]] = deque(maxlen=ring_events)  # hundreds a second: see put_unmade
         self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
         self._files = tuple(files)
         self._watchers: set[Watcher] = set()
@@ -139,9 +139,18 @@ class Journal:
 
     def recent(self, matches: Callable[[Event], bool], most: int) -> list[Event]:
         """The newest events that match, oldest first."""
-        edges = map(_made, reversed(self._edges))
-        newest = heapq.merge(edges, reversed(self._rest), key=lambda event: -event.seq)
+        newest = heapq.merge(self._newest_edges(), reversed(self._rest), key=lambda event: -event.seq)
         return list(itertools.islice(filter(matches, newest), most))[::-1]
+
+    def _newest_edges(self) -> Iterator[Event]:
+        """Each is made once: who asks for what is not there goes through all of them, and would stop the loop anew."""
+        edges = self._edges
+        for at in range(len(edges) - 1, -1, -1):
+            kept = edges[at]
+            if not isinstance(kept, Event):
+                seq, make, *told = kept
+                kept = edges[at] = make(seq, *told)
+            yield kept
 
     def watch(
         self,
@@ -193,11 +202,3 @@ class Journal:
         self._flush = None
         for file, _ in self._files:
             file.flush()
-
-
-def _made(kept: Event | tuple[Any, ...]) -> Event:
-    if isinstance(kept, Event):
-        return kept
-    seq, make, *told = kept
-    event: Event = make(seq, *told)
-    return event
