@@ -54,8 +54,9 @@ class Lease:
                 log.warning("round ended: the lease is not ours any more", extra={"lease": self._name})
                 return
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            while not task.done():  # before Python 3.12 wait_for swallows a cancellation that meets its answer
+                task.cancel()
+                await asyncio.wait({task}, timeout=0.1)
         task.result()
 
     async def _try(self) -> None:

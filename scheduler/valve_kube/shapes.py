@@ -17,6 +17,7 @@ from valve_kube.errors import UNUSABLE, InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import KEPT_REPORT, node_report, start_text
 from valve_kube.owners import controller_of
+from valve_kube.places import place_alone
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +168,7 @@ class Shape:
     """How answers of one kind of object are read: what of it is decoded, and what of that is kept. Here all of both."""
 
     kind: Any = Json
+    least: Callable[[bytes], Json | None] = staticmethod(lambda raw: None)  # known whatever else it says; None: nothing
 
     def __init__(self) -> None:
         self._pages, self._items = msgspec.json.Decoder(_Page[msgspec.Raw]), msgspec.json.Decoder(self.kind)
@@ -184,13 +186,12 @@ class Shape:
         return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
     def read(self, raw: msgspec.Raw) -> Json | None:
-        """What is kept of one object; None of one that cannot be read, which is left out by name: it shall neither
-        end its reader nor hide all others."""
+        """What is kept of one object. One that cannot be read shall neither end its reader nor hide all others."""
         try:
             return self.slim(self._items.decode(raw))
         except Exception:
             log.exception("object left out", extra={"shape": type(self).__name__, "error": _named(raw)})
-            return None
+            return self.least(raw)
 
     def event(self, line: bytes) -> Json:
         found = self._events.decode(line)
@@ -207,6 +208,7 @@ class PodShape(Shape):
     """Pods, with what Valve reads of them."""
 
     kind = _Pod
+    least = staticmethod(place_alone)
 
     def slim(self, item: _Pod) -> Json:
         return _slim(item)

@@ -8,7 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from valve_scheduler import metrics
 from valve_scheduler.server import Answer, serve, text_answer
 
-_MOST_BODY = 1024  # nobody who asks here has anything to say, and every pod can reach the port
+# Nobody who asks here has anything to say or stays: the kubelet and Prometheus. Every pod can reach the port.
+_MOST_BODY, _MOST_CONNECTIONS = 1024, 64
 
 
 class Probes:
@@ -40,4 +41,4 @@ class Probes:
         return text_answer("try /healthz, /readyz or /metrics", 404)
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        return await serve(self.answer, host, port, most=_MOST_BODY)
+        return await serve(self.answer, host, port, most=_MOST_BODY, connections=_MOST_CONNECTIONS)

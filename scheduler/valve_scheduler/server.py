@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,9 @@ _PHRASES = {
     503: "Unavailable",
 }
 _SPILL_BYTES, _SPILL_S = 64 << 20, 1.0
-# Of a server. kube-scheduler and an API server keep a few dozen; descriptors are shared with the API client.
-_MOST_CONNECTIONS = 256
+# Of a server: as many calls as two API servers have under way at once. Descriptors are shared with the API client.
+_MOST_CONNECTIONS = 512
+_HANDSHAKE_S = 5.0  # no API server waits longer for the answer behind it (the chart's longest time-out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,35 +53,46 @@ def text_answer(text: str, status: int = 200, *, ends: bool = False) -> Answer:
 
 
 async def serve(
-    handler: Handler, host: str, port: int, tls: ssl.SSLContext | None = None, *, most: int = wire.BODY_LIMIT
+    handler: Handler,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None = None,
+    *,
+    most: int = wire.BODY_LIMIT,
+    connections: float = _MOST_CONNECTIONS,
 ) -> asyncio.Server:
     """Listen, and read each body, of at most so many bytes, before it is handled."""
 
     async def exchange(head: wire.Head, reader: asyncio.StreamReader) -> Answer:
         return await handler(head.start[0], head.start[1].partition("?")[0], await wire.read_body(reader, head, most))
 
-    return await serve_exchanges(exchange, host, port, tls)
+    return await serve_exchanges(exchange, host, port, tls, connections)
 
 
-async def serve_exchanges(exchange: Exchange, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
+async def serve_exchanges(
+    exchange: Exchange, host: str, port: int, tls: ssl.SSLContext | None, connections: float = _MOST_CONNECTIONS
+) -> asyncio.Server:
     """Listen.
 
     Every connection is served in order, an exception of the handler is a 500 of that request only. With too many of
-    them the one ends that was answered longest ago: whoever opens them and says nothing keeps nobody out.
+    them, of the peer that has the most, the one ends that was answered longest ago: whoever opens them and says nothing
+    keeps nobody out, and ends nobody else's.
     """
-    answered: dict[asyncio.StreamWriter, None] = {}
+    answered: dict[asyncio.StreamWriter, str] = {}  # whose each is, the last one that was answered last
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(answered) >= _MOST_CONNECTIONS:
-            oldest = next(iter(answered))
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        if len(answered) >= connections:
+            ((greediest, _),) = Counter(answered.values()).most_common(1)
+            oldest = next(one for one, its_peer in answered.items() if its_peer == greediest)
             del answered[oldest]
             oldest.transport.abort()
-        answered[writer] = None
+        answered[writer] = peer
         wire.send_at_once(writer)
         try:
             while await _one(exchange, reader, writer) and writer in answered:
                 del answered[writer]
-                answered[writer] = None  # the last one now
+                answered[writer] = peer  # the last one now
         except (wire.ProtocolError, OSError, asyncio.IncompleteReadError) as error:
             log.info("connection dropped", extra={"error": str(error)})
         except asyncio.CancelledError:  # the process ends; before Python 3.12 each connection would tell of it
@@ -88,7 +101,9 @@ async def serve_exchanges(exchange: Exchange, host: str, port: int, tls: ssl.SSL
             answered.pop(writer, None)
             writer.close()
 
-    return await asyncio.start_server(connected, host, port, ssl=tls, limit=wire.HEAD_LIMIT)
+    # A connection counts once its handshake is done: one that never ends it shall not stay for the minute of asyncio.
+    patience = {} if tls is None else {"ssl_handshake_timeout": _HANDSHAKE_S}
+    return await asyncio.start_server(connected, host, port, ssl=tls, limit=wire.HEAD_LIMIT, **patience)
 
 
 async def _one(exchange: Exchange, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

@@ -117,6 +117,19 @@ def test_arguments_of_a_tool_are_never_learnt_inside_quotes(make):
         assert learnt(batch) == "w8 <|end|>"
 
 
+@pytest.mark.parametrize(
+    "function", [{"name": "w7"}, {"name": "w7", "arguments": None}, {"name": "w7", "arguments": ""}]
+)
+def test_a_tool_without_arguments_is_never_learnt_as_null(make, function):
+    """An engine hands the template an object there, too."""
+    written = (
+        "{% if message.tool_calls and message.tool_calls[0].function.arguments is mapping %}w8{% else %}w9{% endif %}"
+    )
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    (batch,) = make([{"messages": [USER, called]}], tiny.TEMPLATE.replace("{{ message['content'] }}", written)).step(0)
+    assert learnt(batch) == "w8 <|end|>"
+
+
 def test_text_and_tokens(make):
     (batch,) = make([{"text": "w1 w2 w3"}]).step(0)
     assert learnt(batch) == "w2 w3 <|end|>"
@@ -136,6 +149,9 @@ BAD = {
     b'{"messages": [{"role": "user", "content": "w1", "weight": 1}]}': r"messages\[0\].weight",
     b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}': r"messages\[0\].tool_calls\[0\]",
     b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "x"}}]}]}': (
+        r"messages\[0\].tool_calls\[0\].arguments"
+    ),
+    b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": [7]}}]}]}': (
         r"messages\[0\].tool_calls\[0\].arguments"
     ),
     b'{"prompt": "w1"}': "completion",

@@ -24,6 +24,16 @@ def test_a_process_that_ended_by_itself_is_never_overlooked_even_if_it_is_starte
     assert plane.complaints() == plane.deaths
 
 
+def test_the_end_of_a_stand_in_or_of_another_s_program_never_fails_a_run(tmp_path: Path) -> None:
+    """NVIDIA's device plugin bears the name of its stand-in; neither is Valve's."""
+    plane = ControlPlane(tmp_path, tmp_path)
+    plane.spawn("gpuplugin", "-m", "valve_tools.cluster.none_of_that_name", program=sys.executable).wait()
+    plane.spawn("gpuplugin", "-c", "exit 1", program="/bin/sh").wait()
+    plane.stop()
+
+    assert plane.complaints() == []
+
+
 def test_an_error_in_the_log_of_a_container_is_never_overlooked() -> None:
     log = "\n".join(
         [

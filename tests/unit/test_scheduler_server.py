@@ -12,6 +12,7 @@ from valve_scheduler.extender.leadership import Leadership
 from valve_scheduler.extender.service import ExtenderService, ExtenderSettings
 from valve_scheduler.probes import Probes
 from valve_scheduler.server import _MOST_CONNECTIONS, Answer, serve, text_answer
+from valve_tools.cluster.controlplane import free_port
 
 
 async def handler(method: str, path: str, body: bytes) -> Answer:
@@ -119,6 +120,70 @@ def test_whoever_connects_and_says_nothing_never_keeps_others_out() -> None:
 
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert ended == 21  # those that had been silent for longest
+
+
+def test_whoever_opens_many_connections_never_ends_those_of_another_peer() -> None:
+    """Any pod could end the kept connections of the API server, with the reviews that were under way on them."""
+
+    async def run() -> bytes:
+        server = await serve(handler, "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()[:2]
+        reader, writer = await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0))
+        writer.write(b"GET /a HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"GET /a 0\n")
+        flood = [await asyncio.open_connection(*address) for _ in range(_MOST_CONNECTIONS + 20)]
+        await flood[0][0].read()  # the first of them has ended
+        writer.write(b"GET /b HTTP/1.1\r\n\r\n")
+        answer = await reader.readuntil(b"GET /b 0\n")
+        for _, one in (*flood, (reader, writer)):
+            one.close()
+        server.close()
+        return answer
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 200 ")
+
+
+async def knock(port: int) -> None:
+    """OSError while nobody listens there."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+
+
+def test_bindings_that_wait_for_the_api_server_never_end_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kube-scheduler has one connection for each, however many there are."""
+    count = _MOST_CONNECTIONS + 40
+
+    async def run() -> list[bytes]:
+        extender, arrived, go = service(), [], asyncio.Event()
+
+        async def bind(method: str, path: str, body: bytes) -> Answer:
+            arrived.append(path)
+            await go.wait()
+            return text_answer("bound")
+
+        monkeypatch.setattr(extender, "answer", bind)
+        monkeypatch.setattr(extender, "_settings", ExtenderSettings(port=free_port(), probe_port=free_port()))
+        running = asyncio.create_task(extender.run())
+
+        async def call() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", extender._settings.port)
+            writer.write(b"POST /scheduler/bind HTTP/1.1\r\n\r\n")
+            answer = await reader.read(12)
+            writer.close()
+            return answer
+
+        while await asyncio.gather(knock(extender._settings.port), return_exceptions=True) != [None]:
+            await asyncio.sleep(0.01)
+        calls = [asyncio.create_task(call()) for _ in range(count)]
+        while len(arrived) < count:
+            await asyncio.sleep(0.01)
+        go.set()
+        answers = await asyncio.gather(*calls)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return answers
+
+    assert set(asyncio.run(run())) == {b"HTTP/1.1 200"}
 
 
 def test_the_end_of_a_process_with_open_connections_never_looks_like_a_failure(

@@ -269,6 +269,20 @@ def test_one_object_that_cannot_be_read_never_hides_the_others(shape: type[Shape
         assert told["object"]["metadata"]["resourceVersion"] == "12"
 
 
+def test_the_gpus_of_a_pod_that_cannot_be_read_never_seem_free() -> None:
+    """A list leaves nothing out that holds a GPU: the next pod would be placed on it, too."""
+    metadata = {"name": "p", "namespace": "n", "uid": "u", "annotations": {names.GPUS: "GPU-1,GPU-2"}}
+    odd = {"metadata": metadata, "spec": {"nodeName": "gpu-1", "tolerations": 7}, "status": {"phase": "Running"}}
+    raw = json.dumps({"metadata": {"resourceVersion": "9"}, "items": [odd]}).encode()
+    told = json.dumps({"type": "MODIFIED", "object": odd}).encode()
+
+    for kept in (*PodShape().page(raw).items, PodShape().event(told)["object"]):
+        place = pod_place(kept)
+        assert (place.uid, place.node, place.gpu_uuids) == ("u", "gpu-1", ("GPU-1", "GPU-2"))
+        assert not place.finished
+    assert PodShape().event(told)["type"] == "MODIFIED"
+
+
 def test_pages_and_errors_are_read() -> None:
     shape = PodShape()
     page = shape.page(b'{"metadata": {"resourceVersion": "9", "continue": "t"}, "items": null}')

@@ -149,8 +149,8 @@ class ControlPlane:
             command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname, *command]
         self._arguments[name] = command
         self._environments[name] = {**os.environ, **(environment or {})}
-        if program == sys.executable:
-            self._valves.add(name)
+        if program == sys.executable and not any(one.startswith("valve_tools.") for one in arguments[:2]):
+            self._valves.add(name)  # a stand-in of these tools is none, and another's program may bear its name next
         return self.restart(name)
 
     def restart(self, name: str) -> subprocess.Popen[bytes]:

@@ -19,8 +19,9 @@ from valved.model.ids import Role
 Json = Mapping[str, Any]
 ROLES = {names.ONLINE: Role.ONLINE, names.OFFLINE: Role.OFFLINE}
 # On the API server's copy of a static pod: the UID that the kubelet and the control groups use. Whoever makes a pod
-# writes its annotations, so it counts only where it can be the UID of no pod but a static one: those have dashes.
-STATIC_UID = "kubernetes.io/config.hash"
+# writes its annotations, so it counts only where it can be the UID of no pod but a static one: all others have dashes.
+# Nor may a pod that runs take a static one's place: the kubelet runs none that bears the mark of a copy.
+STATIC_UID, COPY = "kubernetes.io/config.hash", "kubernetes.io/config.mirror"
 _HASH = re.compile("[0-9a-f]{32}")
 
 
@@ -176,8 +177,9 @@ def read_pod(item: Json) -> Pod:
 
 
 def _uid(metadata: Json) -> str:
-    static = str((metadata.get("annotations") or {}).get(STATIC_UID, ""))
-    return static if _HASH.fullmatch(static) else str(metadata["uid"])
+    notes = metadata.get("annotations") or {}
+    static = str(notes.get(STATIC_UID, ""))
+    return static if _HASH.fullmatch(static) and notes.get(COPY) == static else str(metadata["uid"])
 
 
 def _said(item: Json) -> Said:

@@ -5,6 +5,7 @@ Watches feed the state, kube-scheduler is answered on loopback, probes on anothe
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -82,7 +83,9 @@ class ExtenderService:
 
     async def run(self) -> None:
         """Until cancelled."""
-        main = await serve(self.answer, self._settings.host, self._settings.port)
+        # For kube-scheduler alone, which binds as many pods at once as wait for a slow API server: to end one of these
+        # connections would fail a Binding that is under way.
+        main = await serve(self.answer, self._settings.host, self._settings.port, connections=math.inf)
         probes = await self.probes.serve(self._settings.probe_host, self._settings.probe_port)
         tasks = [asyncio.create_task(view.run()) for view in self.views]
         tasks += [asyncio.create_task(self._housekeeping()), asyncio.create_task(self._doubts.run())]

@@ -178,11 +178,9 @@ def arguments_of(call: object, place: str = "tool_calls") -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise Unfit(place, "must be an object with a function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return arguments
+    arguments = function.get("arguments") or {}
     try:
-        arguments = json.loads(arguments or "{}")
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise Unfit(f"{place}.arguments", f"is no JSON: {error}") from None
     if not isinstance(arguments, dict):
