@@ -77,7 +77,7 @@ fuzz: ## libFuzzer on the ioctl parser, on KV orders (FUZZ_RUNS inputs each) and
 	@$(FUZZ) tests/fuzz/fuzz_capture.c $(addprefix shim/src/channels/,rm.c rmcall.c rmcontrol.c) -o build/fuzz_capture
 	@$(FUZZ) tests/fuzz/fuzz_order.c $(addprefix shim/src/,kv/vmm.c kv/ranges.c kv/places.c kv/parts.c link/packet.c lock.c) -o build/fuzz_order
 	@$(FUZZ) -include tests/fuzz/kernel.h $(addprefix tests/fuzz/,fuzz_link.c kernel.c kernel_pages.c rest.c) \
-		$(addprefix shim/src/,$(addprefix link/,link.c pages.c until.c ownfd.c orphan.c packet.c) lock.c) -o build/fuzz_link
+		$(addprefix shim/src/,$(addprefix link/,link.c request.c pages.c until.c ownfd.c orphan.c packet.c) lock.c) -o build/fuzz_link
 	@build/fuzz_capture -runs=$(FUZZ_RUNS) -max_len=9000 -print_final_stats=1 build/corpus
 	@build/fuzz_order -runs=$(FUZZ_RUNS) -max_len=2050 -print_final_stats=1 build/corpus-order
 	@build/fuzz_link -runs=$(FUZZ_LINK_RUNS) -max_len=128 -print_final_stats=1 build/corpus-link

@@ -59,6 +59,13 @@
  *                                   is carried out even after the link broke: the shim reads to the end of the file
  *   KV_PIN                    ->    is answered there: nothing leaves the process before ACK. EBUSY: it is gone
  *
+ * Descriptors by number, where valved announces VALVE_FEATURE_FETCH: the kernel passes none while other processes of the
+ * user have too many under way (ETOOMANYREFS). Then a client says their numbers in its own table, behind the packet: an
+ * int32 each, a mark (u32) and their count (u32); `length` is that of all, and the type has VALVE_LINK_LENT in it. valved
+ * fetches them from the process that made the connection. With a mark each must have it as its signal (F_GETSIG): it is
+ * the client's own file then, and no other that came under its number. If one could not be had, ACK says
+ * VALVE_LINK_UNFETCHED and the packet counts as never said. A KV_DONE in this form has an ACK: its files stay open until then.
+ *
  * CHANNEL_ADD and RM_CLIENT for a pair that is already known replace what is known (an engine learned later, a GPU
  * UUID learned later, a new daemon). A client whose channels stopped on its own account (lease) enables them before
  * it sends CHANNEL_ADD to a new daemon: a channel is on when it is added, and what it is after the ACK is valved's.
@@ -72,10 +79,12 @@
 
 #include "kv.h"
 
-#define VALVE_LINK_MAGIC 0x4b4e4c56u /* "VLNK" */
-#define VALVE_LINK_ABI   1u
-#define VALVE_LINK_MAX   2048u /* no packet is longer */
-#define VALVE_LINK_FDS   64u   /* nor carries more descriptors */
+#define VALVE_LINK_MAGIC     0x4b4e4c56u /* "VLNK" */
+#define VALVE_LINK_ABI       1u
+#define VALVE_LINK_MAX       2048u   /* no packet is longer */
+#define VALVE_LINK_FDS       64u     /* nor carries more descriptors */
+#define VALVE_LINK_LENT      0x8000u /* in a header's type: its descriptors are numbers behind the packet */
+#define VALVE_LINK_UNFETCHED 49u     /* status of an ACK (EUNATCH): lend nothing on this link again */
 
 enum valve_link_type {
 	VALVE_LINK_HELLO = 1,

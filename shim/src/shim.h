@@ -221,6 +221,13 @@ int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int 
 int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms);
 int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                            int timeout_ms, const uint32_t *progress);
+/* By number alone (link.h): the caller may close them when this returns */
+int valve_link_lend(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                    uint32_t generation);
+int valve_link_post(int link, void *message, uint32_t bytes, const int *fds, uint32_t count, bool is_kept);
+void valve_link_head(struct valve_link_header *header, uint32_t bytes, uint16_t type);
+void valve_link_answer(uint32_t seq, uint32_t done, uint32_t status);
+int valve_milliseconds_left(uint64_t deadline_ns);
 int valve_link_receive(void); /* session: everything that has come; -errno when the link is no more */
 void valve_link_drop(void);
 void valve_link_handle(uint16_t type, valve_link_handler *handler);

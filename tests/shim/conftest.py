@@ -92,6 +92,7 @@ class World:
     folder: Path
     daemons: list[FakeDaemon] = field(default_factory=list)
     puppets: list[Puppet] = field(default_factory=list)
+    prefix: tuple[str, ...] = ()  # of the command of each puppet
 
     def environment(self, role: str = "online", cuda: Path | None = None, **more: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VALVE_", "CUDA_"))}
@@ -122,7 +123,7 @@ class World:
     def puppet(self, **settings: Any) -> Puppet:
         made = Puppet(
             subprocess.Popen(
-                [sys.executable, HERE / "puppet.py"],
+                [*self.prefix, sys.executable, HERE / "puppet.py"],
                 env=self.environment(**settings),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "kv/parts", "link/packet", "lock")
 KV = ("orders", "zeroing", "announce", "alloc", "answers", "scratch")
 MEMORY = (*ORDERS, "link/ownfd", *(f"kv/{part}" for part in KV))
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan", "packet")), "lock")
+LINK = (*(f"link/{part}" for part in ("link", "request", "pages", "until", "ownfd", "orphan", "packet")), "lock")
 THREADS = (
     *("activity/activity", "activity/contexts", "activity/hint", "activity/watcher"),
     *("link/ownfd", "link/pages", "lock", "say"),

@@ -20,6 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from valved.clients.fetching import UNFETCHED, fetch, pidfd_of, split
+from valved.machine.helpers import Closer
+
 MAGIC, ABI = 0x4B4E4C56, 1
 HEADER = struct.Struct("<IHHIIQ")
 HELLO, WELCOME, REFUSED, ACK, RM_CLIENT, CHANNEL_ADD, CHANNEL_DEL, SCHEDULE_WAIT, NOTE, SCHEDULE_DONE = range(1, 11)
@@ -97,6 +100,7 @@ FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY, FEATURE_SPARSE, FEAT
     512,
 )
 FEATURE_KEEP_STOP = 1 << 12
+FEATURE_FETCH = 1 << 15
 NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
 LONG_S = 200.0  # no test waits that long for something that happens
 
@@ -219,6 +223,7 @@ class Client:
     words: dict[str, int] = field(default_factory=dict)  # of the control page, from the start
     inbox: queue.Queue[Message] = field(default_factory=queue.Queue)
     seen: list[Message] = field(default_factory=list)
+    lent: list[int] = field(default_factory=list)  # types of messages whose descriptors came by number
     gone: threading.Event = field(default_factory=threading.Event)
     hello: Message | None = None
 
@@ -335,6 +340,7 @@ class FakeDaemon:
         self.lease_ns = 10**15  # long: a test that is about the lease sets its own
         self.refusal: int | None = None
         self.silent = False
+        self.fetches = True  # what is lent, where that feature is announced
         self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT | more
         self.words = dict(words or {})  # of every client's control page
         self.on_hello: Callable[[Client, Message], bool] | None = None
@@ -399,7 +405,7 @@ class FakeDaemon:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: Client) -> None:
-        for message in _messages(client.link):
+        for message in _messages(client, self.fetches):
             if message.type == HELLO:
                 client.hello = message
                 self._greet(client, message)
@@ -434,15 +440,26 @@ class FakeDaemon:
         os.close(fds[1])
 
 
-def _messages(link: socket.socket) -> Iterator[Message]:
+def _messages(client: Client, fetches: bool) -> Iterator[Message]:
     while True:
         try:
-            data, fds, _, _ = socket.recv_fds(link, 2048, 64)
+            data, fds, _, _ = socket.recv_fds(client.link, 2048, 64)
         except OSError:
             return
         if not data:
             return
+        data, lent = split(data)
         magic, _, kind, length, seq, _ = HEADER.unpack_from(data)
         assert (magic, length) == (MAGIC, len(data))
         values = BODIES[kind].unpack_from(data, HEADER.size)
-        yield Message(kind, seq, dict(zip(FIELDS[kind].split(), values, strict=True)), tuple(fds))
+        message = Message(kind, seq, dict(zip(FIELDS[kind].split(), values, strict=True)), tuple(fds))
+        if lent is not None:
+            client.lent.append(kind)
+            if not fetches:
+                client.ack(message, UNFETCHED)
+                continue
+            fds = fetch(pidfd_of(client.link), lent, Closer())
+            message = Message(kind, seq, message.fields, tuple(fds))
+            if kind == KV_DONE:
+                client.ack(message)
+        yield message

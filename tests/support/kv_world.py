@@ -58,11 +58,13 @@ class World:
     daemons: list[FakeDaemon] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
+    more: int = 0  # features of each valved, beyond the usual ones
+    prefix: tuple[str, ...] = ()  # of the command of each engine
     programs: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def begin(self, **settings: Any) -> Pool:
         """A valved; a later one takes the place of the one before."""
-        self.daemons.append(FakeDaemon(self.folder, self.role))
+        self.daemons.append(FakeDaemon(self.folder, self.role, more=self.more))
         self.pools.append(Pool(self.daemons[-1], **settings))
         return self.pools[-1]
 
@@ -81,7 +83,7 @@ class World:
         with errors.open("w") as sink:
             made = Engine(
                 subprocess.Popen(
-                    [sys.executable, "-X", "faulthandler", SUPPORT / "kv_process.py"],
+                    [*self.prefix, sys.executable, "-X", "faulthandler", SUPPORT / "kv_process.py"],
                     env=environment(self.emulator.directory, own),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, build
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
+from valved.clients.fetching import Lent, pidfd_of, split
 from valved.clients.outbox import Arrived, Outbox, Unsent, send_on, widen
 from valved.machine.callers import CREDENTIALS
 from valved.machine.helpers import Closer
@@ -32,6 +33,7 @@ class Received:
     data: bytes
     fds: list[int]
     sender: int  # the process that sent it, as the kernel says; 0: it does not
+    lent: Lent | None = None  # descriptors that are to be fetched first
 
 
 class LinkConnection:
@@ -43,6 +45,7 @@ class LinkConnection:
         self.client: ClientId | None = None
         self.is_open = True
         self.is_online = False
+        self.is_fetching = False  # what it lent last: nothing is read meanwhile
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
@@ -67,6 +70,10 @@ class LinkConnection:
     def receive_aside(self) -> Received | None:
         """The same, by a thread of the lane."""
         return _receive(self._sock, self._server.closer)
+
+    def pidfd(self) -> int:
+        """Of the process that connected."""
+        return pidfd_of(self._sock)
 
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""
@@ -123,7 +130,14 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
     if not data:
         closer.close(fds)
         raise EOFError
-    return Received(data, fds, _sender(ancillary))
+    try:
+        plain, lent = split(data)
+        if lent is not None and fds:
+            raise Malformed("descriptors, and numbers of others")
+    except Malformed:
+        closer.close(fds)
+        raise
+    return Received(plain, fds, _sender(ancillary), lent)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:

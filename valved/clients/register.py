@@ -27,6 +27,7 @@ from valved.clients.channels import Channels
 from valved.clients.claimed import ClaimedRoots
 from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
+from valved.clients.fetching import fetched
 from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
 from valved.clients.turns import Buckets, Postponed
@@ -198,7 +199,7 @@ class Register:
             raise
         welcome = Welcome(
             role=role,
-            features=DAEMON_FEATURES | self.listener.features(),
+            features=DAEMON_FEATURES | fetched() | self.listener.features(),
             service=service,
             client=client,
             control_bytes=CONTROL_BYTES,

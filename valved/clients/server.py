@@ -30,7 +30,7 @@ from valved.abi.link import (
     parse,
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
-from valved.clients.aside import AsideReader
+from valved.clients.aside import AsideReader, FetchedReader
 from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received
 from valved.clients.dear import DearAccounts
 from valved.clients.register import Register
@@ -83,6 +83,7 @@ class LinkServer:
         self.closer = closer
         self.dear = DearAccounts(loop, register.links_are_dear)
         self._aside = AsideReader(self)
+        self._fetcher = FetchedReader(self)
         self._turns = Turns()
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
@@ -225,6 +226,9 @@ class LinkServer:
             self._loop.remove_reader(peer.fileno())
             later.do(peer.pid, partial(self._read_later, peer))
 
+    def most_fds(self, kind: LinkType) -> int:
+        return FDS_MOST.get(kind, 0)
+
     def later(self, peer: LinkConnection) -> Postponed:
         return self._register.postponed_online if peer.is_online else self._register.postponed
 
@@ -238,13 +242,13 @@ class LinkServer:
         self._loop.call_later(seconds, self.go_on, peer)
 
     def go_on(self, peer: LinkConnection) -> None:
-        if peer.is_open:
+        if peer.is_open and not peer.is_fetching:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(PACKETS_AT_ONCE):
-            if not peer.is_open or not self.read_one(peer) or time.monotonic_ns() > until_ns:
+            if not peer.is_open or peer.is_fetching or not self.read_one(peer) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
@@ -254,7 +258,10 @@ class LinkServer:
             if received is None:
                 return False
             peer.sender = received.sender or peer.sender
-            self._take(peer, received.data, received.fds)
+            if received.lent is not None:
+                self._fetcher.read(peer, received, received.lent)
+            else:
+                self._take(peer, received.data, received.fds)
         except EOFError as end:
             self._drop(peer, str(end) or "link closed")
         except Malformed as error:
@@ -269,7 +276,7 @@ class LinkServer:
             self.closer.close(fds)  # all that nobody took
 
     def _dispatch(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
-        if len(fds) > FDS_MOST.get(packet.type, 0):
+        if len(fds) > self.most_fds(packet.type):
             raise Malformed(f"{len(fds)} descriptors on {packet.type.name}")
         if peer.client is None:
             if not isinstance(packet.body, Hello):

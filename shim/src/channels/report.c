@@ -234,9 +234,10 @@ void valve_capture_forget_reports(void)
 
 /*
  * valved found that it cannot switch a channel of ours from its own RM client. What refused it (firmware policy) holds for
- * every client of this process, so all get their nvidiactl fd passed, whichever message was being answered.
+ * every client of this process, so all get their nvidiactl fd passed, whichever message was being answered. Again, where
+ * it could not fetch one of them.
  */
-static void want_fd(void)
+static void want_fd(bool again)
 {
 	bool wanted = false;
 
@@ -244,7 +245,7 @@ static void want_fd(void)
 	for (uint32_t i = 0; i < valve_rm.used; i++) {
 		struct rm_object *device = &valve_rm.objects[i];
 
-		if (device->kind != RM_DEVICE || device->wants_fd)
+		if (device->kind != RM_DEVICE || (device->wants_fd && !again))
 			continue;
 		device->wants_fd = 1;
 		device->reported = 0;
@@ -263,8 +264,8 @@ int valve_capture_ack(const struct valve_link_header *packet, int length, struct
 	(void)length;
 	(void)fds;
 	hear_told(packet->seq, ack->status);
-	if (ack->want_fd)
-		want_fd();
+	if (ack->want_fd || ack->status == VALVE_LINK_UNFETCHED)
+		want_fd(!ack->want_fd);
 	return 0;
 }
 

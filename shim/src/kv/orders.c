@@ -120,6 +120,8 @@ int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct
 	for (int tries = 0;; tries++) {
 		err = valve_link_send_fds(message, bytes, type, fds ? fds->at : NULL, fds ? fds->count : 0,
 		                          generation);
+		if (err == -EAGAIN && fds && fds->count)
+			err = valve_link_lend(message, bytes, type, fds->at, fds->count, generation);
 		if (err != -EAGAIN)
 			return err;
 		if (tries == UNREAD_TRIES)

@@ -22,7 +22,7 @@
 #define WAIT_MS     10 /* for one turn in the kernel's queue of those that wait for valved's */
 #define HANDLED     32 /* message types that valved may send are below that */
 
-static int milliseconds_left(uint64_t deadline_ns)
+int valve_milliseconds_left(uint64_t deadline_ns)
 {
 	uint64_t now = now_ns();
 
@@ -36,7 +36,7 @@ static int milliseconds_left(uint64_t deadline_ns)
  */
 static int wait_in_line(int fd, const struct sockaddr_un *address, uint64_t deadline_ns)
 {
-	int left_ms = milliseconds_left(deadline_ns);
+	int left_ms = valve_milliseconds_left(deadline_ns);
 	struct timeval most = {.tv_usec = 1000 * (left_ms < 1 ? 1 : left_ms < WAIT_MS ? left_ms : WAIT_MS)};
 
 	if (syscall(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof(most)) ||
@@ -59,14 +59,14 @@ static int open_socket(uint64_t deadline_ns)
 	fd = valve_own_high(fd);
 	do
 		err = wait_in_line(fd, &address, deadline_ns);
-	while ((err == -EAGAIN || err == -EINTR) && milliseconds_left(deadline_ns));
+	while ((err == -EAGAIN || err == -EINTR) && valve_milliseconds_left(deadline_ns));
 	if (!err)
 		return fd;
 	syscall(SYS_close, fd);
 	return err == -EINTR ? -EAGAIN : err;
 }
 
-static void fill_header(struct valve_link_header *header, uint32_t bytes, uint16_t type)
+void valve_link_head(struct valve_link_header *header, uint32_t bytes, uint16_t type)
 {
 	uint32_t seq = add_full(&valve_shim.next_seq, 1);
 
@@ -95,7 +95,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	};
 
 	prctl(PR_GET_NAME, hello.comm);
-	fill_header(&hello.header, sizeof(hello), VALVE_LINK_HELLO);
+	valve_link_head(&hello.header, sizeof(hello), VALVE_LINK_HELLO);
 	return valve_packet_send(socket_fd, &hello, sizeof(hello), NULL, 0);
 }
 
@@ -121,10 +121,10 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	int length;
 
 	do {
-		if (is_refused(syscall(SYS_poll, &waiting, 1, milliseconds_left(deadline_ns))))
+		if (is_refused(syscall(SYS_poll, &waiting, 1, valve_milliseconds_left(deadline_ns))))
 			sleep_ns(REFUSED_NAP_NS);
 		length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);
-	} while (length == -EAGAIN && milliseconds_left(deadline_ns));
+	} while (length == -EAGAIN && valve_milliseconds_left(deadline_ns));
 	if (length == -EAGAIN)
 		return -ETIMEDOUT;
 	if (length <= 0)
@@ -204,106 +204,13 @@ int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int 
 	int err = -ENOTCONN;
 	int link;
 
-	fill_header(message, bytes, type);
+	valve_link_head(message, bytes, type);
 	valve_lock(&valve_shim.link_lock);
 	link = generation == valve_shim.link_generation ? valve_own(VALVE_OWN_LINK) : -1;
 	if (link >= 0)
-		err = valve_packet_send(link, message, bytes, fds, count);
+		err = valve_link_post(link, message, bytes, fds, count, type != VALVE_LINK_KV_DONE);
 	valve_unlock(&valve_shim.link_lock);
 	return err;
-}
-
-/* Precondition: link_lock is held, so an answer never meets a slot that changes hands. */
-static struct valve_reply *take_reply(uint32_t seq)
-{
-	for (size_t i = 0; i < VALVE_REPLIES; i++)
-		if (!valve_shim.reply[i].seq) {
-			valve_shim.reply[i] = (struct valve_reply){.seq = seq};
-			return &valve_shim.reply[i];
-		}
-	return NULL;
-}
-
-static int send_expecting(void *message, uint32_t bytes, const int *fds, uint32_t count,
-                          struct valve_reply **reply)
-{
-	const struct valve_link_header *header = message;
-	int link, err;
-
-	valve_lock(&valve_shim.link_lock);
-	*reply = take_reply(header->seq);
-	link = valve_own(VALVE_OWN_LINK);
-	if (!*reply)
-		err = -EAGAIN; /* as many threads wait as can: the same as a full socket */
-	else
-		err = link < 0 ? -ENOTCONN : valve_packet_send(link, message, bytes, fds, count);
-	if (err && *reply)
-		(*reply)->seq = 0;
-	valve_unlock(&valve_shim.link_lock);
-	return err;
-}
-
-/* Until the answer is there, or timeout_ms have passed in which `progress` stood still. */
-static void await(const struct valve_reply *reply, uint64_t deadline_ns, const uint32_t *progress,
-                  int timeout_ms)
-{
-	uint32_t seen = progress ? load_relaxed(progress) : 0;
-
-	while (!load_acquire(&reply->done) && milliseconds_left(deadline_ns)) {
-		futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
-		if (progress && load_relaxed(progress) != seen) {
-			seen = load_relaxed(progress);
-			deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
-		}
-	}
-}
-
-int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms)
-{
-	return valve_link_request_fds(message, bytes, type, &fd, fd >= 0, timeout_ms, NULL);
-}
-
-/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. -EBUSY: it was never sent. */
-int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
-                           int timeout_ms, const uint32_t *progress)
-{
-	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
-	struct valve_reply *reply;
-	int err;
-
-	fill_header(message, bytes, type);
-	while ((err = send_expecting(message, bytes, fds, count, &reply)) == -EAGAIN) {
-		if (milliseconds_left(deadline_ns) == 0)
-			return -EBUSY; /* -EAGAIN would be valved's own answer (KV_STEP) */
-		sleep_ns(1000000);     /* a full socket: valved is slow, and offline may wait */
-	}
-	if (err)
-		return err;
-	await(reply, deadline_ns, progress, timeout_ms);
-	valve_lock(&valve_shim.link_lock);
-	if (!reply->done)
-		err = -ETIMEDOUT;
-	else
-		err = reply->done == 1 ? -(int)reply->status : -EPIPE;
-	reply->seq = 0;
-	valve_unlock(&valve_shim.link_lock);
-	return err;
-}
-
-/* seq 0: all threads that wait. */
-static void answer(uint32_t seq, uint32_t done, uint32_t status)
-{
-	valve_lock(&valve_shim.link_lock);
-	for (size_t i = 0; i < VALVE_REPLIES; i++) {
-		struct valve_reply *reply = &valve_shim.reply[i];
-
-		if (!reply->seq || (seq && reply->seq != seq))
-			continue;
-		reply->status = status;
-		store_release(&reply->done, done);
-		futex_wake(&reply->done, 1);
-	}
-	valve_unlock(&valve_shim.link_lock);
 }
 
 static int take_ack(const struct valve_link_ack *ack, int length)
@@ -311,7 +218,10 @@ static int take_ack(const struct valve_link_ack *ack, int length)
 	if (!valve_packet_is(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095 ||
 	    !ack->header.seq)   /* which no request has: it would answer all of them */
 		return -EPROTO; /* not our valved's words: better none than wrong ones */
-	answer(ack->header.seq, 1, ack->status);
+	if (ack->status == VALVE_LINK_UNFETCHED)
+		store_relaxed(&valve_shim.daemon_features,
+		              valve_shim.daemon_features & ~(uint32_t)VALVE_FEATURE_FETCH);
+	valve_link_answer(ack->header.seq, 1, ack->status);
 	return 0;
 }
 
@@ -395,5 +305,5 @@ void valve_link_drop(void)
 	valve_own_close(VALVE_OWN_LINK);
 	store_relaxed(&valve_shim.link_generation, valve_shim.link_generation + 1);
 	valve_unlock(&valve_shim.link_lock);
-	answer(0, 2, 0);
+	valve_link_answer(0, 2, 0);
 }

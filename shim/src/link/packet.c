@@ -5,6 +5,7 @@
 #include "packet.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -31,7 +32,33 @@ int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *f
 	/* Raw: sendmsg() is a cancellation point, and callers hold locks (atomics.h). */
 	if (syscall(SYS_sendmsg, socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (long)bytes)
 		return 0;
-	return errno == ETOOMANYREFS ? -EAGAIN : -errno; /* descriptors under way are limited, too */
+	return -errno;
+}
+
+int valve_packet_lend(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count,
+                      uint32_t mark)
+{
+	struct valve_link_header *header = message;
+	uint32_t trailer[VALVE_LINK_FDS + 2], size = (count + 2) * (uint32_t)sizeof(trailer[0]);
+	struct iovec parts[] = {{message, bytes}, {trailer, size}};
+	struct msghdr packet = {.msg_iov = parts, .msg_iovlen = 2};
+	int err = 0;
+
+	if (!count || count > VALVE_LINK_FDS || bytes + size > VALVE_LINK_MAX)
+		return -EMSGSIZE;
+	memcpy(trailer, fds, count * sizeof(int));
+	trailer[count] = mark;
+	trailer[count + 1] = count;
+	for (uint32_t i = 0; mark && i < count; i++)
+		if (syscall(SYS_fcntl, fds[i], F_SETSIG, mark))
+			return -errno;
+	header->type |= VALVE_LINK_LENT;
+	header->length = bytes + size;
+	if (syscall(SYS_sendmsg, socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) != (long)(bytes + size))
+		err = -errno;
+	header->type &= (uint16_t)~VALVE_LINK_LENT;
+	header->length = bytes;
+	return err;
 }
 
 void valve_fds_close(struct valve_fds *fds)

@@ -21,6 +21,9 @@ typedef int valve_link_handler(const struct valve_link_header *packet, int lengt
 
 /* 0 or -errno, -EAGAIN when the other side has not read what came before. Neither blocks. */
 int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count);
+/* The same packet with the numbers of the descriptors, where it may not carry them. `mark`: put on each file; 0: on none. */
+int valve_packet_lend(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count,
+                      uint32_t mark);
 /* Length, 0 at end of file, or -errno. The descriptors are the caller's to close. */
 int valve_packet_receive(int socket_fd, void *message, size_t room, struct valve_fds *fds);
 void valve_fds_close(struct valve_fds *fds);

@@ -83,6 +83,14 @@ int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd)
 	                           load_acquire(&valve_shim.link_generation));
 }
 
+/* The kernel passes everything here. */
+int valve_link_lend(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                    uint32_t generation)
+{
+	(void)message, (void)bytes, (void)type, (void)fds, (void)count, (void)generation;
+	return -EAGAIN;
+}
+
 /* valved answers a new range at once, and sends orders for it from then on. */
 int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                            int timeout_ms, const uint32_t *progress)

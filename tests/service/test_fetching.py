@@ -1,0 +1,175 @@
+"""Descriptors that are lent by number: a hostile client harms nobody, and no file is fetched that is not its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+
+import pytest
+from link_peers import HELLO, hear, say
+
+import valved.clients.aside as aside_room
+from valved.abi.link import MAX_FDS, Ack, Channel, LinkType, RmClient, Schedule, Welcome, build, parse
+from valved.clients.fetching import F_GETSIG, LENT, UNFETCHED, Lent, fetch, fetched, split
+
+pytestmark = pytest.mark.skipif(not fetched(), reason="this kernel has no SO_PEERPIDFD")
+F_SETSIG = 10
+RM_CLIENT = RmClient(gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+CHANNEL = Channel(
+    gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True
+)
+
+
+def lend(sock, numbers, *, body=RM_CLIENT, kind=LinkType.RM_CLIENT, mark=0, count=None, length=None):
+    plain = build(kind, body, seq=7, sent_ns=0)
+    trailer = struct.pack(f"<{len(numbers)}iII", *numbers, mark, len(numbers) if count is None else count)
+    packet = bytearray(plain + trailer)
+    packet[6:12] = struct.pack("<HI", kind | LENT, len(packet) if length is None else length)
+    sock.send(packet)
+
+
+def files(server):
+    return [call[2] for call in server.world.gate.calls if call[0] == "give_rm_client" and call[2] >= 0]
+
+
+def test_a_lent_file_proves_like_a_passed_one(server):
+    sock, _, _ = server.welcome()
+    fd = os.eventfd(0)
+
+    lend(sock, [fd])
+
+    assert hear(sock)[0].body == Ack(status=0)
+    say(sock, LinkType.CHANNEL_ADD, CHANNEL)
+    assert hear(sock)[0].body == Ack(status=0)
+    os.close(fd)
+
+
+def test_a_number_that_is_not_open_is_no_proof_and_no_end(server):
+    sock, _, _ = server.welcome()
+
+    lend(sock, [1 << 20])
+
+    assert hear(sock)[0].body == Ack(status=UNFETCHED)
+    say(sock, LinkType.RM_CLIENT, RM_CLIENT)
+    assert hear(sock)[0].body.want_fd
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_file_without_the_mark_is_never_taken_for_the_one_that_was_meant(server, is_marked):
+    sock, _, _ = server.welcome()
+    fd = os.eventfd(0)
+    if is_marked:
+        fcntl.fcntl(fd, F_SETSIG, 40)
+        assert fcntl.fcntl(fd, F_GETSIG) == 40
+
+    lend(sock, [fd], mark=40)
+
+    assert hear(sock)[0].body == Ack(status=0 if is_marked else UNFETCHED)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "changed"),
+    [
+        ([], {}),
+        ([0, 0], {}),
+        ([-1], {}),
+        ([0], {"count": 0}),
+        ([0], {"count": 2}),
+        ([0], {"count": MAX_FDS + 1}),
+        ([0], {"count": 0xFFFFFFFF}),
+        ([0], {"length": 64}),
+        ([0] * 65, {}),
+        ([0], {"kind": LinkType.CHANNEL_ADD, "body": CHANNEL}),
+        ([0], {"kind": LinkType.SCHEDULE_WAIT, "body": Schedule(h_client=1, h_object=2)}),
+        ([0], {"kind": LinkType.HELLO, "body": HELLO}),
+        ([0], {"kind": LinkType.ACK, "body": Ack()}),
+    ],
+)
+def test_numbers_that_make_no_sense_end_the_link(server, numbers, changed):
+    sock, _, _ = server.welcome()
+    before = server.world.gating.counters.malformed
+
+    lend(sock, numbers, **changed)
+
+    assert sock.recv(4096) == b""
+    server.until(lambda: server.world.gating.counters.malformed > before)
+
+
+def test_numbers_before_a_hello_end_the_link(server):
+    sock = server.connect()
+
+    lend(sock, [0])
+
+    assert sock.recv(4096) == b""
+
+
+def test_no_number_is_looked_up_for_a_sender_that_is_another_process(server):
+    """Whoever inherited the socket could name what the other has open."""
+    sock, _, _ = server.welcome()
+    if (pid := os.fork()) == 0:
+        lend(sock, [0])
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+    assert sock.recv(4096) == b""
+    assert not files(server)
+
+
+def test_what_is_said_behind_lent_files_is_never_heard_before_them_and_others_never_wait(server, monkeypatch):
+    may_go_on = threading.Event()
+
+    def slow(pidfd, lent, closer):
+        may_go_on.wait(200)
+        return fetch(pidfd, lent, closer)
+
+    monkeypatch.setattr(aside_room, "fetch", slow)
+    sock, _, _ = server.welcome()
+    fd = os.eventfd(0)
+
+    lend(sock, [fd])
+    say(sock, LinkType.CHANNEL_ADD, CHANNEL)
+    _, welcome, _ = server.welcome()  # the loop goes on
+    assert isinstance(welcome, Welcome)
+    may_go_on.set()
+
+    assert hear(sock)[0].body == Ack(status=0)
+    assert hear(sock)[0].body == Ack(status=0)
+    os.close(fd)
+
+
+def test_a_peer_that_leaves_while_its_files_are_fetched_leaves_nothing_open(server, monkeypatch):
+    may_go_on, got = threading.Event(), []
+
+    def slow(pidfd, lent, closer):
+        got.extend(fetch(pidfd, lent, closer))
+        may_go_on.wait(200)
+        return got
+
+    monkeypatch.setattr(aside_room, "fetch", slow)
+    sock, welcome, _ = server.welcome()
+    reader, writer = os.pipe()
+    lend(sock, [writer])
+    server.until(lambda: got)
+    server.call(lambda: server.world.register.leave(welcome.client, "test"))
+    os.close(writer)
+
+    may_go_on.set()
+
+    assert os.read(reader, 1) == b""  # valved has closed its own
+    os.close(reader)
+
+
+def test_what_was_split_off_leaves_the_packet_as_it_was():
+    plain = build(LinkType.RM_CLIENT, RM_CLIENT, seq=7, sent_ns=0)
+    packet = bytearray(plain + struct.pack("<iiII", 5, 6, 40, 2))
+    packet[6:12] = struct.pack("<HI", LinkType.RM_CLIENT | LENT, len(packet))
+
+    data, lent = split(bytes(packet))
+
+    assert data == plain
+    assert lent == Lent((5, 6), 40)
+    assert parse(data).body == RM_CLIENT
+    assert split(plain) == (plain, None)

@@ -1,0 +1,108 @@
+"""A neighbour of the same user whose descriptors lie unread keeps no process from showing its own (ETOOMANYREFS)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fake_daemon import (
+    CHANNEL_ADD,
+    FEATURE_FETCH,
+    KV_DONE,
+    KV_HELD,
+    OFFLINE,
+    ONLINE,
+    RM_CLIENT,
+    until,
+)
+from kv_pool import ELASTIC, MIB, QUARANTINE, Entry
+from rmkit import GR0, Process
+from under_way import BOUNDED, neighbour
+
+from valved.clients.fetching import fetched
+
+H = 2 * MIB
+FIRST = 0x5C000008
+TAG = 7
+pytestmark = pytest.mark.skipif(not fetched(), reason="this kernel has no SO_PEERPIDFD")
+
+
+def has_channel(puppet):
+    made = Process.begin(puppet)
+    made.channel(made.device, FIRST, engine=GR0)
+    made.register(FIRST)
+    return made
+
+
+@pytest.mark.parametrize("role", [ONLINE, OFFLINE])
+def test_a_process_is_never_kept_from_showing_what_its_channels_need(world, role):
+    world.prefix = BOUNDED
+    begin = world.online if role == ONLINE else world.offline
+    puppet, client = begin(world.daemon(role, more=FEATURE_FETCH))
+
+    with neighbour():
+        made = has_channel(puppet)
+        told = client.expect(RM_CLIENT, h_client=made.client, has_fd=1)
+        client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    assert client.lent == [RM_CLIENT]
+    assert len(told.fds) == 1
+
+
+@pytest.mark.parametrize("role", [ONLINE, OFFLINE])
+def test_what_could_not_be_fetched_is_never_given_up_nor_said_that_way_again(world, role):
+    world.prefix = BOUNDED
+    daemon = world.daemon(role, more=FEATURE_FETCH)
+    daemon.fetches = False
+    begin = world.online if role == ONLINE else world.offline
+    puppet, client = begin(daemon)
+
+    with neighbour():
+        made = has_channel(puppet)
+        until(lambda: client.lent, "it was lent")
+    told = client.expect(RM_CLIENT, h_client=made.client, has_fd=1)
+
+    assert client.lent == [RM_CLIENT]
+    assert len(told.fds) == 1
+
+
+@pytest.fixture
+def four(kv_world):
+    made = kv_world(OFFLINE)
+    made.prefix, made.more = BOUNDED, FEATURE_FETCH
+    pool = made.begin()
+    engine, client = made.engine()
+    address = engine.alloc(4 * H, ELASTIC)
+    return made, pool, engine, client, made.range_of(pool).range, address
+
+
+def test_no_handle_that_a_process_made_is_lost_and_none_is_another(four):
+    _, pool, engine, client, number, address = four
+    pool.order(client, QUARANTINE, number, [Entry(1), Entry(2)])
+
+    with neighbour():
+        names = pool.create(client, number, [1, 2])
+
+    assert KV_DONE in client.lent
+    engine.tag(address, 4 * H, TAG)
+    pool.order(client, QUARANTINE, number, [Entry(1), Entry(2)])
+    pool.give(client, number, {1: names[1], 2: names[0]}, zero=False)
+    assert engine.wrong_pages(address, 4 * H, TAG) == 0
+
+
+def test_a_new_valved_is_told_of_every_handle(four):
+    made, _, engine, _, _, address = four
+    engine.tag(address, 4 * H, TAG)
+
+    with neighbour():
+        made.daemons[-1].close()
+        again = made.begin()
+        client = again.daemon.client()
+        held = again.held.get(timeout=200)
+
+    fds = held.take_fds()
+    for fd in fds:
+        os.close(fd)
+    assert KV_HELD in client.lent
+    assert (held.count, len(set(fds))) == (4, 4)
+    assert engine.wrong_pages(address, 4 * H, TAG) == 0
