@@ -10,6 +10,7 @@ import pytest
 from node_rig import Offline, Online
 
 BACKGROUND = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+FOREGROUND = BACKGROUND.replace("SIG_IGN", "SIG_DFL")  # also where this run is a background job
 
 
 def told(node, *arguments):
@@ -58,7 +59,12 @@ def test_who_follows_events_never_misses_the_next_valved(node, how):
 
 
 def test_who_follows_events_is_never_left_waiting_in_silence_for_a_valved_that_hangs(node):
-    argv = node.valve_command("events", "--follow", "--kind", "started", "--kind", "paused")
+    argv = [
+        sys.executable,
+        "-c",
+        FOREGROUND,
+        *node.valve_command("events", "--follow", "--kind", "started", "--kind", "paused"),
+    ]
     follower = subprocess.Popen(
         argv, env=node.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
     )

@@ -94,6 +94,7 @@ def test_no_number_of_a_book_is_ever_too_large_to_be_added_up():
 
         view = book.view()
 
-        numbers = [value for name in view.__dataclass_fields__ if isinstance(value := getattr(view, name), int)]
+        numbers = [value for value in view if isinstance(value, int)]
+        assert len(numbers) >= 10
         assert max(numbers) <= LARGEST
         assert view.used_blocks == view.wanted_blocks == 32

@@ -121,6 +121,11 @@ class Played:
         for _ in range(steps):
             self.step_once(self.core)
 
+    def run_until(self, is_so):
+        """However slow the machine is: a step that takes long leaves no time for a pause."""
+        while not is_so() and self.core.scheduler.has_requests():
+            self.step_once(self.core)
+
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def played(request):
@@ -131,9 +136,9 @@ def played(request):
 
 def test_pauses_are_asked_for_with_nothing_in_flight(played):
     played.core.scheduler.add("a", 1_000)
-    played.run()
+    played.run_until(lambda: played.hook.asking.sums.given > 3)
 
-    assert played.hook.asking.sums.given > 0
+    assert played.hook.asking.sums.given > 3
     assert {flying for _, flying in played.flown} == {0}
 
 
