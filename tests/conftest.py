@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +31,4 @@ def no_lent_descriptor_outlives_its_test() -> Iterator[None]:
     """Fakes hand out descriptors by the thousand in a whole run; a machine may allow 1,024."""
     yield
     lent_fds.collect()
+    assert gc.isenabled(), "a test left the garbage collector off: descriptors pile up in those that follow"

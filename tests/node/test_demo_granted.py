@@ -44,7 +44,7 @@ def test_offline_work_gets_pauses_with_consent_and_none_without(tmp_path: Path) 
     assert without.grants == without.pauses == 0
     assert "consents to no pauses" in without.words
     assert without.requests == consenting.requests == plan.requests
-    code, words = verdict([without, without], replace(plan, tpot_ms=0.0))
+    code, words = verdict([without, consenting], replace(plan, tpot_ms=0.0))
     assert code == EXIT_VOID  # alone it misses, too
     assert words[1] == "VOID: 40 of 40 requests missed 0 ms a token: without any pause, too"
 

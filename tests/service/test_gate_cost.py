@@ -96,9 +96,11 @@ def calls_of(call):
     calls = []
     gc.disable()
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    call()
-    sys.setprofile(None)
-    gc.enable()
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return calls
 
 

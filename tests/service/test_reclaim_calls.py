@@ -46,6 +46,13 @@ class Calls:
             self.count += is_product(code)
 
 
+@pytest.fixture
+def calls():
+    counted = Calls()
+    yield counted
+    counted.stop()  # nothing is counted, and the garbage of other tests is collected again
+
+
 def is_product(code):
     return code.co_filename.startswith(PRODUCT)
 
@@ -88,9 +95,8 @@ def rings(online):
 
 @pytest.mark.parametrize("planes", [1, 16])
 @pytest.mark.parametrize("remap", list(TO_TAKE), ids=lambda remap: remap.value)
-def test_a_need_never_costs_more_calls_than_these_before_the_first_order(tmp_path, remap, planes):
+def test_a_need_never_costs_more_calls_than_these_before_the_first_order(tmp_path, calls, remap, planes):
     world, offline, online = beside(tmp_path, remap, planes)
-    calls = Calls()
     ends_at_first_order(calls, offline)
 
     calls.start()
@@ -104,9 +110,9 @@ def test_a_need_never_costs_more_calls_than_these_before_the_first_order(tmp_pat
 
 
 @pytest.mark.parametrize("planes", [1, 16])
-def test_what_was_taken_never_costs_more_calls_than_these_before_it_is_given(tmp_path, planes):
+def test_what_was_taken_never_costs_more_calls_than_these_before_it_is_given(tmp_path, calls, planes):
     world, offline, online = beside(tmp_path, Remap.HELPER, planes)
-    calls, handle = Calls(), world.register.handle
+    handle = world.register.handle
     ends_at_first_order(calls, online)
 
     def counted(client, packet, fds):
