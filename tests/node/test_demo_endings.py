@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from valve_tools.demo import survivors
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, NodeError
 
 VALVE = Path(sys.executable).parent / "valve"
 STAGES = [  # each is there from then on
@@ -116,6 +116,15 @@ def test_a_demo_whose_valved_dies_says_so_in_a_sentence_and_leaves_nothing(tmp_p
     assert f"valve demo: valved ended with {-signal.SIGKILL}" in said
     assert "Traceback" not in said
     assert node.inhabitants() == []
+
+
+def test_a_valved_that_is_about_to_end_is_never_one_that_does_not_run(tmp_path: Path) -> None:
+    """Its sockets are closed before its parent hears of its end."""
+    node = EmulatedNode(tmp_path)
+    (tmp_path / "valved.log").write_text("the last words")
+    node.valved = subprocess.Popen(["sh", "-c", "sleep 0.3; exit 7"])
+    with pytest.raises(NodeError, match=r"valved ended with 7\. The end of its log:\nthe last words"):
+        node.status()
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
 from valved.cli.client import ask, status_of
-from valved.cli.exits import CliError
+from valved.cli.exits import NOT_RUNNING, CliError
 
 Seen = TypeVar("Seen")
 
 PATIENCE_S = 200.0  # only ends a hung run; nothing is judged by it
+ENDING_S = 5.0
 VALVE = Path(sys.executable).parent / "valve"
 
 
@@ -162,6 +163,12 @@ class EmulatedNode:
         log = (self.folder / "valved.log").read_text(errors="replace")[-2000:].strip()
         return f"valved ended with {self.valved.returncode}. The end of its log:\n{log}"
 
+    def _is_ending(self, valved: subprocess.Popen[bytes]) -> bool:
+        """One that was killed closes its sockets a moment before its end is known."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            valved.wait(ENDING_S)
+        return valved.poll() is not None
+
     def stop_valved(self, how: signal.Signals = signal.SIGTERM) -> int:
         assert self.valved is not None, "start valved first"
         self.valved.send_signal(how)
@@ -171,8 +178,8 @@ class EmulatedNode:
         """One answer of GetStatus."""
         try:
             return ask(self.run_dir)
-        except CliError:
-            if self.valved is None or self.valved.poll() is None:
+        except CliError as error:
+            if self.valved is None or not (error.code == NOT_RUNNING and self._is_ending(self.valved)):
                 raise
             raise NodeError(self._end_of_valved()) from None
 
