@@ -54,7 +54,7 @@ def test_no_server_outlives_a_runner_without_a_command_that_was_told_to_end(tmp_
         assert runner.stderr is not None
         runner.stderr.readline()  # the node is up
         runner.send_signal(number)
-        runner.wait(60)
+        runner.wait(200)
         assert not is_running(tmp_path)
     finally:
         runner.kill()

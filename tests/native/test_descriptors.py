@@ -248,7 +248,7 @@ def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver:
             with left(count):
                 heard.append(await talk(child, tmp_path / paths.LINK_SOCKET))
                 await settle(daemon.books.clients)
-            for _ in range(5000):
+            for _ in range(100_000):
                 if not opened() - before:
                     break
                 await asyncio.sleep(0.002)

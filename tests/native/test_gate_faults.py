@@ -531,4 +531,4 @@ def test_many_silent_processes_never_keep_a_stop_for_longer_than_one(driver: Fak
 
         stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
-        assert stamp.done_ns - stamp.ioctl_ns < 4_000_000_000
+        assert stamp.done_ns - stamp.ioctl_ns < 8_000_000_000

@@ -308,7 +308,7 @@ def test_a_valved_whose_run_folder_was_removed_lets_go_and_leaves_its_successor_
     node.run_dir.mkdir()
     node.start_valved()
 
-    assert orphan.wait(60) == 1
+    assert orphan.wait(200) == 1
     assert node.status().clients is not None  # its successor's sockets and state are untouched
     end(offline, online)
     gone_without_trace(node)

@@ -129,7 +129,7 @@ STATES = {"running": running, "stopped": stopped, "not connected": not_connected
 def restart(pair, how):
     """The daemon of the moment ends, unless it has; the service computes while there is none."""
     node = pair.node
-    code = node.stop_valved(how) if is_running(node.run_dir) else node.valved.wait(60)
+    code = node.stop_valved(how) if is_running(node.run_dir) else node.valved.wait(200)
     assert code == (-how if how is signal.SIGKILL else 0), "valved crashed at its end"
     pair.be_busy()
     node.start_valved()

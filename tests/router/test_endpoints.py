@@ -204,7 +204,7 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
     url = f"http://127.0.0.1:{settings.port}"
     try:
         async with api as access, aiohttp.ClientSession() as client, serving(settings, access=access):
-            for _ in range(4000):  # the engine may be slow to start
+            for _ in range(10_000):  # the engine may be slow to start
                 async with client.get(f"{url}/route/status") as answer:
                     seen = {one["url"]: one["state"] for one in (await answer.json())["replicas"]}
                 if seen == {f"http://127.0.0.1:{stays}": "serving"}:

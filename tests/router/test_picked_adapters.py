@@ -73,7 +73,7 @@ async def nothing():
 
 
 async def until(condition, what, meanwhile=nothing):
-    for _ in range(2000):
+    for _ in range(10_000):
         if condition():
             return
         await meanwhile()

@@ -45,7 +45,7 @@ class Picked:
             return await answer.json()
 
     async def until(self, condition, what):
-        for _ in range(3000):
+        for _ in range(10_000):
             status = await self.status()
             if condition(status):
                 return status

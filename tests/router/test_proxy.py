@@ -43,7 +43,7 @@ class Routed:
             return json.loads(await answer.text())
 
     async def until(self, condition, what):
-        for _ in range(2000):
+        for _ in range(10_000):
             if await condition():
                 return
             await asyncio.sleep(0.02)

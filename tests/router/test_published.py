@@ -50,14 +50,14 @@ class Published:
         return json.loads(await self.of(index, "played"))
 
     async def until_asked(self, model, version):
-        for _ in range(2000):
+        for _ in range(10_000):
             if await self.ask(model) == (200, version):
                 return
             await asyncio.sleep(0.02)
         raise AssertionError(f"{model} never is {version}")
 
     async def until(self, condition, what):
-        for _ in range(2000):
+        for _ in range(10_000):
             if await condition():
                 return
             await asyncio.sleep(0.02)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import socket
 
 import pytest
 from fake_gate import FakeGate
 from node_world import World, successor
+from ports import free_ports
 from scarce import left
 
 from valved.daemon import take_over
@@ -386,9 +386,7 @@ def test_a_successor_that_waits_is_seen_and_comes_next(tmp_path):
 
 def test_one_who_waits_counts_as_ready(tmp_path):
     """The surge of a DaemonSet tells the old pod to leave only when the new one is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     present, next_ = state.RunFolder(tmp_path), state.RunFolder(tmp_path)
     present.take(replace=False)
 
@@ -405,7 +403,7 @@ def test_one_who_waits_counts_as_ready(tmp_path):
         await waiting
         return answer
 
-    assert asyncio.run(asyncio.wait_for(body(), 30)).startswith(b"HTTP/1.1 200 OK")
+    assert asyncio.run(asyncio.wait_for(body(), 200)).startswith(b"HTTP/1.1 200 OK")
     next_.release()
 
 

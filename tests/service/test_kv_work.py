@@ -136,7 +136,7 @@ def test_a_worker_never_computes_in_the_loops_thread():
     worker.do(threading.get_ident, "then")
     worker.do(lambda: 1 // 0, "then")
     for _ in range(2):
-        assert loop.came.acquire(timeout=60)
+        assert loop.came.acquire(timeout=200)
 
     results = [arguments for _, arguments in loop.called]
     assert all(result != threading.get_ident() for result, _ in results)

@@ -179,7 +179,7 @@ def test_the_memory_thread_applications_and_the_keeper_do_not_race(repository, t
 def test_free_memory_is_never_told_as_gone_because_a_range_came_in_between(repository, tmp_path):
     program = build(repository, tmp_path / "kvinfo", "tests/shim/c/kvinfo.c", ("kv/answers", "kv/ranges"), *STRICT)
 
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
 
     assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
 

@@ -83,12 +83,12 @@ class KvNode:
         self._stop = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(timeout=60)  # whom it accepted last is among the connections now
+        self._thread.join(timeout=200)  # whom it accepted last is among the connections now
         for link in self._connections:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         for thread in self._serving:  # none answers, or writes what it heard, in its successor's time
-            thread.join(timeout=60)
+            thread.join(timeout=200)
         self._connections.clear()
         self._serving.clear()
         self.attached = ()

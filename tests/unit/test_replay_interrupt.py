@@ -23,7 +23,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in a background job inherit "ignore"
     spread(work, [sys.argv[1]] * 6, silent, Workers(processes=2))
 """
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 
 
 def wait_until(what, is_so) -> None:

@@ -6,13 +6,13 @@ import json
 import logging
 
 import pytest
+from ports import free_ports
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 from valve_scheduler.extender.leadership import Leadership
 from valve_scheduler.extender.service import ExtenderService, ExtenderSettings
 from valve_scheduler.probes import Probes
 from valve_scheduler.server import _MOST_CONNECTIONS, Answer, serve, text_answer
-from valve_tools.cluster.controlplane import free_port
 
 
 async def handler(method: str, path: str, body: bytes) -> Answer:
@@ -162,7 +162,8 @@ def test_bindings_that_wait_for_the_api_server_never_end_one_another(monkeypatch
             return text_answer("bound")
 
         monkeypatch.setattr(extender, "answer", bind)
-        monkeypatch.setattr(extender, "_settings", ExtenderSettings(port=free_port(), probe_port=free_port()))
+        port, probes = free_ports(2)
+        monkeypatch.setattr(extender, "_settings", ExtenderSettings(port=port, probe_port=probes))
         running = asyncio.create_task(extender.run())
 
         async def call() -> bytes:

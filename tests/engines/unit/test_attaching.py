@@ -150,7 +150,7 @@ def test_an_answer_is_never_forgotten_because_it_came_at_once(node, link):
     link.propose(Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1))
 
     wait_for(lambda: link.session is not None, "attached")
-    assert link._answered.wait(20)
+    assert link._answered.wait(200)
 
 
 def middle_of_a_step(scheduler, node, fresh):
