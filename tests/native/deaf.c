@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <sys/epoll.h>
 
-enum { PATIENCE_MS = 60000, BEATS = 3 };
+enum { PATIENCE_MS = 200000, BEATS = 3 };
 
 struct ringer_client {
 	struct valve_client *client;

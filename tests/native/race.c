@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70, PATIENCE_MS = 60000 };
+enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70, PATIENCE_MS = 200000 };
 
 struct online {
 	struct valve_client *client;

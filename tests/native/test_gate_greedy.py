@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gates import compile_c
 
-WRAPPED = ("syscall", "close", "dup3", "epoll_ctl")
+WRAPPED = ("syscall", "close", "dup3", "epoll_ctl", "clock_gettime")
 FLAGS = ["-fsanitize=thread", "-O1", "-g"]
 
 
