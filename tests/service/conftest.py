@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from link_peers import Server
+from link_peers import OwnTime, Server
 from node_world import World
 
 
@@ -15,7 +17,14 @@ def world(tmp_path):
 
 
 @pytest.fixture
-def server(tmp_path):
+def own_time(monkeypatch):
+    own_time = OwnTime()
+    monkeypatch.setattr(time, "thread_time_ns", own_time.now_ns)
+    return own_time
+
+
+@pytest.fixture
+def server(tmp_path, own_time):
     with Server(tmp_path) as server:
         yield server
         server.call(server.world.books.check_integrity)

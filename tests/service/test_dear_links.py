@@ -6,11 +6,10 @@ import os
 import socket
 import struct
 import threading
-import time
 from dataclasses import replace
 
 import pytest
-from link_peers import HELLO, PATIENCE_S, hear, is_closed, never_closing, say, stop_reading
+from link_peers import HELLO, PATIENCE_S, OwnTime, hear, is_closed, never_closing, say, stop_reading
 from scarce import left
 
 from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
@@ -25,22 +24,20 @@ class Costs:
     are_due = False
     by_loop = 0
 
-    def __init__(self, loop: threading.Thread) -> None:
-        self.loop = loop
+    def __init__(self, loop: threading.Thread, own_time: OwnTime) -> None:
+        self.loop, self.own_time = loop, own_time
 
     def pay(self) -> None:
         if not self.are_due or threading.current_thread() is threading.main_thread():
             return
         self.by_loop += threading.current_thread() is self.loop
-        until_ns = time.thread_time_ns() + 2 * DEAR_NS
-        while time.thread_time_ns() < until_ns:
-            pass
+        self.own_time.spend(2 * DEAR_NS)
 
 
 @pytest.fixture
-def costs(server, monkeypatch):
+def costs(server, own_time, monkeypatch):
     """As if a million epolls waited for the other end: the kernel walks them for whoever reads, writes or ends it."""
-    costs = Costs(server.thread)
+    costs = Costs(server.thread, own_time)
 
     class Watched(socket.socket):
         def send(self, *words):

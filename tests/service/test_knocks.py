@@ -45,16 +45,15 @@ def crowd(server):
 
 
 @pytest.fixture
-def judged(server):
+def judged(server, own_time):
     """The processes whose HELLOs were judged, in order. Each HELLO costs as much as a pass of the loop has."""
-    order = []
+    order, slow = [], threading.Event()
     hello = server.world.register.hello
 
     def expensive(connection, packet, **more):
         order.append(connection.pid)
-        until_s = time.thread_time() + COST_S
-        while time.thread_time() < until_s:
-            pass
+        slow.wait(COST_S)
+        own_time.spend(int(COST_S * 1e9))
         return hello(connection, packet, **more)
 
     server.world.register.hello = expensive
@@ -244,8 +243,8 @@ def test_a_crowd_that_dies_at_once_never_keeps_a_hello_waiting(server, crowd):
 
 @pytest.mark.parametrize("links_are_dear", [False, True])
 def test_messages_of_many_links_never_keep_a_hello_waiting(server, links_are_dear):
-    """Each link has its turn in each pass of the loop, and a process may have many links. Whose packets an interrupt
-    made dear is read aside, and so is whoever has an account with it: the other has its own."""
+    """Each link has its turn in each pass of the loop, and a process may have many links. Whose packets were dear is
+    read aside, and so is whoever has an account with it: the other has its own."""
     done, slow = [], threading.Event()
     register = server.world.register
     handle, hello = register.handle, register.hello
