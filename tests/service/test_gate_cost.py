@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from dataclasses import replace
 from functools import partial
 
+from instructions import calls_of
 from node_world import SECOND
 from valved.native._gate import ffi
 
@@ -21,12 +20,8 @@ from valved.state.journal import QUIET
 def test_a_permission_never_costs_more_calls_than_its_own(world):
     """It is made for each service four times a second, and dataclasses.asdict copies each number by a call."""
     online = world.gating.online[world.service_of(world.online())]
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    rule_of(online, world.gating.settings.wake)
-    sys.setprofile(None)
 
-    assert calls == ["rule_of", "__init__"]
+    assert calls_of(partial(rule_of, online, world.gating.settings.wake)) == ["rule_of", "__init__"]
 
 
 def test_who_passes_through_short_holds_is_not_looked_at_each_time_but_never_forgotten(world, monkeypatch):
@@ -89,19 +84,6 @@ def stamp_of(world, online, code, after):
     service, at_ns = world.service_of(online), world.clock.now_ns() + 1000 * after
     epoch = world.gate.services[service].epoch + after
     return Stamp(service, online, at_ns, at_ns, 0, at_ns, int(code), GpuIndex(0), epoch, 0, 0)
-
-
-def calls_of(call):
-    """Without the garbage collector's: who listens to that is called whenever it comes."""
-    calls = []
-    gc.disable()
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 EDGE_CALLS = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import random
-import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from instructions import calls_of
 from memory_world import KvWorld
 from node_world import successor
 
@@ -343,10 +344,7 @@ def calls_of_a_look(tmp_path, services):
     read = cards(20, [(shim.entry.process.pid, 1) for shim in shims], total_mib=1000)
     for _ in range(2):
         world.kv.service.see_cards(read)
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if "call" in event else None)
-    world.kv.service.see_cards(read)
-    sys.setprofile(None)
+    calls = calls_of(partial(world.kv.service.see_cards, read), ("call", "c_call"))
     world.check()
     return calls
 
