@@ -300,6 +300,10 @@ class Client:
             assert wanted == got
             return message
 
+    def has_said(self, kind: int) -> bool:
+        with self.inbox.mutex:
+            return any(message.type == kind for message in [*self.seen, *self.inbox.queue])
+
     def none_of(self, kind: int) -> bool:
         self.seen += drain(self.inbox)
         return all(message.type != kind for message in self.seen)

@@ -1,6 +1,7 @@
 """An engine without an engine: allocates KV memory, writes owner tags into its pages and checks them, one JSON line per
 command. Runs with libvalve.so preloaded on the emulated GPU and calls what an engine would call."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -210,15 +211,18 @@ class Commands:
         return box[0]
 
     def fds(self):
-        return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if self.lives(fd))
+        return sorted(filter(None, map(self._file_of, os.listdir("/proc/self/fd"))))
 
     @staticmethod
-    def lives(fd):
-        return os.path.lexists(f"/proc/self/fd/{fd}")
+    def _file_of(fd):
+        """Nothing once it is closed, which the shim's threads may do meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.readlink(f"/proc/self/fd/{fd}")
+        return ""
 
     def bells(self):
         """Numbers of eventfds that lie high: doorbell and order bell."""
-        return [fd for fd in range(900, 1024) if self.lives(fd) and "eventfd" in os.readlink(f"/proc/self/fd/{fd}")]
+        return [fd for fd in range(900, 1024) if "eventfd" in self._file_of(fd)]
 
     def limit_fds(self, count):
         import resource

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fake_daemon import LONG_S, ONLINE, Client, FakeDaemon, Message
+from fake_daemon import CHANNEL_ADD, LONG_S, ONLINE, Client, FakeDaemon, Message, until
 from kv_pool import Pool
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import environment
@@ -69,7 +69,8 @@ class World:
         return self.pools[-1]
 
     def engine(self, cuda: str = "", preload: str = "") -> tuple[Engine, Client]:
-        """Registered, with a context; and valved's view of it."""
+        """Registered, with a context; and valved's view of it. One whose start did not wait for its link to the end has
+        told of its channels once it has taken the link, and not before."""
         preloads = ":".join(filter(None, [preload, os.fspath(preload_library())]))
         own = {
             **os.environ,
@@ -94,7 +95,9 @@ class World:
             )
         self.engines.append(made)
         made.start()
-        return made, self.daemons[-1].client()
+        client = self.daemons[-1].client()
+        until(lambda: client.has_said(CHANNEL_ADD) or client.gone.is_set(), "it is linked")
+        return made, client
 
     def program(self, *command: str | Path, preload: bool = True) -> subprocess.Popen[str]:
         """Any program with the shim, its output piped."""
