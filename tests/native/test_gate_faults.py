@@ -89,7 +89,7 @@ def test_a_passed_fd_is_closed_when_its_client_goes(rig: Rig) -> None:
 
     rig.gate.remove_client(workload.client)
 
-    assert sum(inode == held for held in _open_inodes()) == 1  # the workload's own copy
+    wait_until(lambda: _open_inodes().count(inode) == 1, "only the workload's own copy is left")
 
 
 def _open_inodes() -> list[int]:
@@ -353,7 +353,8 @@ def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once
 
     hasty.gate.remove_client(workload.client)
 
-    assert sum(inode == held for held in _open_inodes()) == 1
+    wait_until(lambda: _open_inodes().count(inode) == 1, "only its own copy is left")
+    assert hasty.driver.counts.hanging == 1
     hasty.driver.rules.hang = 0
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
 
@@ -492,12 +493,11 @@ def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_clien
     assert hasty.gate.granting.shorten(gone.client, ref, 1000)  # returns once the watchdog has given the disable up
     with left(0):  # not even then is it let go
         hasty.gate.remove_client(gone.client)
-
-    assert os.readlink(f"/proc/self/fd/{mine}").startswith("/memfd:valve-nothing")
+        wait_until(lambda: "valve-nothing" in os.readlink(f"/proc/self/fd/{mine}"), "a thread has given its file up")
     hasty.driver.rules.hang = 0
     hasty.settle()
     hasty.gate.channels.add_channel(workload.client, workload.allocate())  # the next mail frees those that came back
-    assert not os.path.exists(f"/proc/self/fd/{mine}")
+    wait_until(lambda: not os.path.exists(f"/proc/self/fd/{mine}"), "its number is free")
 
 
 def test_two_stops_that_hang_never_leave_a_ring_unheard(rig: Rig) -> None:
