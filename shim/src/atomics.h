@@ -15,10 +15,12 @@
 #include <time.h>
 #include <unistd.h>
 
-#define REFUSED_NAP_NS 1000000u /* the caller looks again so often where it may not wait */
+#define REFUSED_NAP_NS 1000000u    /* the caller looks again so often where it may not wait */
+#define UNWOKEN_NS     1000000000u /* and so often where nobody woke it */
 
 #define load_relaxed(p)     __atomic_load_n((p), __ATOMIC_RELAXED)
 #define load_acquire(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
+#define load_full(p)        __atomic_load_n((p), __ATOMIC_SEQ_CST)
 #define store_relaxed(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
 #define store_release(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define full_fence()        __atomic_thread_fence(__ATOMIC_SEQ_CST)
@@ -54,13 +56,15 @@ static inline void sleep_ns(uint64_t ns)
 		syscall(SYS_ppoll, NULL, 0, &span, NULL, 0);
 }
 
-/* Waits while *word == value, at most ns (0: for ever). The shared form also works on a page mapped read-only. */
+/* Waits while *word == value, at most ns; 0: until it is woken, or looks again by itself, because a sandbox that began meanwhile
+ * may refuse the wake. Callers look in a loop. The shared form also works on a page mapped read-only. */
 static inline void futex_wait(const volatile uint32_t *word, uint32_t value, uint64_t ns)
 {
-	struct timespec limit = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+	uint64_t most_ns = ns ? ns : UNWOKEN_NS;
+	struct timespec limit = {(time_t)(most_ns / 1000000000u), (long)(most_ns % 1000000000u)};
 
-	if (is_refused(syscall(SYS_futex, word, FUTEX_WAIT, value, ns ? &limit : NULL, NULL, 0)))
-		sleep_ns(ns && ns < REFUSED_NAP_NS ? ns : REFUSED_NAP_NS);
+	if (is_refused(syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, NULL, 0)))
+		sleep_ns(most_ns < REFUSED_NAP_NS ? most_ns : REFUSED_NAP_NS);
 }
 
 static inline void futex_wake(const volatile uint32_t *word, int count)

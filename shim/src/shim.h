@@ -241,6 +241,8 @@ void valve_note_reset(void);
 void valve_register(void);       /* the process opened nvidiactl */
 void *valve_keep(void *unused);  /* the session's thread */
 bool valve_session_leaves(void); /* alone.c: the session's thread asks */
+void valve_alone_give_up(void);  /* alone.c: it could not begin */
+void valve_alone_find(void);
 
 /* capture.c: exported hooks that no header declares without large-file renaming, and the ioctl below them */
 VALVE_EXPORT int open64(const char *path, int flags, ...);
@@ -249,6 +251,8 @@ VALVE_EXPORT int __open_2(const char *path, int flags);
 VALVE_EXPORT int __open64_2(const char *path, int flags);
 VALVE_EXPORT int ioctl(int fd, unsigned long request, ...);
 
+bool valve_capture_find(void); /* the real calls behind the hooks; closing.c likewise */
+bool valve_closing_find(void);
 int valve_capture_uvm_fd(void); /* the file on which channels were registered; -1: none */
 
 /* report.c */

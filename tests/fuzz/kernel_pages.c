@@ -101,9 +101,11 @@ void *kernel_remap(void *from, size_t bytes, void *to)
 		errno = ENOMEM;
 		return MAP_FAILED;
 	}
-	if (from == kernel_at[KERNEL_CONTROL]) /* old size 0: mapped twice */
-		memory_at(from)->refs++;
 	CHECK(memory_at(from)->bytes >= bytes);
+	if (!to) { /* old size 0: mapped twice */
+		memory_at(from)->refs++;
+		return from;
+	}
 	put(place_of(to), from);
 	return to;
 }

@@ -157,8 +157,8 @@ void *valve_launch_slow(struct valve_entry *entry)
 	valve_heed_child();
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
-	/* acquire: not before the count of take_slot, on a weakly ordered CPU either */
-	if ((load_acquire(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {
+	/* full, as the count of take_slot: an acquire load alone may pass it on some CPUs (LDAPR). A plain load on x86. */
+	if (load_full(&VALVE_LAUNCH->gate_epoch) & 1) {
 		if (valve_is_offline())
 			hold();
 		else

@@ -68,9 +68,10 @@ static struct {
 
 /*
  * dlsym may call back into open() (an allocator that reads /proc at its first use): such a nested call, and one in a
- * world where the symbol cannot be found, goes to the kernel directly.
+ * world where the symbol cannot be found, goes to the kernel directly. Before the program runs (interpose.c): later it would
+ * take away what a dlerror() of the program is to say.
  */
-static bool find_real(void)
+bool valve_capture_find(void)
 {
 	static uint32_t found;
 
@@ -185,16 +186,16 @@ static mode_t mode_argument(int flags, va_list *more)
 	return (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE ? (mode_t)va_arg(*more, unsigned) : 0;
 }
 
-#define OPEN_BODY(call, fallback)                    \
-	va_list more;                                \
-	mode_t mode;                                 \
-	int fd;                                      \
-                                                     \
-	va_start(more, flags);                       \
-	mode = mode_argument(flags, &more);          \
-	va_end(more);                                \
-	fd = find_real() ? (call) : (int)(fallback); \
-	watch_fd(fd, path);                          \
+#define OPEN_BODY(call, fallback)                             \
+	va_list more;                                         \
+	mode_t mode;                                          \
+	int fd;                                               \
+                                                              \
+	va_start(more, flags);                                \
+	mode = mode_argument(flags, &more);                   \
+	va_end(more);                                         \
+	fd = valve_capture_find() ? (call) : (int)(fallback); \
+	watch_fd(fd, path);                                   \
 	return fd
 
 VALVE_EXPORT int open(const char *path, int flags, ...)
@@ -248,26 +249,33 @@ int valve_capture_uvm_fd(void)
 	return valve_watched(fd) == WATCHED_UVM ? fd : -1;
 }
 
-static int watched_ioctl(int fd, enum valve_watched kind, unsigned long request, void *argument)
+static int uvm_ioctl(int fd, unsigned long request, void *argument)
+{
+	int result = real.ioctl(fd, request, argument);
+
+	valve_tls.inside++;
+	if (result == 0)
+		note_uvm(fd, request, argument);
+	valve_tls.inside--;
+	return result;
+}
+
+/* Not `inside` while the driver is at it: a handler of the program may make calls of its own meanwhile, or jump out for good. */
+static int control_ioctl(int fd, unsigned long request, void *argument)
 {
 	struct rm_call call;
 	struct rm_wish wish;
 	int result;
 
 	valve_tls.inside++;
-	if (kind == WATCHED_UVM) {
-		result = real.ioctl(fd, request, argument);
-		if (result == 0)
-			note_uvm(fd, request, argument);
-		valve_tls.inside--;
-		return result;
-	}
 	valve_report_before((uint32_t)request, argument, &call);
 	if (valve_keep_refuses(fd, &call, &wish)) {
 		valve_tls.inside--;
 		return 0;
 	}
+	valve_tls.inside--;
 	result = real.ioctl(fd, request, argument);
+	valve_tls.inside++;
 	valve_report_after(fd, &call, result == 0);
 	if (result == 0 && wish.bytes)
 		valve_keep_check(fd, &wish);
@@ -284,10 +292,10 @@ VALVE_EXPORT int ioctl(int fd, unsigned long request, ...)
 	va_start(more, request);
 	argument = va_arg(more, void *);
 	va_end(more);
-	if (!find_real())
+	if (!valve_capture_find())
 		return (int)syscall(SYS_ioctl, fd, request, argument);
 	kind = valve_watched(fd);
 	if (kind == WATCHED_NOT)
 		return real.ioctl(fd, request, argument);
-	return watched_ioctl(fd, kind, request, argument);
+	return kind == WATCHED_UVM ? uvm_ioctl(fd, request, argument) : control_ioctl(fd, request, argument);
 }

@@ -34,7 +34,7 @@ static struct {
 #define FIND(name) ((void)(real.name = (__typeof__(real.name))valve_next(#name)))
 
 /* As in capture.c: a call out of dlsym itself goes to the kernel. */
-static bool find_real(void)
+bool valve_closing_find(void)
 {
 	static uint32_t found;
 
@@ -68,7 +68,7 @@ static void end_watched(int fd)
 
 int close(int fd)
 {
-	if (!find_real())
+	if (!valve_closing_find())
 		return (int)syscall(SYS_close, fd);
 	if (valve_own_has(fd)) {
 		errno = EBADF;
@@ -115,7 +115,7 @@ void closefrom(int first)
 {
 	first = first < 0 ? 0 : first;
 	end_watched_range(first, INT_MAX);
-	if (close_around((unsigned)first, UINT_MAX, 0) && find_real() && real.closefrom)
+	if (close_around((unsigned)first, UINT_MAX, 0) && valve_closing_find() && real.closefrom)
 		real.closefrom(first);
 }
 
@@ -145,14 +145,14 @@ static int heed(int fd)
 
 int dup2(int from, int to)
 {
-	if (!find_real())
+	if (!valve_closing_find())
 		return (int)syscall(SYS_dup2, from, to);
 	return make_way(from, to) ? heed(real.dup2(from, to)) : -1;
 }
 
 int dup3(int from, int to, int flags)
 {
-	if (!find_real())
+	if (!valve_closing_find())
 		return (int)syscall(SYS_dup3, from, to, flags);
 	return make_way(from, to) ? heed(real.dup3(from, to, flags)) : -1;
 }

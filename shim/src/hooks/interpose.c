@@ -24,6 +24,7 @@
 
 /* dlsym moved from libdl to libc in 2.34 under a new version; the old one exists in both (README.md). */
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+__asm__(".symver dlerror, dlerror@GLIBC_2.2.5");
 
 #define CUDA_PART   "libvalve-cuda.so"
 #define CPU_BITS    8192
@@ -170,6 +171,10 @@ __attribute__((constructor)) static void valve_start(void)
 {
 	started_on.bytes = syscall(SYS_sched_getaffinity, 0, sizeof(started_on.mask), started_on.mask);
 	valve_say_start();
+	valve_capture_find();
+	valve_closing_find();
+	valve_alone_find();
+	dlerror(); /* that an old libc has no closefrom is no news for the program */
 	if (__register_atfork)
 		__register_atfork(NULL, NULL, valve_after_fork, NULL);
 }

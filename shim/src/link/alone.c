@@ -51,33 +51,51 @@ static bool send_away(void)
 	return false;
 }
 
-/* In a new namespace of processes there are no threads any more: the next open of the driver tries again. */
-static void call_back(void)
+/* There is no thread to be had: the next open of the driver tries again. */
+void valve_alone_give_up(void)
 {
-	store_relaxed(&valve_shim.session, 0);
-	store_release(&valve_shim.leaving, STAYS);
-	if (!valve_spawn(valve_keep))
-		return;
 	valve_link_drop();
 	valve_map_private(0, VALVE_ORDER_RUN);
 	store_relaxed(&valve_shim.role, VALVE_ROLE_NONE);
 	store_release(&valve_shim.state, VALVE_STATE_NEW);
 }
 
-static int call(const char *name, long number, int first, int second)
+/* In a new namespace of processes there are no threads any more. */
+static void call_back(void)
 {
-	int (*next)(int, int) = (int (*)(int, int))valve_next(name);
-
-	return next ? next(first, second) : (int)syscall(number, first, second);
+	store_relaxed(&valve_shim.session, 0);
+	store_release(&valve_shim.leaving, STAYS);
+	if (valve_spawn(valve_keep))
+		valve_alone_give_up();
 }
 
-static int alone(const char *name, long number, int first, int second)
+static struct {
+	int (*unshare)(int);
+	int (*setns)(int, int);
+} real;
+
+void valve_alone_find(void)
 {
-	int result = call(name, number, first, second);
+	real.unshare = (int (*)(int))valve_next("unshare");
+	real.setns = (int (*)(int, int))valve_next("setns");
+}
+
+static int call(long number, int first, int second)
+{
+	if (number == SYS_unshare && real.unshare)
+		return real.unshare(first);
+	if (number == SYS_setns && real.setns)
+		return real.setns(first, second);
+	return (int)syscall(number, first, second);
+}
+
+static int alone(long number, int first, int second)
+{
+	int result = call(number, first, second);
 	int err = errno;
 
 	if (result && (err == EINVAL || err == EUSERS) && send_away()) {
-		result = call(name, number, first, second);
+		result = call(number, first, second);
 		err = errno;
 		call_back();
 	}
@@ -87,10 +105,10 @@ static int alone(const char *name, long number, int first, int second)
 
 int unshare(int flags)
 {
-	return alone("unshare", SYS_unshare, flags, 0);
+	return alone(SYS_unshare, flags, 0);
 }
 
 int setns(int fd, int kind)
 {
-	return alone("setns", SYS_setns, fd, kind);
+	return alone(SYS_setns, fd, kind);
 }

@@ -108,27 +108,40 @@ static int move_to(void *page, size_t bytes, void *place)
 	return mremap(page, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED ? -errno : 0;
 }
 
-/* Launches read the control page from here on: the same memory, mapped twice. */
-static int read_control(void)
+/*
+ * Launches read the control page from here on: the same memory, mapped twice. `second` was made elsewhere: on older kernels
+ * mremap unmaps the place first, and then finds that the process may have no more memory, or lock no more.
+ */
+static int read_control(void *second)
 {
-	void *second = mremap(CONTROL_AT, 0, VALVE_CONTROL_BYTES, MREMAP_MAYMOVE | MREMAP_FIXED, LAUNCH_AT);
+	int err = move_to(second, VALVE_CONTROL_BYTES, LAUNCH_AT);
 
-	if (second == MAP_FAILED)
-		return -errno;
-	launches = LAUNCHES_TOLD;
-	return 0;
+	if (err)
+		munmap(second, VALVE_CONTROL_BYTES);
+	else
+		launches = LAUNCHES_TOLD;
+	return err;
+}
+
+static void *map_again(void *control)
+{
+	return mremap(control, 0, VALVE_CONTROL_BYTES, MREMAP_MAYMOVE, NULL);
 }
 
 /* Without memory for it they wait on: the session asks again. */
 void valve_launches_follow(void)
 {
-	if (launches == LAUNCHES_KEPT)
-		read_control();
+	void *second = launches == LAUNCHES_KEPT ? map_again(CONTROL_AT) : MAP_FAILED;
+
+	if (second != MAP_FAILED)
+		read_control(second);
 }
 
+/* All three are there before the first one moves: a process that could take only some would run under the lease of a valved that
+ * does not know it. */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 {
-	void *control, *region;
+	void *control, *region, *second;
 	int err = -EPROTO;
 
 	if (!is_safe_to_map(control_fd, VALVE_CONTROL_BYTES) ||
@@ -144,22 +157,32 @@ int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 	}
 	if (!is_sane(control, role))
 		goto out_region;
+	second = map_again(control);
+	if (second == MAP_FAILED) {
+		err = -errno;
+		goto out_region;
+	}
 	fill_region(region, role);
 	err = move_to(region, VALVE_REGION_BYTES, REGION_AT);
 	if (err)
-		goto out_region;
+		goto out_second;
 	err = move_to(control, VALVE_CONTROL_BYTES, CONTROL_AT);
-	if (err)
+	if (err) {
+		munmap(second, VALVE_CONTROL_BYTES);
 		goto out_control;
+	}
 	if (role == VALVE_ROLE_OFFLINE && valve_launches_wait()) {
 		if (launches == LAUNCHES_TOLD)
 			valve_launches_hold(); /* ordered by the old valved since; only this one may end it */
 		launches = LAUNCHES_KEPT;
+		munmap(second, VALVE_CONTROL_BYTES);
 		return 0;
 	}
 	/* The gate word comes last: from here on launches may ring, and everything they write is in place. */
-	return read_control();
+	return read_control(second);
 
+out_second:
+	munmap(second, VALVE_CONTROL_BYTES);
 out_region:
 	munmap(region, VALVE_REGION_BYTES);
 out_control:

@@ -325,6 +325,7 @@ static void serve(void)
 		valve_capture_report(false);
 	if (valve_is_linked())
 		ask_to_run();
+	valve_watcher_start(); /* again, where there was no thread to be had */
 }
 
 static int connect_to_valved(int timeout_ms)
@@ -470,9 +471,7 @@ void valve_register(void)
 	if (valve_spawn(valve_keep)) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
-		valve_link_drop();
-		valve_map_private(0, VALVE_ORDER_RUN);
-		store_release(&valve_shim.state, VALVE_STATE_OFF);
+		valve_alone_give_up();
 		return;
 	}
 	valve_note_flush();

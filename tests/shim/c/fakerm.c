@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -137,10 +138,13 @@ static uint32_t serve_alloc(uint32_t *handle, uint32_t class, uint64_t params)
 
 static int serve(unsigned long request, void *argument)
 {
+	const char *raising = getenv("FAKERM_RAISES"); /* at a call of this number */
 	struct nv_ioctl_xfer *xfer = argument;
 	struct nvos21_alloc *old = argument;
 	struct nvos64_alloc *new = argument;
 
+	if (raising && (uint32_t)atoi(raising) == NV_IOC_NR(request))
+		raise(SIGUSR1);
 	switch (NV_IOC_NR(request)) {
 	case NV_ESC_IOCTL_XFER_CMD:
 		return serve(NV_IOWR(xfer->cmd, xfer->size), (void *)(uintptr_t)xfer->ptr);
