@@ -1,12 +1,14 @@
-"""Real time for valved's loop."""
+"""Real time for valved's loop, and what doctor says of the gate's."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
 
+from valved.cli.doctor import Grade, judge_gate
 from valved.machine.priority import hurry, is_real_time
 
 NORMAL = (os.SCHED_OTHER, 0)
@@ -53,3 +55,29 @@ def test_a_user_who_may_not_have_real_time_is_never_kept_from_starting(monkeypat
     assert not hurry(1)
     assert policy() == NORMAL
     assert not is_real_time(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("raise_it", "grade"), [("fifo", "real time"), ("nice", "niceness -20"), ("", "like any other")]
+)
+def test_doctor_never_tells_of_a_priority_that_the_gate_does_not_have(raise_it, grade):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        if raise_it == "fifo":
+            os.sched_setscheduler(child, os.SCHED_FIFO, os.sched_param(1))
+        elif raise_it == "nice":
+            os.setpriority(os.PRIO_PROCESS, child, -20)
+        finding = judge_gate(child)
+    except PermissionError:
+        pytest.skip("this user may not raise it")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert grade in finding.what
+    assert (finding.verdict is Grade.FINE) == bool(raise_it)
+
+
+def test_a_valved_whose_threads_cannot_be_seen_is_never_called_fine():
+    assert judge_gate(2**31 - 1).verdict is Grade.UNKNOWN

@@ -25,7 +25,6 @@ from valve_tools.replay.svg import curves, picture
 
 from valved.machine.stamps import Stamp
 
-WAKE = Path(__file__).resolve().parent / "bin" / "valve-bench-wake"
 EDGES = 2500
 SPIN_NS = 3_000_000  # longer than the quiet between two edges of gate_peers.launch: the threads never sleep
 MEDIAN_US, TAIL_US = 10.0, 50.0  # the budgets of the first launch
@@ -56,42 +55,29 @@ def _share_us(edges: Sequence[Sequence[Stamp]]) -> list[float]:
 def _latency_rows(
     name: str, metric: str, edges: Sequence[Sequence[Stamp]], plain_us: Sequence[float] = (), *, note: str = ""
 ) -> Iterator[Row]:
-    """`plain_us`: wakes of this machine without Valve, in the same minute: no listener hears sooner."""
+    """`plain_us`: wakes of a listener without Valve, by the same launches, in turns: no listener hears sooner."""
     samples = _share_us(edges)
     seen = sorted((edge[0].seen_ns - edge[0].launch_ns) / 1e3 for edge in edges if edge[0].launch_ns)
     if plain_us:
         ours = [(edge[0].ioctl_ns - edge[0].seen_ns) / 1e3 for edge in edges if edge[0].launch_ns]
         yield row_of(name, f"of it, listener awake to ioctl, {metric}", "us", ours, None, note="Valve's own steps")
-        yield row_of(name, f"a wake on this machine without Valve, {metric}", "us", plain_us, None, note="the floor")
+        yield row_of(name, f"a plain listener awake, {metric}", "us", plain_us, None, note="the floor")
     for judged, q, budget in (("p50", 0.5, MEDIAN_US), ("p99", 0.99, TAIL_US)):
         bound, woke = None if note else budget, round(percentile(seen, q), 2)
         text = note or "baseline: until the listener woke"
         if plain_us:
-            text = f"baseline: a wake on this machine now, without Valve; our listener woke after {woke}"
+            text = f"baseline: a plain listener, in turns with ours, which woke after {woke}"
             woke = round(percentile(sorted(plain_us), q), 2)
         more = {"judged": judged, "baseline": woke, "note": text}
         yield row_of(name, f"launch to ioctl, {metric}, {judged}", "us", samples, bound, **more)
 
 
-def plain_wakes() -> list[float]:
-    """Microseconds from a write to an eventfd until another process, asleep in epoll, runs."""
-    done = subprocess.run([WAKE, str(EDGES)], check=True, capture_output=True, text=True)
-    return [float(line) / 1e3 for line in done.stdout.split()]
-
-
 def bench_sleep() -> Iterator[Row]:
-    run = GateRun(gpus=1, channels=8, edges=EDGES)
+    run = GateRun(gpus=1, channels=8, edges=EDGES, plain=True)
     with node(Options()) as emulator:
-        yield from _sleep_rows("idle neighbours", emulator.directory, run)
+        yield from _latency_rows("gate-sleep", "idle neighbours", *run_on(emulator.directory, run))
         with busy_neighbours():
-            yield from _sleep_rows("busy neighbours", emulator.directory, run)
-
-
-def _sleep_rows(metric: str, directory: Path, run: GateRun) -> Iterator[Row]:
-    """The machine changes within minutes: its plain wakes are measured before and after."""
-    plain_us = plain_wakes()
-    edges = run_on(directory, run)
-    yield from _latency_rows("gate-sleep", metric, edges, plain_us + plain_wakes())
+            yield from _latency_rows("gate-sleep", "busy neighbours", *run_on(emulator.directory, run))
 
 
 def bench_spin() -> Iterator[Row]:
@@ -101,7 +87,7 @@ def bench_spin() -> Iterator[Row]:
     note = "" if is_roomy else f"not judged: {cores} cores at load {load:.1f} leave none to each spinning thread"
     run = GateRun(gpus=1, channels=8, edges=EDGES, spin_ns=SPIN_NS)
     with node(Options()) as emulator:
-        yield from _latency_rows("gate-spin", "idle neighbours", run_on(emulator.directory, run), note=note)
+        yield from _latency_rows("gate-spin", "idle neighbours", run_on(emulator.directory, run).edges, note=note)
 
 
 def _closed_us(edges: Sequence[Sequence[Stamp]]) -> list[float]:
@@ -117,7 +103,7 @@ def fan_out(lock: str) -> Mapping[int, list[list[float]]]:
         for seed in range(ROUNDS):
             for width in FAN_OUT:
                 run = GateRun(gpus=width, channels=8, edges=EDGES_PER_ROUND, seed=seed)
-                found[width].append(_closed_us(run_on(emulator.directory, run)))
+                found[width].append(_closed_us(run_on(emulator.directory, run).edges))
     return found
 
 

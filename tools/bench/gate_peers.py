@@ -1,7 +1,7 @@
 """The two neighbours of the gate in its benchmarks, each a process of its own.
 
 `channels GPUS PER_GPU`: an offline workload; allocates channels by raw ioctl, prints them, ends with its stdin.
-`launcher CONTROL REGION BELL SEED`: an online process; counts a launch and rings, once for each byte on stdin.
+`launcher CONTROL REGION BELL PLAIN SEED`: an online process; counts a launch and rings, once for each byte on stdin.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from valve_tools.bench import region_pages
 
 ROOT, DEVICE, SUBDEVICE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0xA06C, 0xC86F
 SCHEDULE = 0xA06C0101
 _ALLOC = 0xC020462B
-RING = Path(__file__).resolve().parent / "bin" / "valve-bench-ring.so"
+WAKE = Path(__file__).resolve().parent / "bin" / "valve-bench-wake.so"
+GATED, PLAIN = b".", b"p"  # whose bell rings: the gate's, or that of a listener without Valve
 _CONTROL = 0xC020462A
 
 
@@ -58,20 +60,27 @@ def hold_channels(gpus: int, per_gpu: int) -> None:
     sys.stdin.read()
 
 
-def launch(control_fd: int, region_fd: int, bell: int, seed: int) -> None:
-    """Each byte on stdin: stay quiet for a random while, launch, and be done at once."""
+def launch_stamp(page: region_pages.Page) -> Any:
+    """Where a launch writes when it rang."""
+    word = ctypes.c_uint64.from_buffer(page.memory, region_pages.REGION["launch_ns"].offset)
+    return ctypes.byref(word)
+
+
+def launch(control_fd: int, region_fd: int, bell: int, plain: int, seed: int) -> None:
+    """Each byte on stdin: stay quiet for a random while, launch, and be done at once. All but the bell is the same."""
     control, mine = region_pages.control_page(control_fd), region_pages.region_page(region_fd)
     region_pages.fill_region(mine)
     quiet = random.Random(seed)
-    stamp = ctypes.byref(ctypes.c_uint64.from_buffer(mine.memory, region_pages.REGION["launch_ns"].offset))
-    ring = ctypes.CDLL(str(RING)).valve_bench_ring
+    stamp = launch_stamp(mine)
+    ring = ctypes.CDLL(str(WAKE)).valve_bench_ring
+    bells = {GATED: bell, PLAIN: plain}
     for edge in itertools.count(1):
-        if not os.read(0, 1):
+        if not (whose := os.read(0, 1)):
             return
         time.sleep(quiet.uniform(0.0002, 0.001))
         region_pages.set_submitted(mine, 0, edge)
         mine["rung_epoch"] = control["gate_epoch"]
-        if ring(stamp, bell):
+        if ring(stamp, bells[whose]):
             raise OSError("the doorbell does not ring")
         mine["idle_submitted"] = edge
 

@@ -30,7 +30,7 @@ from valved.cli.client import ask
 from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError, told
 from valved.cli.tables import Paper
 from valved.fds import is_absent
-from valved.machine.priority import is_real_time
+from valved.machine.priority import ThreadPriority, gate_rank, is_real_time
 from valved.paths import API_SOCKET, preload_library, run_dir
 
 FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
@@ -248,7 +248,7 @@ def check_privileges() -> Finding:
     except FileNotFoundError:
         owner = os.geteuid()
     if owner == 0:
-        return fine("privileges", "root: the gate's threads come first (niceness -20), processes of every user")
+        return fine("privileges", "root: valved may raise the gate's threads, and serves processes of every user")
     return note(
         "privileges",
         "valved is not root's: the gate's threads wait like any other, only that user's processes",
@@ -280,7 +280,26 @@ def check_valved() -> list[Finding]:
         )
         return [told, *(unknown(what, "only valved knows, and it does not answer here") for what in (LOCK, MEMORY))]
     widths = [len(service.gpus) for service in answer.services if service.role == ONLINE]
-    return [judge_valved(answer), judge_loop(answer.pid), judge_lock(answer.driver, widths), judge_remap(answer.memory)]
+    return [
+        judge_valved(answer),
+        judge_gate(answer.pid),
+        judge_loop(answer.pid),
+        judge_lock(answer.driver, widths),
+        judge_remap(answer.memory),
+    ]
+
+
+def judge_gate(pid: int) -> Finding:
+    """What the gate's threads have, which may be less than the configuration asks for."""
+    try:
+        rank = gate_rank(pid)
+    except OSError:
+        return unknown("gate", "valved's threads are not to be seen from here")
+    if rank is ThreadPriority.REAL_TIME:
+        return fine("gate", "the gate's threads run in real time (fifo_priority)")
+    if rank is ThreadPriority.NICE:
+        return fine("gate", "the gate's threads have niceness -20: it counts inside valved's control group or session")
+    return note("gate", "the gate's threads wait for a core like any other", "run valved as root, or with CAP_SYS_NICE")
 
 
 def judge_loop(pid: int) -> Finding:

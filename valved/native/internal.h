@@ -145,7 +145,7 @@ struct gpu {
 
 	_Alignas(64) uint32_t state; /* issuer writes, caller reads: valve_gpu_state */
 	uint32_t handled;            /* the kick that the issuer went to sleep on */
-	uint32_t flight;             /* issuer and watchdog */
+	uint32_t flight, flier;      /* issuer and watchdog; flier: the thread that is in the driver */
 	uint64_t flight_ns;
 	uint32_t owes_release; /* others ordered holds for it, which an enable takes back; issuer clears */
 	struct plan *plan;     /* issuer's; the watchdog's while a flight is lost */
@@ -356,7 +356,7 @@ int listener_add(struct valve_gate *gate, struct valve_client *client);
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute);
 
 /* worker.c */
-void hurry(const struct valve_config *config);
+void hurry(const struct valve_config *config, uint32_t thread, bool may_be_real_time);
 bool thread_join(pthread_t thread);
 int thread_start(pthread_t *thread, void *(*body)(void *), void *argument);
 int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu);

@@ -21,8 +21,12 @@ void issuer_kick(struct gpu *gpu)
 /* Let the watchdog see that we are in the driver. */
 static void take_off(struct gpu *gpu, uint64_t start_ns)
 {
+	static _Thread_local uint32_t own;                       /* asked for once */
 	uint32_t number = (load_relaxed(&gpu->flight) >> 2) + 1; /* the watchdog never changes the number */
 
+	if (!own)
+		own = (uint32_t)syscall(SYS_gettid);
+	store_relaxed(&gpu->flier, own);
 	store_relaxed(&gpu->flight_ns, start_ns);
 	store_release(&gpu->flight,
 	              number << 2 | FLIGHT_OUT); /* pairs with the watchdog's acquire: time and plan */
@@ -32,14 +36,16 @@ static void take_off(struct gpu *gpu, uint64_t start_ns)
 static bool land(struct gpu *gpu)
 {
 	uint32_t number = load_relaxed(&gpu->flight) >> 2, out = number << 2 | FLIGHT_OUT;
+	bool is_lost = !compare_swap(&gpu->flight, &out, number << 2 | FLIGHT_NONE);
 
-	if (compare_swap(&gpu->flight, &out, number << 2 | FLIGHT_NONE))
-		return false;
 	/* It is putting holds on the clients of our plan: not ours to change before it is through. */
-	while (load_acquire(&gpu->flight) != (number << 2 | FLIGHT_HELD))
+	while (is_lost && load_acquire(&gpu->flight) != (number << 2 | FLIGHT_HELD))
 		sleep_ns(10000);
-	store_release(&gpu->flight, number << 2 | FLIGHT_NONE);
-	return true;
+	if (is_lost)
+		store_release(&gpu->flight, number << 2 | FLIGHT_NONE);
+	if (now_ns() - load_relaxed(&gpu->flight_ns) >= gpu->gate->config.hang_ns)
+		hurry(&gpu->gate->config, 0, true); /* calm in watchdog.c has taken it away */
+	return is_lost;
 }
 
 /* One stamp tells of a failure, not one for each time that it is met again; a new hold is told anew. */

@@ -20,6 +20,20 @@ static uint64_t sooner(uint64_t a, uint64_t b)
 	return a < b ? a : b;
 }
 
+/* A real-time thread that the driver keeps computing keeps all other work from its core: it is real-time for hang_ns at most,
+ * and again once it has landed. It may land meanwhile. Then we see that, and take it back. */
+static void calm(struct gpu *gpu, uint32_t word)
+{
+	const struct valve_config *config = &gpu->gate->config;
+	uint32_t flier = load_relaxed(&gpu->flier);
+
+	if (!config->fifo_priority)
+		return;
+	hurry(config, flier, false);
+	if (load_full(&gpu->flight) != word)
+		hurry(config, flier, true);
+}
+
 /* Returns when to look at it again, UINT64_MAX: no sooner than at others. A flight that takes long while its GPU runs
  * harms no service yet; it is looked at again in the next round. */
 static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
@@ -32,6 +46,7 @@ static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 		return UINT64_MAX;
 	if (now < start_ns + gpu->gate->config.hang_ns)
 		return start_ns + gpu->gate->config.hang_ns;
+	calm(gpu, word);
 	if (gpu_target(gpu, holders) != VALVE_GPU_STOPPED)
 		return now + round_ns;
 	/* The number makes this the very flight whose time was read. From here until HELD the issuer would wait in

@@ -31,17 +31,21 @@ struct policy {
  * spins must not be real-time: the kernel takes its CPU away for 50 ms of every second.
  *
  * A thread that wakes beside others waits for the end of the slice of the one that runs there (some 3 ms), however nice it is.
- * Unless its own slice is shorter: then Linux, from 6.12 on, lets it run at once. */
-void hurry(const struct valve_config *config)
+ * Unless its own slice is shorter: then Linux, from 6.12 on, lets it run at once.
+ *
+ * Only a thread whose run no client decides may be real-time. Of a worker the driver does: see calm in watchdog.c.
+ * `thread`: its number for the kernel, 0 is the caller. */
+void hurry(const struct valve_config *config, uint32_t thread, bool may_be_real_time)
 {
-	struct sched_param param = {.sched_priority = (int)config->fifo_priority};
+	struct sched_param param = {.sched_priority = may_be_real_time ? (int)config->fifo_priority : 0};
 	struct policy normal = {.size = sizeof normal, .runtime = SLICE_NS};
 
-	if (config->fifo_priority && config->spin_ns == 0 && sched_setscheduler(0, SCHED_FIFO, &param) == 0)
+	if (param.sched_priority && config->spin_ns == 0 &&
+	    sched_setscheduler((pid_t)thread, SCHED_FIFO, &param) == 0)
 		return;
-	setpriority(PRIO_PROCESS, 0, NICE); /* of this thread alone; EPERM: as a normal one, then */
-	normal.nice = getpriority(PRIO_PROCESS, 0);
-	syscall(SYS_sched_setattr, 0, &normal, 0); /* before Linux 6.12 without effect */
+	setpriority(PRIO_PROCESS, thread, NICE); /* of this thread alone; EPERM: as a normal one, then */
+	normal.nice = getpriority(PRIO_PROCESS, thread);
+	syscall(SYS_sched_setattr, thread, &normal, 0); /* before Linux 6.12 without effect */
 }
 
 static void *worker_main(void *argument)
@@ -50,7 +54,7 @@ static void *worker_main(void *argument)
 	struct valve_gate *gate = worker->gate;
 	struct gpu *gpu = worker->gpu;
 
-	hurry(&gate->config);
+	hurry(&gate->config, 0, true);
 	while (!load_acquire(&gate->quit)) {
 		if (gpu)
 			issuer_serve(gpu);

@@ -138,7 +138,7 @@ static void *errand_main(void *argument)
 	struct valve_gate *gate = argument;
 	struct errands *errands = &gate->errands;
 
-	hurry(&gate->config);
+	hurry(&gate->config, 0, false);
 	for (;;) {
 		uint32_t seen = load_acquire(&errands->kick);
 		bool is_slow;
