@@ -37,7 +37,7 @@ def test_calls_that_are_no_longer_known_are_not_passed_over(emulator: Emulator, 
     path = emulator.directory / f"process-{process.pid}"
     first = emulator.process(process.pid).intervals()[0]
     with path.open("r+b") as file:
-        file.seek(16 + 16 * 32 + 32 * 48)  # the count of calls, then the calls
+        file.seek(16 + 16 * 32 + 32 * 56)  # the count of calls, then the calls
         row = struct.pack("<QQII", first.end_ns + 1, first.end_ns + 2, 0, 1)
         file.write(struct.pack("<Q", 20_000) + row * 16_384)
     page = emulator.process(process.pid)
@@ -53,3 +53,11 @@ def test_the_page_of_a_dead_process_stays(emulator: Emulator, process: RmProcess
     process.kill()
 
     assert emulator.process(process.pid).spent()["other ioctl"].count == before > 0
+
+
+def test_time_asleep_in_the_driver_never_counts_as_time_of_a_core(emulator: Emulator, process: RmProcess) -> None:
+    """Each call waits for the answer of the server: the own time of the thread is less than what passes, and not 0."""
+    grow_tree(process)
+    spent = emulator.process(process.pid).spent()["other ioctl"]
+
+    assert 0 < spent.cpu_ns < spent.wall_ns

@@ -1,7 +1,7 @@
 """What a benchmark prints: a figure is judged by its budget, and a reader sees all of it on any terminal."""
 
 import pytest
-from valve_tools.bench import route, rungs
+from valve_tools.bench import daemon, route, rungs
 from valve_tools.bench.command import registry, show, unasked
 from valve_tools.bench.row import row_of
 
@@ -59,3 +59,10 @@ def test_time_that_runs_slower_asks_for_the_same_work():
     assert [float(row[0]) - 1 for row in rows[0]] == pytest.approx(
         [2 * (float(row[0]) - 1) for row in rows[1]], abs=0.01
     )
+
+
+def test_what_the_emulated_driver_takes_is_never_subtracted_from_what_valved_is_judged_by():
+    whole, driver = daemon.busy_rows([5.0] * 8, [2.0] * 8, edges=1000, calls=200)
+
+    assert (whole.p50, whole.budget, whole.ok) == (5.0, 4.0, False)
+    assert (driver.p50, driver.budget) == (2.0, None)

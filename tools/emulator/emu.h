@@ -155,6 +155,7 @@ struct emu_spent {
 	uint64_t count;
 	uint64_t model_ns; /* of that what the model asked for, in real nanoseconds */
 	uint64_t wall_ns;
+	uint64_t cpu_ns; /* of the calling threads, on this side of the socket */
 };
 struct emu_interval {
 	uint64_t begin_ns, end_ns; /* CLOCK_MONOTONIC; end_ns 0: being written */
@@ -188,7 +189,7 @@ void emu_sparse_refresh(void); /* what was written to sparse ranges is dropped *
 
 _Static_assert(sizeof(struct emu_channel) == 128, "channel");
 _Static_assert(EMU_COSTS <= 32, "costs");
-_Static_assert(offsetof(struct emu_process, interval) == 24 + 16 * 32 + 32 * 48,
+_Static_assert(offsetof(struct emu_process, interval) == 24 + 16 * 32 + 32 * 56,
                "process, as client.py reads it");
 _Static_assert(sizeof(struct emu_gpu) == 320 + EMU_CHANNELS / 8, "gpu");
 

@@ -15,7 +15,7 @@ from pathlib import Path
 _MAGIC = 0x434F525055444D45
 _HEAD = struct.Struct("<QII")
 _SETTING = struct.Struct("<24sQ")
-_SPENT = struct.Struct("<24sQQQ")
+_SPENT = struct.Struct("<24sQQQQ")
 _INTERVAL = struct.Struct("<QQII")
 _SETTINGS, _SPENTS, _INTERVALS = 16, 32, 16384
 _SPENT_AT = _HEAD.size + _SETTINGS * _SETTING.size
@@ -27,11 +27,12 @@ _BYTES = _INTERVALS_AT + _INTERVALS * _INTERVAL.size
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
     """Calls of one kind since the process began. Of the time in them (`wall_ns`) the model asked for `model_ns`; the
-    rest is what the emulator itself takes."""
+    rest is what the emulator itself takes. `cpu_ns` is the calling threads' time of a core, without the server's."""
 
     count: int
     model_ns: int
     wall_ns: int
+    cpu_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,8 @@ class ProcessPage:
     def _spent(self) -> list[tuple[str, Spent]]:
         rows = [_SPENT.unpack_from(self._page, _SPENT_AT + i * _SPENT.size) for i in range(self._kinds)]
         return [
-            (name.rstrip(b"\0").decode(), Spent(count=count, model_ns=model, wall_ns=wall))
-            for name, count, model, wall in rows
+            (name.rstrip(b"\0").decode(), Spent(count=count, model_ns=model, wall_ns=wall, cpu_ns=cpu))
+            for name, count, model, wall, cpu in rows
         ]
 
     def spent(self) -> dict[str, Spent]:

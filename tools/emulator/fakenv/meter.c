@@ -1,6 +1,6 @@
 /*
- * meter.c - how long this process stands in the driver, by kind of call, where others can read it: a bench subtracts the
- * driver's time, the product knows nothing of it. The page also carries the settings of the stand-in libcuda, so that
+ * meter.c - how long this process stands in the driver and what that costs it of a core, by kind of call, where others can
+ * read it: a bench tells the driver's time from the program's, the product knows nothing of it. The page also carries the settings of the stand-in libcuda, so that
  * they can be changed while the process runs.
  */
 #include "fakenv.h"
@@ -21,8 +21,16 @@ static pid_t page_of; /* a forked child gets a page of its own */
 static __thread struct {
 	uint32_t depth, thread;
 	enum emu_cost cost;
-	uint64_t begin_ns, model_ns;
+	uint64_t begin_ns, model_ns, begin_cpu_ns;
 } call;
+
+static uint64_t own_cpu_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
 
 static struct emu_process *make_page(void)
 {
@@ -80,6 +88,7 @@ EXPORT void emu_meter_begin(enum emu_cost cost)
 	call.cost = cost;
 	call.model_ns = 0;
 	call.begin_ns = now_ns();
+	call.begin_cpu_ns = own_cpu_ns();
 }
 
 EXPORT void emu_meter_add(uint64_t model_ns)
@@ -92,10 +101,11 @@ EXPORT void emu_meter_end(void)
 	struct emu_process *p;
 	struct emu_spent *spent;
 	struct emu_interval *interval;
-	uint64_t end_ns;
+	uint64_t end_ns, cpu_ns;
 
 	if (--call.depth)
 		return;
+	cpu_ns = own_cpu_ns() - call.begin_cpu_ns;
 	p = emu_process_page();
 	if (!p)
 		return;
@@ -104,6 +114,7 @@ EXPORT void emu_meter_end(void)
 	__atomic_add_fetch(&spent->count, 1, __ATOMIC_RELAXED);
 	__atomic_add_fetch(&spent->model_ns, call.model_ns, __ATOMIC_RELAXED);
 	__atomic_add_fetch(&spent->wall_ns, end_ns - call.begin_ns, __ATOMIC_RELAXED);
+	__atomic_add_fetch(&spent->cpu_ns, cpu_ns, __ATOMIC_RELAXED);
 	interval = &p->interval[__atomic_fetch_add(&p->intervals, 1, __ATOMIC_RELAXED) % EMU_INTERVALS];
 	__atomic_store_n(&interval->end_ns, 0, __ATOMIC_RELEASE);
 	interval->begin_ns = call.begin_ns;
