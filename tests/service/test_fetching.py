@@ -10,7 +10,7 @@ import threading
 import pytest
 from link_peers import HELLO, hear, say
 
-import valved.clients.aside as aside_room
+import valved.clients.lending as lending_room
 from valved.abi.link import MAX_FDS, Ack, Channel, LinkType, RmClient, Schedule, Welcome, build, parse
 from valved.clients.fetching import F_GETSIG, LENT, UNFETCHED, Lent, fetch, fetched, split
 
@@ -125,7 +125,7 @@ def test_what_is_said_behind_lent_files_is_never_heard_before_them_and_others_ne
         may_go_on.wait(200)
         return fetch(pidfd, lent, closer)
 
-    monkeypatch.setattr(aside_room, "fetch", slow)
+    monkeypatch.setattr(lending_room, "fetch", slow)
     sock, _, _ = server.welcome()
     fd = os.eventfd(0)
 
@@ -148,7 +148,7 @@ def test_a_peer_that_leaves_while_its_files_are_fetched_leaves_nothing_open(serv
         may_go_on.wait(200)
         return got
 
-    monkeypatch.setattr(aside_room, "fetch", slow)
+    monkeypatch.setattr(lending_room, "fetch", slow)
     sock, welcome, _ = server.welcome()
     reader, writer = os.pipe()
     lend(sock, [writer])

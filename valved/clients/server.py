@@ -27,12 +27,12 @@ from valved.abi.link import (
     Refusal,
     RefusedMessage,
     build,
-    parse,
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
-from valved.clients.aside import AsideReader, FetchedReader
-from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received
+from valved.clients.aside import AsideReader
+from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
+from valved.clients.lending import FetchedReader
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
@@ -175,7 +175,8 @@ class LinkServer:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             refused = RefusedMessage(code=Refusal.QUOTA, text="valved is out of descriptors")
-            self.closer.end(sock, build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()))
+            words = build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns())
+            self.closer.do(partial(end, sock, [(words, [])], [], self.closer))
             self._register.admission.count_refusal(Refusal.QUOTA)
         self._keep_spare()
 
@@ -261,17 +262,17 @@ class LinkServer:
             if received.lent is not None:
                 self._fetcher.read(peer, received, received.lent)
             else:
-                self._take(peer, received.data, received.fds)
-        except EOFError as end:
-            self._drop(peer, str(end) or "link closed")
+                self._take(peer, received.packet, received.fds)
+        except EOFError as error:
+            self._drop(peer, str(error) or "link closed")
         except Malformed as error:
             self._register.malformed(peer.pid, peer.uid, str(error))
             self._drop(peer, "malformed")
         return True
 
-    def _take(self, peer: LinkConnection, data: bytes, fds: list[int]) -> None:
+    def _take(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
         try:
-            self._dispatch(peer, parse(data), fds)
+            self._dispatch(peer, packet, fds)
         finally:
             self.closer.close(fds)  # all that nobody took
 
@@ -289,9 +290,13 @@ class LinkServer:
             raise Malformed(f"{packet.type.name} from a client")
         began_ns = time.monotonic_ns()
         self._register.handle(peer.client, packet, fds)
-        if packet.type < LinkType.KV_RANGE and not peer.is_online:  # online work may wait for what KV messages say
-            now_ns = time.monotonic_ns()
-            self._turns.took(peer.pid, now_ns - began_ns, now_ns)
+        if packet.type < LinkType.KV_RANGE:  # online work may wait for what KV messages say
+            self.charge(peer, time.monotonic_ns() - began_ns)
+
+    def charge(self, peer: LinkConnection, ns: int) -> None:
+        """It is read again when it has paid for that."""
+        if not peer.is_online:
+            self._turns.took(peer.pid, ns, time.monotonic_ns())
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
         peer.open_up()  # before the answer that invites descriptors
