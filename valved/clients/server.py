@@ -37,6 +37,7 @@ from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
 from valved.machine.callers import MOST, accept
+from valved.machine.clock import LoopClock
 from valved.machine.helpers import Closer
 from valved.paths import CLIENT_FOLDER
 
@@ -85,6 +86,7 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
+        self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
@@ -231,6 +233,8 @@ class LinkServer:
         return FDS_MOST.get(kind, 0)
 
     def later(self, peer: LinkConnection) -> Postponed:
+        if peer.client is None:
+            return self._hellos
         return self._register.postponed_online if peer.is_online else self._register.postponed
 
     def _read_later(self, peer: LinkConnection) -> None:
@@ -303,6 +307,8 @@ class LinkServer:
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
+            peer.lane.is_awaited |= peer.is_online
+            peer.lane.is_new = False
         finally:  # also if that failed: nothing else ends a connection without a client
             if peer.client is None:
                 peer.close()
