@@ -34,6 +34,17 @@ static struct {
 	bool refused; /* it was the last to answer HELLO, and refused, and we could hear it */
 } valved;
 
+/* ---- a descriptor that the process shows, by a thread that waits for the answer ---- */
+static struct {
+	enum { FETCHES, FAILS, IS_SLOW, FORGETS } how; /* valved */
+	int number;
+	const struct kernel_file *file;
+	uint32_t seq, mark;
+	bool waits, reads;        /* the thread waits; and the session reads meanwhile */
+	bool is_fetched, is_told; /* on this link: that nothing can be fetched, and the session has read it */
+	bool is_said;             /* and it has not */
+} shown;
+
 /* ---- the process ---- */
 static struct {
 	uint32_t role;
@@ -64,6 +75,8 @@ static void hang_up(void)
 	if (valved.link)
 		kernel_hang_up(valved.link, valved.unread);
 	valved.link = NULL;
+	shown.is_told = shown.is_said = false;
+	shown.seq = 0;
 	valved.asked = valved.asked_unread = valved.unread = valved.hello = 0;
 	valved.last_word |= valved.let_go;
 	valved.let_go = valved.stops = false;
@@ -104,7 +117,7 @@ static void welcome(uint32_t seq)
 	struct valve_link_welcome message = {
 	        .abi = (uint16_t)(VALVE_LINK_ABI + (flaw == ABI)),
 	        .role = (uint16_t)(flaw == ROLE ? VALVE_ROLE_HOOK : process.role),
-	        .features = valved.keeps_stops ? VALVE_FEATURE_KEEP_STOP : 0,
+	        .features = valved.keeps_stops ? VALVE_FEATURE_KEEP_STOP | VALVE_FEATURE_FETCH : 0,
 	        .control_bytes = VALVE_CONTROL_BYTES,
 	        .region_bytes = VALVE_REGION_BYTES - (flaw == BYTES)};
 	struct kernel_file *files[] = {kernel_memory(VALVE_CONTROL_BYTES, flaw == UNSEALED ? 0 : SEALS),
@@ -169,6 +182,41 @@ static void hear_question(uint32_t seq)
 	valved.let_go = false;
 }
 
+static void answer(uint32_t seq, uint32_t status);
+
+/* What has the mark is the file that was meant, whenever valved looks. */
+static void fetch_shown(void)
+{
+	int signal;
+	const struct kernel_file *file = kernel_look(shown.number, &signal);
+	uint32_t seq = shown.seq;
+	bool is_right = file && (!shown.mark || signal == (int)shown.mark) && shown.how != FAILS;
+
+	shown.seq = 0;
+	if (!seq || !valved.link)
+		return;
+	CHECK(!is_right || !shown.mark || file == shown.file);
+	CHECK(!shown.waits || !file || file == shown.file); /* it is open for as long as the thread waits */
+	shown.is_fetched = is_right;
+	shown.is_said |= !is_right;
+	answer(seq, is_right ? 0 : VALVE_LINK_UNFETCHED);
+}
+
+static void hear_lent(const struct valve_link_header *header, uint32_t bytes)
+{
+	const uint32_t *end = (const void *)((const unsigned char *)header + bytes);
+	int signal;
+
+	kernel_look(shown.number, &signal);
+	CHECK(!shown.is_told && shown.waits && end[-1] == 1 && (int)end[-3] == shown.number);
+	CHECK((end[-2] != 0) == ((header->type & ~VALVE_LINK_LENT) == VALVE_LINK_KV_DONE));
+	CHECK(!end[-2] || signal == (int)end[-2]); /* before the number is said */
+	shown.seq = header->seq;
+	shown.mark = end[-2];
+	if (shown.how < IS_SLOW)
+		fetch_shown();
+}
+
 /* There is no second thread: HELLO is answered before its sender waits for the answer, or while it does. */
 int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
 {
@@ -189,6 +237,8 @@ int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
 	}
 	if (valved.mail == FULL)
 		return -EAGAIN;
+	if (valved.mail == READS && (header->type & VALVE_LINK_LENT))
+		hear_lent(header, bytes);
 	if (valved.mail == READS && asks)
 		hear_question(header->seq);
 	if (valved.mail == READS && ran && valved.stops) { /* what its stop met was enabled since */
@@ -209,6 +259,15 @@ void kernel_waits(void)
 		valved.page->heartbeat_ns = kernel_now();
 	if (valved.hello && valved.answers == LATE)
 		answer_hello();
+	if (!shown.waits || shown.reads)
+		return;
+	shown.reads = true; /* the session's thread, beside the one that waits */
+	if (shown.how == IS_SLOW)
+		fetch_shown();
+	if (valve_is_linked() && valve_link_receive())
+		lose_link();
+	shown.is_told |= shown.is_said;
+	shown.reads = false;
 }
 
 int valve_settings_socket(struct sockaddr_un *address)
@@ -498,6 +557,37 @@ static void app_closes(uint32_t detail) /* by a call that the shim sees, or by o
 			kernel_steal((int)valve_shim.own[i].number - 1, detail & 1);
 }
 
+/* A file of the application's or one of the shim's own, where the kernel passes none. */
+static void app_shows(uint32_t detail)
+{
+	struct valve_link_rm_client client = {.has_fd = 1};
+	struct valve_link_kv_done done = {.done = 1};
+	int signal, err;
+
+	if ((shown.number = kernel_open()) < 0)
+		return;
+	shown.file = kernel_look(shown.number, &signal);
+	shown.how = detail % 4;
+	shown.waits = true;
+	shown.is_fetched = false;
+	kernel_crowd(true);
+	err = detail < 4 ? valve_link_request(&client, sizeof(client), VALVE_LINK_RM_CLIENT, shown.number, 50)
+	                 : valve_link_lend(&done, sizeof(done), VALVE_LINK_KV_DONE, &shown.number, 1,
+	                                   valve_shim.link_generation);
+	kernel_crowd(false);
+	shown.waits = false;
+	CHECK(err || shown.is_fetched);
+	CHECK(err != -EAGAIN || !shown.is_fetched);
+	for (size_t i = 0; i < VALVE_REPLIES; i++)
+		CHECK(!valve_shim.reply[i].seq);
+	kernel_close(shown.number);
+	signal = kernel_open(); /* another file, under the number that valved may look for still */
+	if (valved.mail == READS)
+		fetch_shown();
+	if (signal >= 0)
+		kernel_close(signal);
+}
+
 static void app_wants_number(uint32_t detail)
 {
 	int number = (int)valve_shim.own[detail % VALVE_OWNS].number - 1;
@@ -555,6 +645,6 @@ static void (*const events[32])(uint32_t detail) = {
         let_run, let_wait,         answer_any, junk,     order,          order_of_old, lose, come, refuse,
         beat,    online,           app_closes, other,    drain,          grant,        wake, pass, flaw,
         pace,    app_wants_number, scarce,     kv_order, answer_in_part, fork_child,   NULL, NULL, NULL,
-        NULL,    let_run,          lose,       come,     order};
+        NULL,    app_shows,        lose,       come,     order};
 
 #endif

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from valve.v1 import node_pb2
-from valve_tools.bench.hostile import ATTACKS, Attack, hello_of
+from valve_tools.bench.hostile import ATTACKS, Attack, die_with_parent, hello_of
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.demo.node import EmulatedNode
 
@@ -39,13 +38,7 @@ BUDGET_MS = 50.0  # the patience of a shim whose process is online
 PAUSE_S = 0.02
 WARM_S = 0.5
 ANSWER = struct.Struct("4d")  # ms: the welcome, the trivial answer; valved's loop ran, and waited for a core
-PR_SET_PDEATHSIG = 1
 WAIT = struct.pack("ll", 0, 10_000)  # WAIT_MS of the shim
-
-
-def _die_with_parent() -> None:
-    """The bench may be killed: its processes end, too. A change of user takes this back."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _forked(go: int, run: Callable[..., object], *arguments: object) -> int:
@@ -54,7 +47,7 @@ def _forked(go: int, run: Callable[..., object], *arguments: object) -> int:
     if pid:
         return pid
     try:
-        _die_with_parent()
+        die_with_parent()
         os.close(go)
         run(*arguments)
     finally:
@@ -66,10 +59,10 @@ def _attack(path: str, attack: Attack, uid: int, depth: int, begin: int) -> NoRe
         if pid := os.fork():
             os.waitpid(pid, 0)
             os._exit(0)
-        _die_with_parent()
+        die_with_parent()
     if uid and os.geteuid() == 0:
         os.setuid(uid)
-        _die_with_parent()
+        die_with_parent()
     os.read(begin, 1)  # until the other end is closed
     while True:
         with contextlib.suppress(OSError):

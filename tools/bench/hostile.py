@@ -23,6 +23,7 @@ WATCHES, EPOLLS = 200_000, 20
 STORM = 100
 NESTED = 400  # sockets in each other
 LENT = 0x8000  # proto/abi/link.h
+PR_SET_PDEATHSIG = 1
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x80
 
 Attack = Callable[[str], object]
@@ -233,10 +234,16 @@ def _shuts_half(path: str) -> None:
             sock.recv(1)
 
 
+def die_with_parent() -> None:
+    """The bench may be killed: its processes end, too. A change of user takes this back."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _stands_still(path: str) -> None:
     """Welcomed, and stopped for as long as it lives."""
     pid = os.fork()
     if pid == 0:
+        die_with_parent()  # also while it is stopped
         with contextlib.suppress(OSError):
             _asks(_welcomed(path))
             os.kill(os.getpid(), signal.SIGSTOP)
