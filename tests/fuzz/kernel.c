@@ -44,8 +44,8 @@ static struct {
 	uint32_t numbers, files;
 	uint64_t now_ns, next_ino;
 	int limit, lowest; /* a bell above a limit that was lowered may stay: ownfd.c */
-	bool is_crowded;   /* too many descriptors of the user are under way */
 } kernel;
+bool kernel_is_crowded;
 
 /* ---- files ---- */
 
@@ -159,11 +159,6 @@ void kernel_limit(int numbers, bool no_memory)
 	kernel_pages_fail(no_memory);
 }
 
-void kernel_crowd(bool is_crowded)
-{
-	kernel.is_crowded = is_crowded;
-}
-
 int kernel_open(void)
 {
 	struct kernel_file *file = new_file(BELL);
@@ -172,11 +167,6 @@ int kernel_open(void)
 	if (number < 0)
 		kernel_let_go(file);
 	return number;
-}
-
-void kernel_close(int number)
-{
-	close_number(number);
 }
 
 const struct kernel_file *kernel_look(int number, int *signal)
@@ -316,7 +306,7 @@ static int send_packet(int number, const struct msghdr *packet)
 		return err;
 	if (!link->has_valved)
 		return link->is_connected ? -EPIPE : -ENOTCONN;
-	if (packet->msg_controllen && kernel.is_crowded)
+	if (packet->msg_controllen && kernel_is_crowded)
 		return -ETOOMANYREFS;
 	for (size_t i = 0; i < packet->msg_iovlen; i++) {
 		CHECK(bytes + packet->msg_iov[i].iov_len <= sizeof(words));
@@ -598,15 +588,7 @@ void kernel_begin(void)
 	kernel.now_ns = 100000000000000u; /* a day: further than any lease */
 	kernel.next_ino = EVENT_INO;
 	kernel.lowest = NUMBERS;
-	kernel.is_crowded = false;
-}
-
-const char *__asan_default_options(void);
-
-/* What was freed is few and small: more of it only costs cache misses. */
-const char *__asan_default_options(void)
-{
-	return "quarantine_size_mb=4:malloc_context_size=3";
+	kernel_is_crowded = false;
 }
 
 #ifdef __clang__

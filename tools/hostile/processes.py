@@ -1,4 +1,4 @@
-"""Hostile processes for bench hello (hello.py): each does one thing, again and again."""
+"""Hostile processes for bench hello (tools/bench/hello.py): each does one thing, again and again."""
 
 from __future__ import annotations
 
@@ -152,7 +152,12 @@ def _peeks(sock: socket.socket) -> None:
 
 
 def _sends_odd_files(sock: socket.socket) -> None:
-    odd = [select.epoll().fileno, sock.fileno, lambda: os.pidfd_open(os.getpid()), lambda: os.memfd_create("x")]
+    odd: list[Callable[[], int]] = [
+        select.epoll().fileno,
+        sock.fileno,
+        lambda: os.pidfd_open(os.getpid()),
+        lambda: os.memfd_create("x"),
+    ]
     mine = [os.dup(kind()) for kind in odd]
     try:
         socket.send_fds(sock, [_packet(LinkType.KV_HELD)], mine * 16)
