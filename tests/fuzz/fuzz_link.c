@@ -11,6 +11,8 @@
  *   gone        once the lease of a valved that is gone is over, nothing runs beside an online service
  *   refused     who was refused stops until a valved takes it
  *   granted     granted time that ended and that nobody prolonged has stopped
+ *   lent        a file that the kernel does not pass is fetched once valved says so, and never another one that came under its
+ *               number; once valved has said that it cannot be had, none is lent on that link; no slot of an answer is kept
  *   refusals    of the driver: a stop is made as soon as it refuses no more, and launches wait beside one that it refused; an enable
  *               that it refused is not repeated without leave
  * An online process never waits and is never off. Nobody waits without end, uses a number that is the application's, or touches an
@@ -47,7 +49,7 @@ static bool can_happen_inside(unsigned char event)
 	void (*happens)(uint32_t) = events[event / 8];
 
 	return happens && happens != app_closes && happens != app_wants_number && happens != fork_child &&
-	       happens != wake && happens != order_of_old;
+	       happens != wake && happens != order_of_old && happens != app_shows;
 }
 
 void kernel_enters(void)
@@ -210,6 +212,7 @@ static void begin(void)
 	kernel_begin();
 	memset(&valved, 0, sizeof(valved));
 	memset(&put_off, 0, sizeof(put_off));
+	memset(&shown, 0, sizeof(shown));
 	memset(&valve_shim, 0, sizeof(valve_shim));
 	valve_map_fresh();
 	come(1);

@@ -80,6 +80,9 @@ void kernel_pass(uint64_t ns);
 void kernel_steal(int number,
                   bool reuse); /* the application closes it, and may open a file of its own there */
 void kernel_limit(int numbers, bool no_memory);
+extern bool kernel_is_crowded; /* too many descriptors of the user are under way: none is passed */
+int kernel_open(void);         /* a file of the shim's or the application's; -EMFILE */
+const struct kernel_file *kernel_look(int number, int *signal); /* NULL: nothing is open there */
 
 /* What the model asks of the fuzzer. */
 int valved_accepts(struct kernel_file *link);

@@ -34,6 +34,8 @@ static struct {
 	bool refused; /* it was the last to answer HELLO, and refused, and we could hear it */
 } valved;
 
+#include "link_shown.h"
+
 /* ---- the process ---- */
 static struct {
 	uint32_t role;
@@ -64,6 +66,8 @@ static void hang_up(void)
 	if (valved.link)
 		kernel_hang_up(valved.link, valved.unread);
 	valved.link = NULL;
+	shown.is_told = shown.is_said = false;
+	shown.seq = 0;
 	valved.asked = valved.asked_unread = valved.unread = valved.hello = 0;
 	valved.last_word |= valved.let_go;
 	valved.let_go = valved.stops = false;
@@ -104,7 +108,7 @@ static void welcome(uint32_t seq)
 	struct valve_link_welcome message = {
 	        .abi = (uint16_t)(VALVE_LINK_ABI + (flaw == ABI)),
 	        .role = (uint16_t)(flaw == ROLE ? VALVE_ROLE_HOOK : process.role),
-	        .features = valved.keeps_stops ? VALVE_FEATURE_KEEP_STOP : 0,
+	        .features = valved.keeps_stops ? VALVE_FEATURE_KEEP_STOP | VALVE_FEATURE_FETCH : 0,
 	        .control_bytes = VALVE_CONTROL_BYTES,
 	        .region_bytes = VALVE_REGION_BYTES - (flaw == BYTES)};
 	struct kernel_file *files[] = {kernel_memory(VALVE_CONTROL_BYTES, flaw == UNSEALED ? 0 : SEALS),
@@ -169,6 +173,11 @@ static void hear_question(uint32_t seq)
 	valved.let_go = false;
 }
 
+static bool shown_is_heard(void)
+{
+	return valved.link && valved.mail == READS;
+}
+
 /* There is no second thread: HELLO is answered before its sender waits for the answer, or while it does. */
 int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
 {
@@ -189,6 +198,8 @@ int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
 	}
 	if (valved.mail == FULL)
 		return -EAGAIN;
+	if (valved.mail == READS && (header->type & VALVE_LINK_LENT))
+		hear_lent(header, bytes);
 	if (valved.mail == READS && asks)
 		hear_question(header->seq);
 	if (valved.mail == READS && ran && valved.stops) { /* what its stop met was enabled since */
@@ -209,6 +220,15 @@ void kernel_waits(void)
 		valved.page->heartbeat_ns = kernel_now();
 	if (valved.hello && valved.answers == LATE)
 		answer_hello();
+	if (!shown.waits || shown.reads)
+		return;
+	shown.reads = true; /* the session's thread, beside the one that waits */
+	if (shown.how == IS_SLOW)
+		fetch_shown();
+	if (valve_is_linked() && valve_link_receive())
+		lose_link();
+	shown.is_told |= shown.is_said;
+	shown.reads = false;
 }
 
 int valve_settings_socket(struct sockaddr_un *address)
@@ -555,6 +575,6 @@ static void (*const events[32])(uint32_t detail) = {
         let_run, let_wait,         answer_any, junk,     order,          order_of_old, lose, come, refuse,
         beat,    online,           app_closes, other,    drain,          grant,        wake, pass, flaw,
         pace,    app_wants_number, scarce,     kv_order, answer_in_part, fork_child,   NULL, NULL, NULL,
-        NULL,    let_run,          lose,       come,     order};
+        NULL,    app_shows,        lose,       come,     order};
 
 #endif

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 from link_peers import HELLO, hear, say
 
-import valved.clients.aside as aside_room
+import valved.clients.lending as lending_room
 from valved.abi.link import MAX_FDS, Ack, Channel, LinkType, RmClient, Schedule, Welcome, build, parse
-from valved.clients.fetching import F_GETSIG, LENT, UNFETCHED, Lent, fetch, fetched, split
+from valved.clients.connection import Received
+from valved.clients.fetching import F_GETSIG, FETCHERS, LENT, UNFETCHED, Lent, fetch, fetched, split
+from valved.clients.turns import BURST_NS
 
+HONEST = 1 << 20
 pytestmark = pytest.mark.skipif(not fetched(), reason="this kernel has no SO_PEERPIDFD")
 F_SETSIG = 10
 RM_CLIENT = RmClient(gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
@@ -125,7 +130,7 @@ def test_what_is_said_behind_lent_files_is_never_heard_before_them_and_others_ne
         may_go_on.wait(200)
         return fetch(pidfd, lent, closer)
 
-    monkeypatch.setattr(aside_room, "fetch", slow)
+    monkeypatch.setattr(lending_room, "fetch", slow)
     sock, _, _ = server.welcome()
     fd = os.eventfd(0)
 
@@ -148,7 +153,7 @@ def test_a_peer_that_leaves_while_its_files_are_fetched_leaves_nothing_open(serv
         may_go_on.wait(200)
         return got
 
-    monkeypatch.setattr(aside_room, "fetch", slow)
+    monkeypatch.setattr(lending_room, "fetch", slow)
     sock, welcome, _ = server.welcome()
     reader, writer = os.pipe()
     lend(sock, [writer])
@@ -173,3 +178,116 @@ def test_what_was_split_off_leaves_the_packet_as_it_was():
     assert lent == Lent((5, 6), 40)
     assert parse(data).body == RM_CLIENT
     assert split(plain) == (plain, None)
+
+
+def test_numbers_that_are_not_open_are_never_lent_for_nothing(server):
+    """A client could keep a core busy with them."""
+    sock, _, _ = server.welcome()
+
+    lend(sock, [1 << 20])
+
+    assert hear(sock)[0].body == Ack(status=UNFETCHED)
+    assert server.call(lambda: server.link._turns._each.of[os.getpid()].left_ns) < BURST_NS
+
+
+@pytest.mark.parametrize("code", lending_room.SCARCE)
+def test_a_client_is_never_told_that_its_files_cannot_be_had_where_valved_is_out_of_descriptors(
+    server, monkeypatch, code
+):
+    """It would lend nothing more on that link. As with passed ones the link ends, and it comes again."""
+
+    def fails(pidfd, *_):
+        os.close(pidfd)
+        raise OSError(code, "a test")
+
+    monkeypatch.setattr(lending_room, "fetch", fails)
+    sock, _, _ = server.welcome()
+
+    lend(sock, [0])
+
+    assert sock.recv(4096) == b""
+
+
+def test_a_number_that_means_another_file_each_time_never_keeps_anything_open_or_another_waiting(server):
+    """By dup2, between its packet and the fetch."""
+    sock, _, _ = server.welcome()
+    ends = [os.pipe() for _ in range(4)]
+    number, ending = os.dup(ends[0][1]), threading.Event()
+
+    def change():
+        while not ending.is_set():
+            for _, writer in ends:
+                os.dup2(writer, number)
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    for _ in range(50):
+        lend(sock, [number])
+        assert hear(sock)[0].body in (Ack(status=0), Ack(status=UNFETCHED))
+        server.call(lambda: None)
+    ending.set()
+    changer.join()
+    sock.close()
+    os.close(number)
+
+    for reader, writer in ends:
+        os.close(writer)
+        assert os.read(reader, 1) == b""  # valved has closed its own
+        os.close(reader)
+
+
+@pytest.fixture
+def lenders(monkeypatch):
+    """`lenders(account, pid)`: a link of that process lends a file, whose fetch waits until `go_on` is set."""
+    loop, begun, acted, go_on = asyncio.new_event_loop(), [], [], threading.Event()
+
+    def fetch(pidfd, *_):
+        begun.append(pidfd)
+        if pidfd < HONEST:
+            go_on.wait(200)
+        return []
+
+    monkeypatch.setattr(lending_room, "fetch", fetch)
+    server = SimpleNamespace(
+        loop=SimpleNamespace(remove_reader=lambda _: None, call_soon_threadsafe=loop.call_soon_threadsafe),
+        closer=None,
+        most_fds=lambda _: 1,
+        later=lambda _: SimpleNamespace(do=lambda _, job: job()),
+        charge=lambda *_: None,
+        go_on=lambda _: None,
+        read_one=lambda peer, result: acted.append(peer.pid),
+    )
+    reader = lending_room.FetchedReader(server)
+    packet = parse(build(LinkType.RM_CLIENT, RM_CLIENT, seq=7, sent_ns=0))
+
+    def make(account, pid):
+        peer = SimpleNamespace(
+            client=1, pid=pid, is_open=True, fileno=int, pidfd=lambda: pid, lane=SimpleNamespace(account=account)
+        )
+        lent = Lent((0,), 0)
+        reader.read(peer, Received(packet, [], pid, lent), lent)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    make.begun, make.acted, make.go_on = begun, acted, go_on
+    make.until = lambda condition: loop.run_until_complete(asyncio.wait_for(until(condition), 200))
+    yield make
+    loop.close()
+
+
+def test_fetches_that_wait_never_keep_another_process_or_another_account_waiting(lenders):
+    """A client chooses how long its exec takes, and the kernel fetches nothing from it meanwhile."""
+    for _ in range(FETCHERS):
+        lenders("hostile", 1)  # many links of one process
+    lenders("hostile", HONEST)
+    lenders.until(lambda: lenders.acted == [HONEST])
+    for pid in range(2, 2 * FETCHERS):
+        lenders("hostile", pid)
+    lenders("another", HONEST + 1)
+
+    lenders.until(lambda: lenders.acted == [HONEST, HONEST + 1])
+    assert len(lenders.begun) == lending_room.OF_ACCOUNT + 2
+    lenders.go_on.set()
+    lenders.until(lambda: len(lenders.acted) == 3 * FETCHERS)

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import errno
-import socket
-import struct
 
 import pytest
 from fake_daemon import KV_PIN, KV_RANGE_DEL, LONG_S, OFFLINE, ONLINE, RUN, STOP, until
+from kv_outside import Outside, attempt
 from kv_pool import AT_ONCE, AT_STEP, BACK, ELASTIC, MIB, OUTSIDE, QUARANTINE, TRY, Entry, order_body, unpack_entries
-from rm_process import RmProcess
 
 H = 2 * MIB
 TAG = 7
-MAP_EXTERNAL_SPARSE, STATUS_AT = 74, 32
-
-
-class Outside:
-    """Another process with the engine's descriptor: what valved does with it."""
-
-    def __init__(self, emulator, scratch):
-        self.process = RmProcess(emulator.directory)
-        [self.sent] = scratch.fds
-        socket.send_fds(self.process.relay, [b"f"], [self.sent])
-        self.fd = self.process.call("receive_fd")
-        self.uuid = scratch.gpu_uuid
-
-    def sparse(self, address, length):
-        packed = struct.pack("<QQ16sQ", address, length, self.uuid, 0)
-        answer = self.process.ioctl(self.fd, MAP_EXTERNAL_SPARSE, packed)
-        assert (answer.errno, answer.word(STATUS_AT)) == (0, 0)
 
 
 @pytest.fixture
@@ -48,14 +29,6 @@ def begun(world, emulated_gpus):
     outside = Outside(emulated_gpus, scratch)
     yield pool, engine, client, world.range_of(pool).range, address, outside, scratch
     outside.process.kill()
-
-
-def attempt(pool, client, scratch, how=OUTSIDE):
-    number = pool.number()
-    client.send(20, 0, order_body(number, TRY, scratch.place, [], how))
-    answer = pool.answer()
-    assert answer.order == number
-    return answer.status
 
 
 def take(begun, slots, *, heard=True):

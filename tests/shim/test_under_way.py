@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_daemon import (
@@ -10,11 +11,14 @@ from fake_daemon import (
     FEATURE_FETCH,
     KV_DONE,
     KV_HELD,
+    KV_SCRATCH,
+    LONG_S,
     OFFLINE,
     ONLINE,
     RM_CLIENT,
     until,
 )
+from kv_outside import Outside, attempt
 from kv_pool import ELASTIC, MIB, QUARANTINE, Entry
 from rmkit import GR0, Process
 from under_way import BOUNDED, neighbour
@@ -53,7 +57,7 @@ def test_a_process_is_never_kept_from_showing_what_its_channels_need(world, role
 def test_what_could_not_be_fetched_is_never_given_up_nor_said_that_way_again(world, role):
     world.prefix = BOUNDED
     daemon = world.daemon(role, more=FEATURE_FETCH)
-    daemon.fetches = False
+    daemon.unfetched = {RM_CLIENT}
     begin = world.online if role == ONLINE else world.offline
     puppet, client = begin(daemon)
 
@@ -106,3 +110,53 @@ def test_a_new_valved_is_told_of_every_handle(four):
     assert KV_HELD in client.lent
     assert (held.count, len(set(fds))) == (4, 4)
     assert engine.wrong_pages(address, 4 * H, TAG) == 0
+
+
+@pytest.fixture
+def trial(kv_world):
+    """`trial(unfetched)`: a process whose memory for a trial has to be told beside such a neighbour."""
+    made = kv_world(OFFLINE)
+    made.prefix, made.more = BOUNDED, FEATURE_FETCH
+
+    def begin(unfetched=()):
+        pool = made.begin(sparse=True)
+        made.daemons[-1].unfetched = unfetched
+        with ThreadPoolExecutor() as threads, neighbour():
+            engine, client = made.engine()
+            address = threads.submit(
+                engine.alloc, 4 * H, ELASTIC
+            )  # its handles may have to wait for the neighbour's end
+            until(lambda: KV_SCRATCH in client.lent, "it was lent")
+            if not unfetched:
+                address.result()
+        engine.tag(address.result(), 4 * H, TAG)
+        return made, pool, engine, client, address.result()
+
+    return begin
+
+
+def test_memory_for_a_trial_is_never_kept_from_it(trial, emulated_gpus):
+    """valved makes it sparse by the file that it has fetched."""
+    _, pool, engine, client, address = trial()
+    scratch = pool.scratch.get(timeout=LONG_S)
+    outside = Outside(emulated_gpus, scratch)
+
+    outside.sparse(scratch.base, scratch.bytes)
+
+    assert attempt(pool, client, scratch) == 0
+    assert engine.wrong_pages(address, 4 * H, TAG) == 0
+    outside.process.kill()
+
+
+def test_memory_for_a_trial_that_valved_cannot_fetch_never_ends_the_link_and_is_told_to_the_next_valved(trial):
+    made, pool, engine, client, address = trial({KV_SCRATCH})
+    number = made.range_of(pool).range
+
+    assert pool.order(client, QUARANTINE, number, [Entry(1)]).done == 1
+    assert pool.scratch.empty()
+    assert client.lent.count(KV_SCRATCH) == 1
+    made.daemons[-1].close()
+    again = made.begin(sparse=True)
+
+    assert len(again.scratch.get(timeout=LONG_S).fds) == 1
+    assert engine.wrong_pages(address, H, TAG) == 0

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,7 +344,7 @@ class FakeDaemon:
         self.lease_ns = 10**15  # long: a test that is about the lease sets its own
         self.refusal: int | None = None
         self.silent = False
-        self.fetches = True  # what is lent, where that feature is announced
+        self.unfetched: Container[int] = ()  # types of messages of which nothing lent can be had
         self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT | more
         self.words = dict(words or {})  # of every client's control page
         self.on_hello: Callable[[Client, Message], bool] | None = None
@@ -409,7 +409,7 @@ class FakeDaemon:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: Client) -> None:
-        for message in _messages(client, self.fetches):
+        for message in _messages(client, self.unfetched):
             if message.type == HELLO:
                 client.hello = message
                 self._greet(client, message)
@@ -444,7 +444,7 @@ class FakeDaemon:
         os.close(fds[1])
 
 
-def _messages(client: Client, fetches: bool) -> Iterator[Message]:
+def _messages(client: Client, unfetched: Container[int]) -> Iterator[Message]:
     while True:
         try:
             data, fds, _, _ = socket.recv_fds(client.link, 2048, 64)
@@ -459,7 +459,7 @@ def _messages(client: Client, fetches: bool) -> Iterator[Message]:
         message = Message(kind, seq, dict(zip(FIELDS[kind].split(), values, strict=True)), tuple(fds))
         if lent is not None:
             client.lent.append(kind)
-            if not fetches:
+            if kind in unfetched:
                 client.ack(message, UNFETCHED)
                 continue
             fds = fetch(pidfd_of(client.link), lent, Closer())

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,19 @@ class Offline:
     """An endless heartbeat under `valve run --offline`."""
 
     def __init__(
-        self, node: EmulatedNode, name: str, role: str = "offline", env: Mapping[str, str] | None = None
+        self,
+        node: EmulatedNode,
+        name: str,
+        role: str = "offline",
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.node = node
         self.page = node.folder / f"{name}.page"
         self.page.write_bytes(bytes(4096))
         with self.page.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 4096)
-        argv = [sys.executable, WORKLOAD, "offline", self.page]
+        argv = [*prefix, sys.executable, WORKLOAD, "offline", self.page]
         self.process = node.run(role, argv, name=name, env=env)
         self._ran_ns = time.monotonic_ns()
 
@@ -67,9 +72,14 @@ class Online:
     """A service under `valve run --online` that launches on command."""
 
     def __init__(
-        self, node: EmulatedNode, name: str, role: str = "online", env: Mapping[str, str] | None = None
+        self,
+        node: EmulatedNode,
+        name: str,
+        role: str = "online",
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, str(WORKLOAD), "online"]
+        command = [*prefix, sys.executable, str(WORKLOAD), "online"]
         if role:
             command = [str(Path(sys.executable).parent / "valve"), "run", f"--{role}", "--name", name, "--", *command]
         with (node.folder / f"{name}.log").open("ab") as log:

@@ -10,9 +10,19 @@ from functools import partial
 
 import pytest
 
-import valved.clients.dear
-from valved.clients.dear import CORE_BURST_NS, DEAR_NS, LOOP_BURST_NS, THREADS, DearAccounts, LinkLane
+from valved.clients.dear import (
+    CORE_BURST_NS,
+    DEAR_NS,
+    LONGEST_NS,
+    LOOP_BURST_NS,
+    LOOP_SHARE,
+    THREADS,
+    DearAccounts,
+    LinkLane,
+)
+from valved.clients.turns import SECOND_NS
 
+MUCH_NS = 1000 * LOOP_BURST_NS
 PATIENCE_S = 200.0  # ends only a hung test
 
 
@@ -84,12 +94,12 @@ def test_a_job_of_a_link_never_begins_before_the_one_before_it_is_done(loop):
 
 def test_a_link_never_comes_back_to_the_loop_while_a_thread_is_at_it(loop, monkeypatch):
     """The loop would close the number that the thread reads from."""
-    monkeypatch.setattr(valved.clients.dear, "FORGOTTEN_NS", 0)
     accounts, jobs = DearAccounts(loop), Jobs(loop)
     lane = LinkLane(accounts, "account")
-    accounts.note("account", 0)
+    accounts.note("account", MUCH_NS)
 
     jobs.give(lane, "read", jobs.slow)
+    monkeypatch.setattr(accounts, "has", lambda _: False)  # all is paid for
 
     assert lane.is_aside
     jobs.go_on.set()
@@ -105,10 +115,10 @@ def thread_time(loop, monkeypatch):
     return ran
 
 
-def pays(thread_time, lane):
+def pays(thread_time, lane, ns=DEAR_NS + 1):
     """The loop reads a packet of this link that takes long."""
     began_ns = time.thread_time_ns()
-    thread_time[threading.get_ident()] += DEAR_NS + 1
+    thread_time[threading.get_ident()] += ns
     lane.took(began_ns)
 
 
@@ -140,7 +150,7 @@ def test_an_account_never_waits_for_threads_that_dear_ones_keep_busy(loop, threa
     accounts, jobs = DearAccounts(loop), Jobs(loop)
     for number in range(2 * THREADS):
         dear = LinkLane(accounts, number)
-        pays(thread_time, dear)
+        pays(thread_time, dear, MUCH_NS)
         jobs.give(dear, f"dear {number}", jobs.slow)
 
     jobs.give(LinkLane(accounts, "other"), "other")
@@ -170,3 +180,83 @@ def test_an_account_never_keeps_a_thread_busy_for_longer_than_it_is_allowed(loop
     assert jobs.begun == [0, "other"]
     assert "account" in told[0]
     assert "account" in told[1]
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """`seconds(n)`: so many have passed."""
+    now = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    return lambda count: now.__setitem__(0, now[0] + round(count * SECOND_NS))
+
+
+def test_an_interrupt_while_the_loop_handles_a_packet_never_puts_an_account_aside(loop, thread_time, seconds):
+    """A virtual machine loses 6 ms every ten seconds, always while it serves the same account."""
+    told = []
+    accounts = DearAccounts(loop, told.append)
+    lane = LinkLane(accounts, "service")
+
+    for _ in range(100):
+        pays(thread_time, lane, DEAR_NS + 1_000_000)
+        assert not lane.is_aside
+        seconds(10)
+
+    assert not told
+
+
+@pytest.mark.parametrize("each_ns", [DEAR_NS + 1, LOOP_BURST_NS, 20 * DEAR_NS])
+def test_the_loop_never_pays_one_account_more_than_its_share(loop, thread_time, seconds, each_ns):
+    """Its packets cost what it likes, for an hour, whenever the loop reads them itself."""
+    lane, paid_ns = LinkLane(DearAccounts(loop), "account", is_awaited=True), 0
+
+    for _ in range(36_000):
+        if not lane.is_aside:
+            pays(thread_time, lane, each_ns)
+            paid_ns += each_ns
+        seconds(0.1)
+
+    one_a_minute_ns = each_ns * 3600 * SECOND_NS // LONGEST_NS
+    assert paid_ns <= max(3600 * SECOND_NS * LOOP_SHARE, one_a_minute_ns) + LOOP_BURST_NS + each_ns
+
+
+def test_an_account_is_never_aside_for_longer_than_a_minute_after_its_last_dear_packet(loop, thread_time, seconds):
+    lane = LinkLane(DearAccounts(loop), "account")
+    pays(thread_time, lane, 100 * MUCH_NS)
+
+    seconds(LONGEST_NS / SECOND_NS + 1)
+
+    assert not lane.is_aside
+
+
+def test_a_link_that_nobody_has_answered_never_waits_for_more_than_one_job_of_its_account(loop):
+    """All services of a user are one account on a machine without containers, and a new one has little patience."""
+    accounts, jobs = DearAccounts(loop), Jobs(loop)
+    links = [LinkLane(accounts, "account") for _ in range(30)]
+    jobs.give(links[0], "message", jobs.slow)
+    for lane in links:
+        lane.is_new = False
+        jobs.give(lane, "message")
+    new = LinkLane(accounts, "account")
+
+    for name in ("hello", "welcome"):
+        jobs.give(new, name)
+    new.is_new = False
+    jobs.give(new, "its first message")
+    jobs.go_on.set()
+    jobs.until(lambda: "its first message" in jobs.over)
+
+    assert jobs.begun[:3] == ["message", "hello", "welcome"]
+    assert jobs.begun[-1] == "its first message"
+
+
+def test_a_link_that_was_welcomed_as_online_is_never_put_aside_for_what_others_cost(loop, thread_time):
+    """Of a pod nobody knows that it is a service before its first HELLO is read."""
+    accounts = DearAccounts(loop)
+    lane, offline = LinkLane(accounts, "pod"), LinkLane(accounts, "job")
+    pays(thread_time, LinkLane(accounts, "hostile"), MUCH_NS)
+    assert lane.is_aside
+
+    lane.is_awaited = True
+
+    assert not lane.is_aside
+    assert offline.is_aside

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from typing import NoReturn
 from valve.v1 import node_pb2
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.demo.node import EmulatedNode
+from valve_tools.hostile.processes import ATTACKS, Attack, die_with_parent, hello_of
 
 from valved.abi import link
 from valved.abi.link import LinkType
@@ -37,113 +37,8 @@ SAMPLES = 60
 BUDGET_MS = 50.0  # the patience of a shim whose process is online
 PAUSE_S = 0.02
 WARM_S = 0.5
-NOBODY = 65534
-DEPTH = 60
 ANSWER = struct.Struct("4d")  # ms: the welcome, the trivial answer; valved's loop ran, and waited for a core
-PR_SET_PDEATHSIG = 1
 WAIT = struct.pack("ll", 0, 10_000)  # WAIT_MS of the shim
-
-Attack = Callable[[str], object]
-
-
-def _hello(role: Role) -> bytes:
-    body = link.Hello(
-        abi_min=1, abi_max=1, features=link.Feature.GAPS, wanted_role=role, driver=0, build="bench", comm="bench"
-    )
-    return link.build(LinkType.HELLO, body, seq=1, sent_ns=0)
-
-
-OFFLINE_HELLO = _hello(Role.OFFLINE)
-
-
-def _connect(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect(path)
-    return sock
-
-
-# Hostile processes: each does one thing, again and again
-
-
-def _says_hello(path: str) -> None:
-    with _connect(path) as sock:
-        sock.send(OFFLINE_HELLO)
-        sock.recv(link.MAX_PACKET)
-
-
-def _goes_at_once(path: str) -> None:
-    _connect(path).close()
-
-
-def _speaks_and_goes(path: str) -> None:
-    with _connect(path) as sock:
-        sock.send(OFFLINE_HELLO)
-
-
-def _says_half(path: str) -> None:
-    with _connect(path) as sock:
-        sock.send(OFFLINE_HELLO[:-1])
-        sock.recv(1)
-
-
-def _says_much(path: str) -> None:
-    with _connect(path) as sock:
-        while True:
-            sock.send(bytes(100_000))
-
-
-def _sends_files(path: str) -> None:
-    with _connect(path) as sock:
-        socket.send_fds(sock, [OFFLINE_HELLO], [0] * 253)
-        sock.recv(1)
-
-
-def _forks(path: str) -> None:
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(OSError):
-            _says_hello(path)
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-class _Holds:
-    """Keeps what it opened, up to a bound, and then begins anew."""
-
-    def __init__(self, most: int, packet: bytes = b"") -> None:
-        self._most = most
-        self._packet = packet
-        self._held: list[socket.socket] = []
-
-    def __call__(self, path: str) -> None:
-        if len(self._held) >= self._most:
-            self._held.pop(0).close()
-        self._held.append(_connect(path))
-        if self._packet:
-            self._held[-1].send(self._packet)
-
-
-# Name: what one of them does, how many processes, of which user, below how many ancestors
-ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
-    "nobody": (_says_hello, 0, 0, 0),
-    "a flooder": (_says_hello, 1, 0, 0),
-    "a flooder with 60 ancestors": (_says_hello, 1, 0, DEPTH),
-    "50 processes of root": (_says_hello, 50, 0, 0),
-    "50 processes of a user": (_says_hello, 50, NOBODY, 0),
-    "new processes without end": (_forks, 2, 0, 0),
-    "fast reconnects": (_goes_at_once, 1, 0, 0),
-    "HELLO without waiting": (_speaks_and_goes, 1, 0, 0),
-    "HELLO and then nothing": (_Holds(32, OFFLINE_HELLO), 4, 0, 0),
-    "silent connections": (_Holds(200), 4, 0, 0),
-    "half a HELLO": (_says_half, 2, 0, 0),
-    "huge packets": (_says_much, 2, 0, 0),
-    "many descriptors": (_sends_files, 2, 0, 0),
-}
-
-
-def _die_with_parent() -> None:
-    """The bench may be killed: its processes end, too. A change of user takes this back."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _forked(go: int, run: Callable[..., object], *arguments: object) -> int:
@@ -152,7 +47,7 @@ def _forked(go: int, run: Callable[..., object], *arguments: object) -> int:
     if pid:
         return pid
     try:
-        _die_with_parent()
+        die_with_parent()
         os.close(go)
         run(*arguments)
     finally:
@@ -164,10 +59,10 @@ def _attack(path: str, attack: Attack, uid: int, depth: int, begin: int) -> NoRe
         if pid := os.fork():
             os.waitpid(pid, 0)
             os._exit(0)
-        _die_with_parent()
+        die_with_parent()
     if uid and os.geteuid() == 0:
         os.setuid(uid)
-        _die_with_parent()
+        die_with_parent()
     os.read(begin, 1)  # until the other end is closed
     while True:
         with contextlib.suppress(OSError):
@@ -199,7 +94,7 @@ def _sample(run_dir: Path, valved: int, parent: socket.socket) -> None:
     parent.recv(1)
     trivial_ms, _ = _ask(str(run_dir / "trivial.sock"), b"x")
     before = _loop_ns(valved)
-    hello_ms, answer = _ask(str(run_dir / "link.sock"), _hello(Role.ONLINE))
+    hello_ms, answer = _ask(str(run_dir / "link.sock"), hello_of(Role.ONLINE))
     ran, waited = (after - early for after, early in zip(_loop_ns(valved), before, strict=True))
     if link.parse(answer).type is not LinkType.WELCOME:
         raise RuntimeError(str(link.parse(answer).body))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, build
+from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
 from valved.clients.fetching import Lent, pidfd_of, split
@@ -30,7 +30,7 @@ SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    data: bytes
+    packet: Packet
     fds: list[int]
     sender: int  # the process that sent it, as the kernel says; 0: it does not
     lent: Lent | None = None  # descriptors that are to be fetched first
@@ -92,7 +92,7 @@ class LinkConnection:
         fds = [fd for _, fds in unsent for fd in fds]
         if self.lane.is_aside:
             last_words = unsent if self.client is None else []  # that it is refused
-            self.lane.do(partial(_end, self._sock, last_words, fds, self._server.closer), lambda *_: None)
+            self.lane.do(partial(end, self._sock, last_words, fds, self._server.closer), lambda *_: None)
             return
         began_ns = time.thread_time_ns()
         with contextlib.suppress(OSError):
@@ -101,8 +101,9 @@ class LinkConnection:
         self._server.closer.close([*fds, self._sock.detach()])
 
 
-def _end(sock: socket.socket, last_words: list[Unsent], fds: list[int], closer: Closer) -> None:
-    """By a thread of the lane. It closes nothing: what a stranger sent may lie in the socket."""
+def end(sock: socket.socket, last_words: list[Unsent], fds: list[int], closer: Closer) -> None:
+    """Not on the loop: what waits for it at the other end is for the client to choose. It closes nothing itself: what a
+    stranger sent may lie in the socket."""
     try:
         with contextlib.suppress(OSError):
             for packet, passed in last_words:
@@ -134,10 +135,11 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
         plain, lent = split(data)
         if lent is not None and fds:
             raise Malformed("descriptors, and numbers of others")
+        packet = parse(plain)
     except Malformed:
         closer.close(fds)
         raise
-    return Received(plain, fds, _sender(ancillary), lent)
+    return Received(packet, fds, _sender(ancillary), lent)
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:

@@ -27,16 +27,17 @@ from valved.abi.link import (
     Refusal,
     RefusedMessage,
     build,
-    parse,
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
-from valved.clients.aside import AsideReader, FetchedReader
-from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received
+from valved.clients.aside import AsideReader
+from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
+from valved.clients.lending import FetchedReader
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
 from valved.machine.callers import MOST, accept
+from valved.machine.clock import LoopClock
 from valved.machine.helpers import Closer
 from valved.paths import CLIENT_FOLDER
 
@@ -85,6 +86,7 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
+        self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
@@ -175,7 +177,8 @@ class LinkServer:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             refused = RefusedMessage(code=Refusal.QUOTA, text="valved is out of descriptors")
-            self.closer.end(sock, build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()))
+            words = build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns())
+            self.closer.do(partial(end, sock, [(words, [])], [], self.closer))
             self._register.admission.count_refusal(Refusal.QUOTA)
         self._keep_spare()
 
@@ -230,6 +233,8 @@ class LinkServer:
         return FDS_MOST.get(kind, 0)
 
     def later(self, peer: LinkConnection) -> Postponed:
+        if peer.client is None:
+            return self._hellos
         return self._register.postponed_online if peer.is_online else self._register.postponed
 
     def _read_later(self, peer: LinkConnection) -> None:
@@ -261,17 +266,17 @@ class LinkServer:
             if received.lent is not None:
                 self._fetcher.read(peer, received, received.lent)
             else:
-                self._take(peer, received.data, received.fds)
-        except EOFError as end:
-            self._drop(peer, str(end) or "link closed")
+                self._take(peer, received.packet, received.fds)
+        except EOFError as error:
+            self._drop(peer, str(error) or "link closed")
         except Malformed as error:
             self._register.malformed(peer.pid, peer.uid, str(error))
             self._drop(peer, "malformed")
         return True
 
-    def _take(self, peer: LinkConnection, data: bytes, fds: list[int]) -> None:
+    def _take(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
         try:
-            self._dispatch(peer, parse(data), fds)
+            self._dispatch(peer, packet, fds)
         finally:
             self.closer.close(fds)  # all that nobody took
 
@@ -289,15 +294,21 @@ class LinkServer:
             raise Malformed(f"{packet.type.name} from a client")
         began_ns = time.monotonic_ns()
         self._register.handle(peer.client, packet, fds)
-        if packet.type < LinkType.KV_RANGE and not peer.is_online:  # online work may wait for what KV messages say
-            now_ns = time.monotonic_ns()
-            self._turns.took(peer.pid, now_ns - began_ns, now_ns)
+        if packet.type < LinkType.KV_RANGE:  # online work may wait for what KV messages say
+            self.charge(peer, time.monotonic_ns() - began_ns)
+
+    def charge(self, peer: LinkConnection, ns: int) -> None:
+        """It is read again when it has paid for that."""
+        if not peer.is_online:
+            self._turns.took(peer.pid, ns, time.monotonic_ns())
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
         peer.open_up()  # before the answer that invites descriptors
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
+            peer.lane.is_awaited |= peer.is_online
+            peer.lane.is_new = False
         finally:  # also if that failed: nothing else ends a connection without a client
             if peer.client is None:
                 peer.close()

@@ -33,6 +33,7 @@ class Bucket:
     burst_ns: float
     left_ns: float
     seen_ns: int
+    most_owed_ns: float = float("inf")
 
     def wait_ns(self, now_ns: int) -> int:
         """How long until there is something in it."""
@@ -41,7 +42,7 @@ class Bucket:
 
     def take(self, ns: int, now_ns: int) -> None:
         self._fill(now_ns)
-        self.left_ns -= ns
+        self.left_ns = max(self.left_ns - ns, -self.most_owed_ns)
 
     def is_full(self, now_ns: int) -> bool:
         self._fill(now_ns)
@@ -58,6 +59,7 @@ class Buckets:
 
     share: float
     burst_ns: float
+    most_owed_ns: float = float("inf")
     of: dict[Hashable, Bucket] = field(default_factory=dict)
 
     def wait_ns(self, who: Hashable, now_ns: int) -> int:
@@ -70,6 +72,7 @@ class Buckets:
             if len(self.of) > MOST_KEPT:  # one that is full says no more than none
                 self.of = {key: bucket for key, bucket in self.of.items() if not bucket.is_full(now_ns)}
             self.of[who] = _full(self.share, self.burst_ns, now_ns)
+            self.of[who].most_owed_ns = self.most_owed_ns
         self.of[who].take(ns, now_ns)
 
 

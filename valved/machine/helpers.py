@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
@@ -96,14 +95,8 @@ class Closer:
         for fd in fds:
             self._helpers.do(lambda fd=fd: os.close(fd))  # type: ignore[misc]
 
-    def end(self, sock: socket.socket, last_words: bytes) -> None:
-        """What waits at the other end for a packet is for the client to choose, too."""
-
-        def say_and_close() -> None:
-            with sock:
-                sock.send(last_words, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-        self._helpers.do(say_and_close)
+    def do(self, job: Callable[[], None]) -> None:
+        self._helpers.do(job)
 
     def close_in_turn(self, fds: Iterable[int]) -> None:
         """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger, or

@@ -1,0 +1,1 @@
+"""Processes that mean ill, for benches of valved beside them."""
