@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from valve_tools.emulator import survivors
 from valve_tools.demo.node import EmulatedNode, NodeError
+from valve_tools.emulator import survivors
 
 VALVE = Path(sys.executable).parent / "valve"
 STAGES = [  # each is there from then on

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from link_peers import Server
 from node_world import World
+from plain_words import everything_told, people_never_read_python
+
+__all__ = ["everything_told", "people_never_read_python", "server", "world"]
 
 
 @pytest.fixture
