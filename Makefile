@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+TUNE   := .venv-tune
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
+SOURCES := $(wildcard $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null))
+TUNE_SOURCES := $(wildcard $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null))
 
 .PHONY: help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-granted-vllm demo-cluster demo-tune test-tune gpu manual wheel clean
 .DEFAULT_GOAL := help
@@ -13,6 +15,17 @@ help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: pyproject.toml tools/build/system.sh
+$(VENV)/.installed: $(VENV)/.ready $(SOURCES)
+$(TUNE)/.ready: tune/pyproject.toml
+$(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
+
+# One make at a time builds in a checkout. Another waits for the folder's lock and then looks again at what is out of
+# date: an installation that is made anew pulls the files away from under the tests of the first.
+ifndef MAY_BUILD
+$(VENV)/.ready $(VENV)/.installed $(TUNE)/.ready $(TUNE)/.installed:
+	@flock . $(MAKE) -s MAY_BUILD=1 $@
+else
+$(VENV)/.ready:
 	@sh tools/build/system.sh
 	@echo "setting up $(VENV): some minutes, once" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,9 +34,7 @@ $(VENV)/.ready: pyproject.toml tools/build/system.sh
 	@$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
 	@touch $@
 
-venv: $(VENV)/.ready ## only set up .venv
-
-$(VENV)/.installed: $(VENV)/.ready $(SOURCES)
+$(VENV)/.installed:
 	@echo "building Valve" >&2
 	@mkdir -p build
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
@@ -31,6 +42,21 @@ $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 		-Cbuild-dir=$(CURDIR)/build/tools-wheel ./tools
 	@touch $@
+
+$(TUNE)/.ready:
+	@echo "setting up $(TUNE), with torch: some minutes, once" >&2
+	@began=$$(date +%s); test -x $(TUNE)/bin/python || $(PYTHON) -m venv $(TUNE); \
+	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77' && \
+	$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation './tune[test]' && \
+	echo "set up $(TUNE) in $$(($$(date +%s) - began)) s"
+	@touch $@
+
+$(TUNE)/.installed:
+	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
+	@touch $@
+endif
+
+venv: $(VENV)/.ready ## only set up .venv
 
 build: $(VENV)/.installed ## build and install into .venv
 
@@ -109,20 +135,6 @@ demo-cluster: ## a real control plane, a real node and a simulated fleet, the ch
 	@$(MAKE) --no-print-directory -j2 build cluster-tools
 	@$(BIN)/valve demo cluster
 
-TUNE := .venv-tune
-TUNE_SOURCES := $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null)
-$(TUNE)/.ready: tune/pyproject.toml
-	@echo "setting up $(TUNE), with torch: some minutes, once" >&2
-	@began=$$(date +%s); test -x $(TUNE)/bin/python || $(PYTHON) -m venv $(TUNE); \
-	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77' && \
-	$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation './tune[test]' && \
-	echo "set up $(TUNE) in $$(($$(date +%s) - began)) s"
-	@touch $@
-
-$(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
-	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
-	@touch $@
-
 test-tune: build $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch), and of training under a real valved
 	@$(TUNE)/bin/python -m pytest -q -p no:cacheprovider tests/tune $(PYTEST_ARGS)
 	@VALVE_TUNE_PYTHON=$(abspath $(TUNE))/bin/python $(BIN)/pytest -q -p no:cacheprovider tests/node/test_tune.py $(PYTEST_ARGS) || [ $$? = 5 ]
@@ -138,4 +150,4 @@ wheel: venv ## build the wheels of valve and valve-tools into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist . ./tools
 
 clean: ## remove what was built
-	rm -rf build dist $(VENV)
+	@flock . rm -rf build dist $(VENV)

@@ -10,7 +10,7 @@ import msgspec
 
 from valve_kube import wire
 from valve_kube.access import Access
-from valve_kube.errors import SchedulerError
+from valve_kube.errors import SchedulerError, in_words
 from valve_kube.shapes import Shape
 
 Json = dict[str, Any]
@@ -85,7 +85,7 @@ class KubeClient:
         except wire.TooLarge:
             raise
         except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
-            raise Unreachable(f"{method} {path}: {error!r}") from error
+            raise Unreachable(f"{method} {path}: {in_words(error)}") from error
         if status >= 400:
             raise _api_error(status, head, raw)
 
@@ -133,7 +133,7 @@ class KubeClient:
         try:
             reader, writer = await asyncio.wait_for(self._connect(), self._timeout_s)
         except (OSError, asyncio.TimeoutError) as error:
-            raise Unreachable(f"watch {path}: {error!r}") from error
+            raise Unreachable(f"watch {path}: {in_words(error)}") from error
         # No wait_for from here on: it makes a task per event.
         fuse = _Fuse(writer, self._timeout_s)
         try:
@@ -153,7 +153,7 @@ class KubeClient:
                     if line:
                         yield shape.event(line)
         except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, msgspec.DecodeError) as error:
-            why = "silent for too long" if fuse.blown else repr(error)
+            why = "silent for too long" if fuse.blown else in_words(error)
             raise Unreachable(f"watch {path}: {why}") from error
         finally:
             fuse.remove()

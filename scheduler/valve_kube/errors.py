@@ -21,3 +21,15 @@ class NotReady(SchedulerError):
 
 class NoPlace(SchedulerError):
     """The chosen node no longer takes the job; kube-scheduler should try again."""
+
+
+def in_words(error: BaseException) -> str:
+    """For a line of a log or of a status: what a person can do something with, not how Python writes it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, KeyError):
+        return f"{' '.join(map(str, error.args))} is missing"
+    return str(error) or _UNSAID.get(type(error).__name__, type(error).__name__)
+
+
+_UNSAID = {"TimeoutError": "no answer in time"}

@@ -22,7 +22,7 @@ from valve_scheduler.model import (
 from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
-from valve_kube.errors import UNUSABLE, InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject, in_words
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 from valve_kube.owners import owner_uid
 
@@ -294,7 +294,7 @@ def node_report(harvest_node: Object) -> NodeReport:
     try:
         return _node_report(node, status, harvest_node.get("spec") or {}, _written_at_s(harvest_node["metadata"]))
     except UNUSABLE as error:
-        raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
+        raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {in_words(error)}") from error
 
 
 def _written_at_s(metadata: Object) -> float | None:

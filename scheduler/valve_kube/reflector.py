@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import uniform
 
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
+from valve_kube.failures import leave_out, round_failed
 from valve_kube.shapes import Shape
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Reflector:
     ) -> None:
         self._client = client
         self.path = path
+        self._kind = path.rpartition("/")[2] if shape is None else shape.of
         self.sink = sink
         self.query = dict(query or {})
         self._shaped: Json = {} if shape is None else {"shape": shape}  # how objects are read; None: as they are
@@ -125,7 +127,7 @@ class Reflector:
                     backoff_s = BACKOFF_MIN_S
                 backoff_s = max(backoff_s, self._refused(error))
             except Exception:  # a defect of ours: the view begins anew, and is none until it has
-                log.exception("view failed and begins anew", extra={"path": self.path})
+                round_failed(f"view of {self._kind}")
                 self.relist()
             await asyncio.sleep(backoff_s * uniform(1.0, 1.5))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
@@ -202,8 +204,7 @@ class Reflector:
         try:
             take(item)
         except Exception:
-            namespace, name = key_of(item)
-            log.exception("object left out", extra={"path": self.path, "object": f"{namespace}/{name}"})
+            leave_out(str(item.get("kind") or self._kind), "/".join(key_of(item)))
 
     def _alive(self) -> None:
         self.live_at_s = self._loop_s()

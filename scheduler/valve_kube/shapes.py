@@ -3,7 +3,6 @@
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
 form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,12 +13,11 @@ import msgspec
 from valve_kube import names
 from valve_kube.devices import as_status, denied_devices
 from valve_kube.errors import UNUSABLE, InvalidObject
+from valve_kube.failures import leave_out
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import KEPT_REPORT, node_report, start_text
 from valve_kube.owners import controller_of
 from valve_kube.places import place_alone
-
-log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -167,6 +165,7 @@ class ListPage:
 class Shape:
     """How answers of one kind of object are read: what of it is decoded, and what of that is kept. Here all of both."""
 
+    of = "object"  # what it is a shape of, as its kind says
     kind: Any = Json
     least: Callable[[bytes], Json | None] = staticmethod(lambda raw: None)  # known whatever else it says; None: nothing
 
@@ -190,7 +189,7 @@ class Shape:
         try:
             return self.slim(self._items.decode(raw))
         except Exception:
-            log.exception("object left out", extra={"shape": type(self).__name__, "error": _named(raw)})
+            leave_out(self.of, _named(raw))
             return self.least(raw)
 
     def event(self, line: bytes) -> Json:
@@ -207,6 +206,7 @@ class Shape:
 class PodShape(Shape):
     """Pods, with what Valve reads of them."""
 
+    of = "Pod"
     kind = _Pod
     least = staticmethod(place_alone)
 
@@ -217,6 +217,7 @@ class PodShape(Shape):
 class NodeShape(Shape):
     """Nodes, with what says which pods may use them: of one's thirty kilobytes a few hundred bytes."""
 
+    of = "Node"
     kind = _Node
 
     def slim(self, item: _Node) -> Json:
@@ -227,6 +228,7 @@ class ReportShape(Shape):
     """GPUHarvestNodes as the rows that Valve judges by, and what else they say except their writers: as objects the
     figures of one node with eight GPUs take thirty kilobytes."""
 
+    of = "GPUHarvestNode"
     kind = msgspec.Raw  # one report after another: the objects of all of a page would leave holes between what is kept
 
     def slim(self, item: msgspec.Raw) -> Json:
@@ -239,7 +241,7 @@ def _named(raw: msgspec.Raw) -> str:
         metadata = msgspec.json.decode(raw)["metadata"]
         return f"{metadata.get('namespace', '')}/{metadata['name']}"
     except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
-        return repr(bytes(raw)[:80])
+        return bytes(raw)[:80].decode(errors="backslashreplace")
 
 
 def _packed(node: Json) -> Json:

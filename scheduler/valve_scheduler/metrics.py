@@ -1,8 +1,12 @@
 """Everything the cluster side counts, each described where it is defined."""
 
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from valve_kube import failures
 
 _LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0, 5.0)
 REGISTRY = CollectorRegistry()
@@ -28,11 +32,6 @@ binds = _counter(
     "valve_extender_binds",
     "Bind calls by outcome: bound, refused (no Binding exists), undecided (no answer from the API server)",
     ["outcome"],
-)
-invalid = _counter(
-    "valve_invalid_objects",
-    "Objects from the API that could not be used, by kind; the log names field and value",
-    ["kind"],
 )
 assumed = _gauge("valve_extender_assumed_pods", "Pods whose bind is under way or undecided")
 oldest_report = _gauge(
@@ -84,6 +83,27 @@ certificate_expiry = _gauge(
     "valve_webhook_certificate_expiry_timestamp_seconds",
     "When the webhook's certificate ends; it is renewed at two thirds of its life",
 )
+
+
+class Failures(Collector):
+    """What was left behind by what reads the API server, which knows no metrics. A kind comes with its first failure:
+    an alert looks for any."""
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Objects from the API that could not be used or read, by kind; the log names the object, field and value"
+        yield _family("valve_invalid_objects", text, "kind", failures.objects)
+        text = "Rounds of work that ended with an error and were left to the next, by what they do; the log says why"
+        yield _family("valve_failed_rounds", text, "round", failures.rounds)
+
+
+def _family(name: str, text: str, label: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
+
+
+REGISTRY.register(Failures())
 
 # Known from the start: a panel or an alert over a counter that nothing has raised yet shows 0, not nothing.
 for _result in ("evicted", "blocked", "failed"):

@@ -22,6 +22,8 @@ command -v go >/dev/null || {
 }
 
 mkdir -p "$bin"
+exec 9>"$bin/.lock" # who comes meanwhile finds it built
+flock 9
 export CGO_ENABLED=0 GOFLAGS="-p=2 -trimpath -buildvcs=false"
 # Without these the binaries call themselves v0.0.0 and helm's Capabilities go wrong.
 stamp=k8s.io/component-base/version

@@ -120,6 +120,9 @@ FIRING = {
     "ValveReportStale": ({"valve_extender_oldest_report_seconds": "91x180"}, "1h"),
     "ValveClockSkew": ({"valve_extender_clock_skew_seconds": "90x180"}, "1h"),
     "ValveNoExtender": ({"valve_extender_ready": "0x180"}, "1h"),
+    # The first failure begins the series.
+    "ValveRoundsFail": ({"valve_failed_rounds_total{round='clear',pod='p'}": "_x50 1+1x20"}, "1h"),
+    "ValveObjectsUnreadable": ({"valve_invalid_objects_total{kind='Pod',pod='p'}": "_x55 1x20"}, "1h"),
     "ValveSLAMissed": ({"valve_monitor_violating_pods": "1x180"}, "2h"),
     "ValveBreakerOpen": ({"valve_breakers_open{node='n'}": "1x180"}, "1h"),
     "ValveOfflineUngated": ({"valve_offline_ungated_seconds_total{node='n'}": "4x60 9x120"}, "1h5m"),
@@ -146,6 +149,9 @@ SOUND = {
     "valve_extender_oldest_report_seconds": "40x180",
     "valve_extender_ready": "1x180",
     "valve_monitor_violating_pods": "0x180",
+    # One went wrong long ago, and one round failed just now.
+    "valve_failed_rounds_total{round='account',pod='p'}": "3x110 4x70",
+    "valve_invalid_objects_total{kind='OfflineProfile',pod='p'}": "7x180",
     "valve_webhook_certificate_expiry_timestamp_seconds": "31536000x180",
 }
 

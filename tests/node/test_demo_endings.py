@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from valve_tools.demo import survivors
 from valve_tools.demo.node import EmulatedNode, NodeError
+from valve_tools.emulator import survivors
 
 VALVE = Path(sys.executable).parent / "valve"
 STAGES = [  # each is there from then on
@@ -75,16 +75,63 @@ def test_a_demo_that_is_killed_never_leaves_a_process(tmp_path: Path) -> None:
     node.wait_for(lambda: not node.inhabitants(), "none is left")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_bench_that_is_ended_never_leaves_its_card_and_its_valved(tmp_path: Path, number: signal.Signals) -> None:
+    argv, env = [VALVE, "bench", "daemon-cost", "--json"], {**os.environ, "TMPDIR": str(tmp_path)}
+    bench = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+
+    def inhabitants() -> list[int]:
+        return [pid for folder in tmp_path.glob("valve-bench-*") for pid in EmulatedNode(folder).inhabitants()]
+
+    outside = EmulatedNode(tmp_path)
+    outside.wait_for(lambda: len(inhabitants()) >= 2 or bench.poll() is not None, "a card and a valved")
+    began = inhabitants()
+    assert len(began) >= 2
+
+    bench.send_signal(number)
+    bench.wait()
+
+    outside.wait_for(lambda: not [pid for pid in began if _lives(pid)], "none is left")
+
+
+def test_what_a_killed_program_started_on_a_node_never_outlives_it(tmp_path: Path) -> None:
+    """A lab or a test that knows nothing of guards, run by a demo whose guard is another: each ends its own."""
+    inner = (
+        "import sys; from pathlib import Path; from valve_tools.demo.node import EmulatedNode\n"
+        "with EmulatedNode(Path(sys.argv[1])) as node: node.start_valved(); print('up', flush=True); sys.stdin.read()"
+    )
+    with survivors.ended_with_us():
+        argv = [sys.executable, "-c", inner, str(tmp_path)]
+        program = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert program.stdout is not None
+        assert program.stdout.readline() == "up\n"
+        node = EmulatedNode(tmp_path)
+        assert len(node.inhabitants()) >= 2
+    program.wait()
+
+    assert program.returncode == -signal.SIGKILL, "by our guard, which knows the program alone"
+    node.wait_for(lambda: not node.inhabitants(), "none is left")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_process_that_writes_its_title_never_loses_the_mark_of_its_demo() -> None:
     """setproctitle, which engines use, writes it over the environment if nothing forbids that."""
+    before = subprocess.check_output(["env"], text=True).splitlines()
     with survivors.ended_with_us():
         inside = subprocess.check_output(["env"], text=True).splitlines()
-    outside = subprocess.check_output(["env"], text=True)
+    outside = subprocess.check_output(["env"], text=True).splitlines()
 
+    marks = [[line for line in each if line.startswith(f"{survivors.NAME}=")] for each in (before, inside, outside)]
     assert "SPT_NOENV=1" in inside
-    assert any(line.startswith(f"{survivors.NAME}=") for line in inside)
-    assert "SPT_NOENV" not in outside
-    assert survivors.NAME not in outside
+    assert len(marks[1]) == 1
+    assert marks[1] != marks[0]
+    assert sorted(outside) == sorted(before)
 
 
 def test_what_another_demo_started_is_never_ended() -> None:

@@ -7,6 +7,9 @@ import time
 import pytest
 from link_peers import OwnTime, Server
 from node_world import World
+from plain_words import everything_told, people_never_read_python
+
+__all__ = ["everything_told", "people_never_read_python", "server", "world"]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from link_peers import COST_S, HELLO, Crowd, Knocker, greet, hear, is_closed, sa
 
 import valved.clients.arrivals
 from valved.abi.link import LinkType, Schedule, Welcome, build
+from valved.clients.accounts import account_of
 from valved.clients.arrivals import PENDING, PENDING_PER_PROCESS
 from valved.clients.dear import LOOP_BURST_NS
 from valved.clients.server import BACKLOG, LinkConnection
@@ -334,7 +335,7 @@ def in_debt(server, monkeypatch):
     """A user who has to wait for an hour. `in_debt(number)`: one of its processes connects. Returns its end."""
     monkeypatch.setattr(valved.clients.arrivals, "PENDING", FEW)
     arrivals, ends = server.link.arrivals, []
-    server.call(lambda: arrivals._knocks._accounts.took(1000, 3600 * SECOND_NS, time.monotonic_ns()))
+    server.call(lambda: arrivals._knocks._accounts.took(account_of(1000, ""), 3600 * SECOND_NS, time.monotonic_ns()))
 
     def come(number):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -10,6 +10,7 @@ from valved.abi.kv_link import KvNeed
 from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
 from valved.kv import columns, reserve
+from valved.kv.reclaim import BELIEVED_NS
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor, ReservationAction
@@ -268,3 +269,30 @@ def test_the_time_of_a_reclaim_is_never_later_than_the_end_that_its_durations_co
 
     event = world.events(EventKind.RECLAIMED)[-1]
     assert event.t_ns - event.detail["total_ns"] == rung_ns
+
+
+def test_moving_memory_never_goes_by_an_old_view_of_what_it_holds(world):
+    """Whoever changed its hold meanwhile: the gate knows what is held, and nobody has a copy of that."""
+    turn, gpus = world.kv.turn, frozenset({0})
+    turn.stop_ahead(gpus)
+    world.gating.set_standing(MEMORY_SERVICE, frozenset())
+    assert not is_held(world)
+
+    turn.stop_ahead(gpus)
+    assert is_held(world)
+
+    turn.calm()
+    assert not is_held(world)
+
+
+def test_a_machine_that_has_just_booted_never_takes_no_ring_for_one_long_ago(world):
+    """Its clock begins at 0, which is not when a hook rang that never did."""
+    _, online = beside(world)
+    began_ns = world.clock.now_ns()
+    assert began_ns < BELIEVED_NS
+
+    online.book["used_blocks"], online.book["wanted_blocks"] = 4, 40
+    world.run(500)
+
+    event = world.events(EventKind.RECLAIMED)[-1]
+    assert event.t_ns - event.detail["total_ns"] >= began_ns

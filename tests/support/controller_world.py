@@ -66,6 +66,12 @@ class World:
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
         self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))
 
+    def freed(self) -> list[tuple[str, str]]:
+        """Pods that a round takes from where they cannot run, and what they are told."""
+        self.calls.clear()
+        asyncio.run(self.controller.free_stuck())
+        return [(body["regarding"]["name"], body["reason"]) for _, path, body in self.calls if path.endswith("/events")]
+
     def node(self, name: str, labels: dict[str, str] | None = None, **spec: Any) -> None:
         metadata = {"name": name, "labels": labels or {}, "resourceVersion": "1"}
         self.labels.sink.put({"metadata": metadata, "spec": spec})

@@ -41,6 +41,8 @@ class World:
         return self.pods[name]
 
     def _commit(self, found: Json, binding: Json) -> None:
+        if binding["metadata"]["uid"] != found["metadata"]["uid"]:
+            raise ApiError(409, "Conflict", f"precondition failed: uid of {found['metadata']['name']}")
         if found["spec"]["nodeName"]:
             raise ApiError(409, "Conflict", f"pod {found['metadata']['name']} is already assigned")
         found["spec"]["nodeName"] = binding["target"]["name"]

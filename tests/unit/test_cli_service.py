@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -265,3 +266,22 @@ def test_a_unit_whose_valved_was_stopped_is_never_removed_with_offline_work_behi
 )
 def test_a_unit_that_somebody_has_changed_never_keeps_itself_from_being_removed(text, folder):
     assert str(systemd.folder_of(text)) == str(folder)
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze: apt-get install systemd")
+@pytest.mark.parametrize("words", [[], ["mode"], ["config"]])
+def test_systemd_itself_never_finds_fault_with_the_unit(tmp_path, words):
+    """It needs no systemd that runs. A word that it does not know is a line of its answer, whatever its exit code."""
+    config = tmp_path / "a folder" / 'of 100 % $HOME "x".toml'
+    config.parent.mkdir()
+    config.touch()
+    named = {"mode": "observe" if "mode" in words else None, "config": config if "config" in words else None}
+    path = tmp_path / "valved.service"
+    path.write_text(systemd.unit(argparse.Namespace(**named)))
+
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    path.write_text(path.read_text().replace("RestartSec", "RestartSecs"))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    assert "RestartSecs" in done.stdout + done.stderr, "it looks at all"

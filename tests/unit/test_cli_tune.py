@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from valved.cli import main as cli
@@ -44,6 +46,33 @@ def test_without_an_environment_the_one_command_that_makes_it_is_said(became):
     assert error.value.code == NOT_FOUND
     assert "make .venv-tune/.installed" in error.value.next_step
     assert not became
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["run", "--help"]])
+def test_help_never_fails_where_the_trainer_is_not_installed(became, capsys, argv):
+    assert cli.main(["tune", *argv]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("usage: valve tune COMMAND")
+    assert "set one up in a checkout of Valve: make .venv-tune/.installed" in said
+    assert not became
+
+
+def test_a_command_of_the_trainer_is_never_missing_from_that_help(repository):
+    room = repository / "tune" / "valve_tune" / "serve"
+    calls = [
+        node
+        for name in ("cli.py", "fleet.py")
+        for node in ast.walk(ast.parse((room / name).read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_parser"
+    ]
+    names = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    told = next(line for line in tune.HELP_WITHOUT.splitlines() if line.startswith("commands: "))
+
+    assert {"run", "fleet"} < names
+    assert set(told.removeprefix("commands: ").split(", ")) == names | {
+        *("watch", "pause", "resume", "cancel", "checkpoints")  # a table there: ABOUT_A_JOB
+    }
 
 
 @pytest.mark.parametrize("place", ["here", "beside", "named"])

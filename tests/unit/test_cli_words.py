@@ -370,6 +370,20 @@ def test_a_table_never_breaks_a_word_at_any_width(width):
     assert "busy: open requests" in lines[-1]
 
 
+def test_a_long_sentence_never_hides_whose_it_is():
+    """At 80 columns id and role of all services went, because one of them was alone."""
+    service = {"role": node_pb2.ROLE_ONLINE, "state": "alone: there is no offline work on its GPUs"}
+    services = [node_pb2.Service(id=number, name="a-service-of-a-name-" + 40 * "x", **service) for number in (1, 2)]
+    out = io.StringIO()
+    Console(file=out, width=80).print(status.services(node_pb2.Status(services=services)))
+
+    said = out.getvalue()
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert {"id", "name", "role", "state"} <= set(said.split())
+    assert "…" not in said.replace("a-service-of-a-…" + 16 * "x", "")
+    assert " ".join(said.split()).count("no offline work") == 2
+
+
 def test_a_wide_terminal_shows_every_column():
     table = FittingTable("Services", STATUS_COLUMNS, spare=("pids",))
     table.add_row(*STATUS_ROWS[0])

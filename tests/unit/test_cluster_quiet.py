@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 from valve_tools.cluster import quiet
-from valve_tools.cluster.controlplane import ControlPlane
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
 
 
 def test_a_process_that_ended_by_itself_is_never_overlooked_even_if_it_is_started_again(tmp_path: Path) -> None:
@@ -22,6 +23,29 @@ def test_a_process_that_ended_by_itself_is_never_overlooked_even_if_it_is_starte
     assert sum("Traceback" in line for line in plane.complaints()) == 2
     plane.expected.append("Traceback")
     assert plane.complaints() == plane.deaths
+
+
+ON_SIGTERM = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: {}); print('begun', flush=True); {}"
+IDLE = "time.sleep(999)"
+
+
+def test_a_process_that_does_not_end_in_order_when_it_is_told_to_is_never_overlooked(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, tmp_path)
+    programs = {
+        "fails": ON_SIGTERM.format("sys.exit(7)", IDLE),
+        "unheeding": "import time; print('begun', flush=True); time.sleep(999)",
+        "sound": ON_SIGTERM.format("sys.exit(0)", IDLE),
+        "young": "import time; time.sleep(999)",
+    }
+    for name, program in programs.items():
+        plane.spawn(name, "-c", program, program=sys.executable)
+        wait_for(name, lambda name=name: name == "young" or (tmp_path / f"{name}.log").stat().st_size)
+    plane.stop()
+
+    assert plane.deaths == [
+        f"unheeding was told to end and ended with {-signal.SIGTERM}",
+        "fails was told to end and ended with 7",
+    ]
 
 
 def test_the_end_of_a_stand_in_or_of_another_s_program_never_fails_a_run(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from valved.clients.accounts import account_of
+from valved.clients.accounts import AccountKind, LinkAccount, account_of
 
 POD = "pod3c1f0d2e-0000-4000-8000-0123456789ab"
 OTHER_POD = "podffffffff-0000-4000-8000-0123456789ab"
@@ -26,7 +26,7 @@ def test_users_and_groups_inside_a_home_are_never_accounts_of_their_own(home):
     users = [1000, 65534, 2**32 - 2, *([] if "user-" in home else [0])]
     accounts = {account_of(uid, home + inside) for uid in users for inside in INSIDE}
 
-    assert accounts == {home}
+    assert accounts == {LinkAccount(AccountKind.HOME, home)}
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
@@ -39,19 +39,43 @@ def test_a_service_of_root_never_shares_the_account_of_the_user_from_whose_login
     login = "/user.slice/user-1000.slice/session-4.scope"
 
     assert account_of(0, login) != account_of(1000, login)
-    assert {account_of(0, f"{login}/libpod-{DIGITS}{inside}") for inside in INSIDE} == {f"{login}/libpod-{DIGITS}"}
+    assert {account_of(0, f"{login}/libpod-{DIGITS}{inside}") for inside in INSIDE} == {
+        LinkAccount(AccountKind.HOME, f"{login}/libpod-{DIGITS}")
+    }
 
 
 def test_users_whom_root_starts_from_its_own_login_never_share_an_account():
     """By su, for one service and one batch job."""
     login = "/user.slice/user-0.slice/session-3.scope"
 
-    assert {account_of(uid, login) for uid in (0, 1001, 1002)} == {("root", login), 1001, 1002}
-    assert account_of(1001, f"{login}/docker/{DIGITS}") == f"{login}/docker/{DIGITS}"
+    assert {account_of(uid, login) for uid in (0, 1001, 1002)} == {
+        LinkAccount(AccountKind.ROOT, login),
+        LinkAccount(AccountKind.USER, 1001),
+        LinkAccount(AccountKind.USER, 1002),
+    }
+    assert account_of(1001, f"{login}/docker/{DIGITS}") == LinkAccount(AccountKind.HOME, f"{login}/docker/{DIGITS}")
 
 
 def test_users_outside_a_home_never_share_an_account_whatever_their_group():
     groups = ["/", "", "/system.slice/batch.service", "/podium", "/user-1000.slice.d", "/kubepods/podx"]
 
-    assert {account_of(1000, group) for group in groups} == {1000}
-    assert {account_of(0, group) for group in groups} == {("root", group) for group in groups}
+    assert {account_of(1000, group) for group in groups} == {LinkAccount(AccountKind.USER, 1000)}
+    assert {account_of(0, group) for group in groups} == {LinkAccount(AccountKind.ROOT, group) for group in groups}
+
+
+def test_an_account_is_never_called_by_anything_but_its_name():
+    """Its events are read by people."""
+    pod = f"/kubepods/burstable/{POD}"
+    called = {
+        account_of(0, pod): f"the pod of UID {POD.removeprefix('pod')}",
+        account_of(7, f"/kubepods.slice/kubepods-{POD.replace('-', '_')}.slice/x"): f"the pod of UID {POD[3:]}",
+        account_of(0, f"/system.slice/docker-{DIGITS}.scope"): f"container {DIGITS[:12]}",
+        account_of(1000, "/user.slice/user-1000.slice/session-4.scope"): "user 1000",
+        account_of(1001, "/system.slice/batch.service"): "user 1001",
+        account_of(0, "/system.slice/batch.service"): "root in the control group /system.slice/batch.service",
+        account_of(0, ""): "root in the control group /",
+        LinkAccount(AccountKind.AWAITED, 4711): "the service of process 4711",
+    }
+
+    assert [account.called() for account in called] == list(called.values())
+    assert account_of(0, pod).called("team/batch-7") == "pod team/batch-7"

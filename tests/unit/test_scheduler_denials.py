@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from controller_world import World, achieved, missing, running
 from reports import harvest_node, pod, uuids
-from valve_kube import names
+from valve_kube import failures, names
 from valve_kube.client import ApiError
 from valve_kube.policies import BRAKE
-from valve_scheduler import metrics
 from valve_scheduler.controller.monitor import MonitorSettings, Owner
 from valve_scheduler.controller.rounds import ControllerSettings
 from valve_scheduler.controller.turns import BACK_OFF_S, Late, choose
@@ -303,12 +302,12 @@ def test_a_denied_pod_that_cannot_be_read_is_never_counted_in_each_round(annotat
     one = denied("p1", DENIED["its hook fails"])
     one["metadata"]["annotations"] |= annotations
     world.pods.sink.put(one)
-    before = metrics.invalid.labels("Pod")._value.get()
+    before = failures.objects["Pod"]
     moved(world)
     world.now_s += PATIENCE_S
 
     assert moved(world) == []
-    assert metrics.invalid.labels("Pod")._value.get() == before
+    assert failures.objects["Pod"] == before
 
 
 @pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from fakeapi import GONE, HANG_UP, FakeApi, bookmark, event, item, until
+from plain_words import python_in
+from valve_kube import failures
 from valve_kube.client import MOST_RETRY_S, ApiError, KubeClient, Unreachable
+from valve_kube.errors import in_words
 from valve_kube.reflector import Reflector, Sink
 
 
@@ -285,7 +288,7 @@ def test_an_object_that_its_sink_cannot_take_never_ends_the_view_of_all_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A KeyError at one event ended the extender and the controller; the kubelet had them back before a test asked."""
-    api = FakeApi()
+    api, before = FakeApi(), failures.objects["things"]
     api.items, api.version = [item("a", 1)], 1
     api.watches = [[event("ADDED", "bad", 2), event("ADDED", "b", 3), event("DELETED", "bad", 4), None]]
 
@@ -308,23 +311,24 @@ def test_an_object_that_its_sink_cannot_take_never_ends_the_view_of_all_others(
             return view.found, ended
 
     assert asyncio.run(run()) == ({"a": "1", "b": "3"}, False)
-    told = [record for record in caplog.records if record.name == "valve_kube.reflector"]
+    told = [record for record in caplog.records if record.name == "valve_kube.failures"]
     assert {getattr(record, "object", "") for record in told if record.levelno >= logging.ERROR} == {"/bad"}
+    assert failures.objects["things"] - before == len(told) == 2
 
 
 def test_a_list_that_its_sink_cannot_take_never_ends_the_process_nor_counts_as_a_view() -> None:
     api = FakeApi()
     api.items = [item("a", 1)]
-    failures = [RuntimeError("defect")]
+    defects = [RuntimeError("defect")]
 
     async def run() -> list[bool]:
         async with api as access:
             client, view, seen = KubeClient(access), View(), []
 
             def replace(items: list[dict[str, dict[str, str]]]) -> None:
-                if failures:
+                if defects:
                     seen.append(reflector.synced)
-                    raise failures.pop()
+                    raise defects.pop()
                 view._replace(items)
 
             reflector = Reflector(client, "/things", Sink(replace=replace, put=view._put, drop=view._put))
@@ -336,7 +340,9 @@ def test_a_list_that_its_sink_cannot_take_never_ends_the_process_nor_counts_as_a
             client.close()
             return seen
 
+    before = failures.rounds["view of things"]
     assert asyncio.run(run()) == [False, True]
+    assert failures.rounds["view of things"] == before + 1
 
 
 @pytest.mark.parametrize("told", ["\N{SUPERSCRIPT TWO}", "9" * 400, "Wed, 21 Oct 2026 07:28:00 GMT", "-1"])
@@ -348,3 +354,20 @@ def test_a_word_on_when_to_come_back_never_ends_a_view_nor_keeps_it_away_for_lon
         call(api)
 
     assert 0 <= refused.value.retry_after_s <= MOST_RETRY_S
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyError("gpus"), "gpus is missing"),
+        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
+        (FileNotFoundError(2, "No such file or directory", "/a/file"), "/a/file: No such file or directory"),
+        (asyncio.TimeoutError(), "no answer in time"),
+        (ValueError("7 is too many"), "7 is too many"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_an_error_is_never_told_as_python_writes_it(error: Exception, words: str) -> None:
+    assert in_words(error) == words
+    assert python_in(in_words(error)) == []
+    assert python_in(repr(error)) != [] or not error.args

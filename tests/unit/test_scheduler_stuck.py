@@ -1,6 +1,5 @@
 """Pods that can never run where they are placed do not hold their GPUs for ever, and no other is touched."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from valve_scheduler.main import parser
 Json = dict[str, Any]
 FIRST, SECOND = uuids("n1")[:2]
 PATIENCE_S = ControllerSettings().patience_s
-
-
-def evicted(world: World) -> list[tuple[str, str]]:
-    world.calls.clear()
-    asyncio.run(world.controller.free_stuck())
-    return [(body["regarding"]["name"], body["reason"]) for _, path, body in world.calls if path.endswith("/events")]
 
 
 def later(world: World, seconds: float, **more: Any) -> None:
@@ -33,13 +26,13 @@ def test_a_clock_that_is_set_never_frees_a_gpu_sooner_or_later(ahead_s: float) -
     world = World()
     world.report("n1", cards=1)
     world.pods.sink.put(pod("p1", node="n1", held=SECOND))
-    assert evicted(world) == []
+    assert world.freed() == []
     world.set_clock(ahead_s)
     later(world, 0.0, cards=1)
-    assert evicted(world) == []
+    assert world.freed() == []
 
     later(world, PATIENCE_S, cards=1)
-    assert evicted(world) == [("p1", "PlaceLost")]
+    assert world.freed() == [("p1", "PlaceLost")]
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Running"])
@@ -47,12 +40,12 @@ def test_a_pod_on_a_card_that_is_gone_is_never_left_there(phase: str) -> None:
     world = World()
     world.report("n1", cards=1)
     world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase=phase))
-    assert evicted(world) == []
+    assert world.freed() == []
     later(world, PATIENCE_S - 1, cards=1)
-    assert evicted(world) == []
+    assert world.freed() == []
 
     later(world, 1.0, cards=1)
-    assert evicted(world) == [("p1", "PlaceLost")]
+    assert world.freed() == [("p1", "PlaceLost")]
 
 
 def test_a_pod_placed_on_the_gpu_of_one_that_runs_is_never_left_there() -> None:
@@ -60,22 +53,22 @@ def test_a_pod_placed_on_the_gpu_of_one_that_runs_is_never_left_there() -> None:
     world.report("n1")
     world.pods.sink.put(pod("runs", node="n1", held=FIRST, phase="Running"))
     world.pods.sink.put(pod("waits", node="n1", held=FIRST))
-    evicted(world)
+    world.freed()
     later(world, PATIENCE_S)
 
-    assert evicted(world) == [("waits", "PlaceLost")]
+    assert world.freed() == [("waits", "PlaceLost")]
 
 
 def test_a_card_that_comes_back_in_time_costs_nobody_anything() -> None:
     world = World()
     world.report("n1", cards=1)
     world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase="Running"))
-    evicted(world)
+    world.freed()
     later(world, PATIENCE_S - 1)
-    assert evicted(world) == []
+    assert world.freed() == []
     later(world, 1.0, cards=1)
 
-    assert evicted(world) == []  # gone again: a new five minutes
+    assert world.freed() == []  # gone again: a new five minutes
 
 
 def test_nothing_is_concluded_from_a_node_that_does_not_report() -> None:
@@ -83,10 +76,10 @@ def test_nothing_is_concluded_from_a_node_that_does_not_report() -> None:
     world.report("n1", cards=1)
     world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase="Pending"))
     world.pods.sink.put(pod("p2", node="unknown", held="GPU-x", phase="Pending"))
-    evicted(world)
+    world.freed()
     world.now_s += 2 * PATIENCE_S
 
-    assert evicted(world) == []
+    assert world.freed() == []
 
 
 def test_a_pod_that_pulls_its_image_is_left_alone() -> None:
@@ -94,10 +87,10 @@ def test_a_pod_that_pulls_its_image_is_left_alone() -> None:
     world.report("n1")
     world.pods.sink.put(pod("pulls", node="n1", held=FIRST))
     world.pods.sink.put(pod("ends", node="n1", held=SECOND, phase="Succeeded"))
-    evicted(world)
+    world.freed()
     later(world, 10 * PATIENCE_S)
 
-    assert evicted(world) == []
+    assert world.freed() == []
 
 
 @pytest.mark.parametrize("option", ["--stuck-after", "--sla-window", "--monitor-every", "--lease"])

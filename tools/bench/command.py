@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from rich.console import Console
 from rich.padding import Padding
 from valve_tools.bench.row import Row
+from valve_tools.demo.endings import perform
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
 MODULES = (
@@ -80,6 +81,10 @@ def verdict(row: Row) -> str:
 
 
 def main(argv: list[str]) -> int:
+    return perform("valve bench", lambda: chosen(argv))
+
+
+def chosen(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="The benchmarks to run. Default: all but rungs and sparse."

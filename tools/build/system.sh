@@ -5,6 +5,7 @@ need() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need gcc gcc
 need git git
 need ld binutils
+need flock util-linux
 need python3 python3
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"
 py_include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null)

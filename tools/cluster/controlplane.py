@@ -31,6 +31,7 @@ SHORT_LEASE = {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": 
 # As the chart sets it.
 SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
 START_S = 240.0  # what a machine that is busy with other things may take for it
+STOP_S, PATIENCE_S = 10.0, 120.0  # who does not end is killed; of Valve's own that is a finding
 _BY_US = (-signal.SIGKILL, -signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -184,13 +185,22 @@ class ControlPlane:
         """In reverse order of start, so that nothing waits for what is already gone."""
         for name in reversed(list(self.processes)):
             self._note_end(name)
-            process = self.processes.pop(name)
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            self.end(name, self.processes.pop(name))
+
+    def end(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """As a kubelet does it. One of Valve's ends in order then: not with an error, not by a second signal, nor by
+        the first one unless it had hardly begun."""
+        if process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            code = process.wait(PATIENCE_S if name in self._valves else STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        has_begun = (self.folder / f"{name}.log").stat().st_size > 0
+        if name in self._valves and code != 0 and (has_begun or code != -signal.SIGTERM):
+            self.deaths.append(f"{name} was told to end and ended with {code}")
 
     def _note_end(self, name: str) -> None:
         """Before something is done to it: whether it was still there."""

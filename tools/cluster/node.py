@@ -224,8 +224,7 @@ class RealNode:
         old, self.metrics = self.plane.processes["valved"], free_port()  # pods of a DaemonSet share no port
         self._spawn_valved("valved-next", "--wait", f"--metrics-port={self.metrics}")
         wait_for("a successor in line", lambda: has_successor(self.run_dir))
-        old.terminate()
-        old.wait()
+        self.plane.end("valved", old)
         self.plane.processes["valved"] = self.plane.processes.pop("valved-next")
         wait_for("the successor", lambda: is_running(self.run_dir))
 
@@ -257,9 +256,7 @@ class RealNode:
         if name == "valved":
             self.upgrade_valved()
             return
-        former = self.plane.processes.pop(name)
-        former.terminate()
-        former.wait()
+        self.plane.end(name, self.plane.processes.pop(name))
         if name == "gpuplugin":
             self.start_gpuplugin(stand_in=not self._has_stand_in)
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from valve_tools.demo import survivors
+from valve_tools.emulator import survivors
 from valve_tools.emulator.run import ENDS
 
 from valved.cli.exits import CliError

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from valve_tools.demo.endings import DemoError, undisturbed
 from valve_tools.emulator import node as emulated
+from valve_tools.emulator import survivors
 from valve_tools.emulator.client import Emulator
 
 from valved.cli.client import ask, status_of
@@ -50,7 +51,7 @@ def demo_folder(kept: Path | None) -> Iterator[Path]:
 
 
 class EmulatedNode:
-    """Use as a context manager. Everything started through it is gone afterwards."""
+    """Use as a context manager. Everything started through it is gone afterwards, also where we are killed."""
 
     valve: Sequence[str] = (str(VALVE),)
 
@@ -69,6 +70,7 @@ class EmulatedNode:
 
     def __enter__(self) -> EmulatedNode:
         self.refuse_living()
+        survivors.end_with_us()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         try:
             with undisturbed():  # a card that is being started is nobody's yet

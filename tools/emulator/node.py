@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from valve_tools.emulator import survivors
 from valve_tools.emulator.client import Emulator
 
 LIBRARIES = Path(__file__).resolve().parent / "lib"
@@ -107,6 +108,7 @@ def stop(server: subprocess.Popen[str]) -> int:
 @contextmanager
 def node(options: Options | None = None, directory: Path | None = None) -> Iterator[Emulator]:
     """A node for a test: its own directory, server started and stopped, the client as the value."""
+    survivors.end_with_us()
     made = Path(tempfile.mkdtemp(prefix="valve-emu-")) if directory is None else directory
     server = start(made, options or Options())
     try:

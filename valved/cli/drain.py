@@ -59,7 +59,9 @@ def drain(options: argparse.Namespace) -> int:
                 raise CliError(f"still there after {options.timeout:g} s: {', '.join(left)}", STILL_THERE, step)
             time.sleep(LOOK_S)
             status = look(connection, status, silence)
-    print("drained: no offline process is left" + (", valved ends" if options.stop else ""))
+    print(
+        "drained: no offline process is left" + (", valved ends" if options.stop else "; none runs until: valve resume")
+    )
     return OK
 
 

@@ -101,9 +101,12 @@ def gpus(answer: Any) -> RenderableType:
     return table
 
 
+SPARE = ("pids", "delay", "gpus", "harvested", "stops", "role", "id")  # `valve explain ID` asks for the last
+
+
 def services(answer: Any) -> RenderableType:
     columns = ("id", "name", "role", "gpus", "stops", "delay", "harvested", "pids", "state")
-    table = FittingTable("Services", columns, spare=("pids", "delay", "gpus", "harvested", "id", "stops", "role"))
+    table = FittingTable("Services", columns, spare=SPARE, sentence="state")
     if not answer.services:
         return Text("Services: none yet (valve run --online -- CMD)\n")
     for service in answer.services:

@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+SENTENCE_WIDTH = 26
+
 
 class Paper(Console):
     """Where a command prints. Its reader may leave, as `head` does: main.py says what that means."""
@@ -20,15 +22,16 @@ class Paper(Console):
 
 class FittingTable:
     """Rows of cells. No cell is markup: strangers choose names. `spare` names columns in the order in which they go
-    when room is short."""
+    when room is short. The cells of the column `sentence` go on in a next line first: a sentence hides no figures."""
 
-    def __init__(self, title: str, columns: Sequence[str], *, spare: Sequence[str] = ()) -> None:
-        unknown = set(spare) - set(columns)
+    def __init__(self, title: str, columns: Sequence[str], *, spare: Sequence[str] = (), sentence: str = "") -> None:
+        unknown = {*spare, *([sentence] if sentence else [])} - set(columns)
         if unknown:
             raise ValueError(f"no such columns: {sorted(unknown)}")
         self._title = title
         self._columns = list(columns)
         self._spare = list(spare)
+        self._sentence = sentence
         self._rows: list[tuple[Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
@@ -41,15 +44,17 @@ class FittingTable:
         shown = list(self._columns)
         options = console.options.update(width=100_000)
         for name in self._spare:
-            if Measurement.get(console, options, self._table(shown)).maximum <= width:
+            if Measurement.get(console, options, self._table(shown, SENTENCE_WIDTH)).maximum <= width:
                 break
             shown.remove(name)
         return shown
 
-    def _table(self, shown: Sequence[str]) -> Table:
+    def _table(self, shown: Sequence[str], most: int | None = None) -> Table:
+        """`most`: the width of a sentence, where that is what it may be narrowed to."""
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in shown:
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
+            wraps = name == self._sentence
+            table.add_column(name, no_wrap=not wraps, overflow="ellipsis", max_width=most if wraps else None)
         places = [self._columns.index(name) for name in shown]
         for row in self._rows:
             table.add_row(*(row[at] for at in places))

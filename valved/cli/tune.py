@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from valved.cli import run
-from valved.cli.exits import NOT_FOUND, CliError
+from valved.cli.exits import NOT_FOUND, OK, CliError
 from valved.paths import API_SOCKET, ENV_ROLE, LINK_SOCKET, VIEW_SOCKET, run_dir
 
 ENV_PYTHON = "VALVE_TUNE_PYTHON"
@@ -23,6 +23,16 @@ TRAINS = ("run", "resume", "serve", "fleet")
 READS = "publish"  # it may read weights that are shared on a GPU
 ROOM = "valve_tune.serve"
 UNGATED = "--ungated"
+HELP = {"-h", "--help"}
+HELP_WITHOUT = """\
+usage: valve tune COMMAND ...
+
+Train an adapter as offline work, look after it, and hand it to a running service. The manual: docs/finetuning.md
+
+commands: run, ls, watch, pause, resume, cancel, checkpoints, share, publish, serve, fleet, doctor
+
+{error}. With them `valve tune COMMAND --help` has the options.
+{step}"""
 
 
 def interpreter() -> str:
@@ -39,7 +49,7 @@ def interpreter() -> str:
     raise CliError(
         "valve tune needs torch and valve-tune, which this environment does not have",
         NOT_FOUND,
-        f"set one up in the checkout: make {FOLDER}/.installed (or name one: {ENV_PYTHON}=/path/to/python)",
+        f"set one up in a checkout of Valve: make {FOLDER}/.installed (or name one: {ENV_PYTHON}=/path/to/python)",
     )
 
 
@@ -57,9 +67,17 @@ def has_valved(folder: Path) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    is_work = bool(argv) and argv[0] in (*TRAINS, READS) and not {"-h", "--help"} & set(argv)
+    wants_help = bool(HELP & set(argv))
+    try:
+        python = interpreter()
+    except CliError as error:
+        if not wants_help:
+            raise
+        print(HELP_WITHOUT.format(error=error, step=error.next_step))
+        return OK
+    is_work = bool(argv) and argv[0] in (*TRAINS, READS) and not wants_help
     ungated = is_work and UNGATED in argv
-    command = [interpreter(), "-m", ROOM, *(each for each in argv if not (ungated and each == UNGATED))]
+    command = [python, "-m", ROOM, *(each for each in argv if not (ungated and each == UNGATED))]
     if is_work and ENV_ROLE not in os.environ:
         if has_valved(run_dir()):
             words = {"ungated": ungated, "slo": "", "grant": None, "share_weights": None}

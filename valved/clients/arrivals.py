@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from valved.clients.accounts import account_of
+from valved.clients.accounts import AccountKind, LinkAccount, account_of
 from valved.clients.awaited import Awaited
 from valved.clients.turns import PASS_NS, Knocks, TurnLine
 from valved.machine.callers import Accepted, has_left
@@ -45,7 +45,7 @@ class LinkCaller:
     pid: int
     uid: int
     root: int = 0  # the awaited process to which it belongs
-    account: Hashable | None = None  # None: it is awaited or expected, or nobody has looked who it is
+    account: LinkAccount | None = None  # None: it is awaited or expected, or nobody has looked who it is
     groups: tuple[Hashable, ...] = ()
     is_in_line: bool = False
     unread: dict[int, int] = field(default_factory=dict)  # they have said something, in the order in which they did
@@ -65,9 +65,9 @@ class LinkCaller:
             self.groups = (self.account, self.uid, cgroup)
 
     @property
-    def lane_account(self) -> Hashable:
+    def lane_account(self) -> LinkAccount:
         """Whose links are handled aside of the loop with its own (dear.py)."""
-        return self.account if self.account is not None else ("awaited", self.root or self.pid)
+        return self.account or LinkAccount(AccountKind.AWAITED, self.root or self.pid)
 
     @property
     def is_known(self) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from valved.clients.accounts import LinkAccount
 from valved.clients.departures import ANEW
 from valved.clients.exits import Exits
 from valved.clients.identity import NOT_YET, ClaimSource, Peer, Silence, own_cgroup
@@ -63,6 +64,10 @@ class ClaimedRoots:
         self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
         self.watch_root(root)
         self._changed()
+
+    def pod_of(self, account: LinkAccount) -> str:
+        """Its name; empty where it is no pod, or none that is known."""
+        return self.pods.name_of(str(account.name)) if self.pods is not None else ""
 
     def ask_pods(self, peer: Peer) -> bool:
         """A peer without a claim may be in a pod that says what it is. False: that pod is not known yet."""

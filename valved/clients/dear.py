@@ -40,7 +40,7 @@ CORE_SHARE, CORE_BURST_NS = 1 / 60, SECOND_NS  # of a core, for what is done asi
 
 Job = Callable[[], Any]
 Then = Callable[[Any, Exception | None], None]
-Told = Callable[[str], object]
+Told = Callable[[Any, str], object]  # an account, and what is to be said of it
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class DearAccounts:
         was_dear = self.has(account)
         self._of_each.took(account, ns, time.monotonic_ns())
         if not was_dear and self.has(account):
-            self._told(f"a packet of {account} took {ns / 1e6:.0f} ms: its links are handled aside")
+            self._told(account, f"a packet took {ns / 1e6:.0f} ms, so its links are handled aside")
 
     def note_loop(self, account: Hashable, ns: int, *, is_awaited: bool) -> None:
         """That the loop itself has paid."""
@@ -114,9 +114,7 @@ class DearAccounts:
 
     def _tell_slow(self, account: Hashable) -> None:
         if account not in self._slow:
-            self._told(
-                f"links of {account} kept a thread busy for a second: they have a sixtieth of a core from now on"
-            )
+            self._told(account, "its links kept a thread busy for a second: they have a sixtieth of a core from now on")
             self._slow.append(account)
 
     def _done(self, account: Hashable, then: Then, ran: list[int], result: Any, error: Exception | None) -> None:

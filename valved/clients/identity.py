@@ -67,6 +67,10 @@ class ClaimSource(Protocol):
 
     def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
+    def name_of(self, cgroup: str) -> str:
+        """Namespace and name of the pod that has this control group; empty: it is none that is known."""
+        ...
+
     def trust_of(self, namespace: str) -> str:
         """The namespaces that this one trusts, as its administrator says; empty: only itself."""
         ...

@@ -21,6 +21,7 @@ from valved.abi.link import (
     Refusal,
     Welcome,
 )
+from valved.clients.accounts import LinkAccount
 from valved.clients.admission import Admission, Connection, why_not
 from valved.clients.awaited import Awaited
 from valved.clients.channels import Channels
@@ -325,11 +326,11 @@ class Register:
         self._told_malformed.took(uid, TELL_NS, now_ns)
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
 
-    def links_are_dear(self, text: str) -> None:
+    def links_are_dear(self, account: LinkAccount, text: str) -> None:
         now_ns = self._clock.now_ns()
         if not self._told_malformed.wait_ns(LINKS, now_ns):
             self._told_malformed.took(LINKS, TELL_NS, now_ns)
-            self._journal.emit(EventKind.NOTED, reason=text)
+            self._journal.emit(EventKind.NOTED, reason=f"{account.called(self.claimed.pod_of(account))}: {text}")
 
     def close(self) -> None:
         for client in list(self._books.clients):

@@ -154,7 +154,8 @@ class GateService:
     def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
         """GPUs on which memory moves right now."""
         self.want_prompt("moving", bool(gpus))
-        self.set_standing(MEMORY_SERVICE, gpus)
+        if gpus != held_by(self.gpus, MEMORY_SERVICE):  # asked several times a reclaim; no stamp changes it
+            self.set_standing(MEMORY_SERVICE, gpus)
 
     def is_held(self, gpus: Iterable[GpuIndex]) -> bool:
         self.drain()

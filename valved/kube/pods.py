@@ -132,9 +132,16 @@ class PodBook:
     def offline(self) -> Iterable[Pod]:
         return (pod for pod in self.pods.values() if pod.role is Role.OFFLINE and not pod.finished)
 
-    def said_of(self, cgroup: str) -> tuple[Said, ...]:
+    def _of_group(self, cgroup: str) -> Pod | None:
         group = pod_of(cgroup)
-        pod = self.pods.get(group.uid) if group is not None else None
+        return self.pods.get(group.uid) if group is not None else None
+
+    def name_of(self, cgroup: str) -> str:
+        pod = self._of_group(cgroup)
+        return pod.key if pod is not None else ""
+
+    def said_of(self, cgroup: str) -> tuple[Said, ...]:
+        pod = self._of_group(cgroup)
         return (pod.said, self._said.get(pod.namespace, SILENT)) if pod is not None else ()
 
     def trust_of(self, namespace: str) -> str:

@@ -46,7 +46,7 @@ class Engine(Columns):
         self.queue: Queue | None = None
         self.indexed_steps = -1
         self.indexed_ns = 0
-        self.rung_ns = 0  # when its hook rang, by its own clock; 0 once that was looked at
+        self.rung_ns: int | None = None  # when its hook rang, by its own clock, until that is looked at
         self.index_ns = 0  # how long the last one took
         self.owes: list[Order] = []  # when a reclaim ended: orders that it had not carried out
         self.is_indexing = False

@@ -58,10 +58,10 @@ class Growth:
     def calm(self) -> None:
         self._turn.calm()
 
-    async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> Grown:
+    async def grow(self, engine: Engine, columns: Ints, rung_ns: int | None = None) -> Grown:
         """Back bare columns of an online engine, taking from offline work what is missing.
 
-        `rung_ns`: since when its hook has waited for an answer; 0 if no hook rang.
+        `rung_ns`: since when its hook has waited for an answer; None if no hook rang.
         """
         self._moves.coming(engine, columns)
         over, grown = Pause(), Grown()
@@ -88,7 +88,7 @@ class Growth:
         if len(parts) and self._books.is_attached(engine):
             await all_of([order.settled for order in self._moves.unback(engine, parts)])
 
-    async def _grow_once(self, engine: Engine, columns: Ints, over: Pause, rung_ns: int, grown: Grown) -> bool:
+    async def _grow_once(self, engine: Engine, columns: Ints, over: Pause, rung_ns: int | None, grown: Grown) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
         need = plan = None
         orders: list[Order] = []

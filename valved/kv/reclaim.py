@@ -80,7 +80,7 @@ class Reclaimer:
         handles: dict[GpuIndex, int],
         is_waited_for: Callable[[], bool],
         over: Pause,
-        rung_ns: int = 0,
+        rung_ns: int | None = None,
     ) -> Need:
         """Have so many handles free. Who asks awaits `ready`, settles the need, and sets `over` after its last try."""
         now_ns = self._clock.now_ns()
@@ -88,7 +88,7 @@ class Reclaimer:
             service=service,
             handles=handles,
             promised=dict(handles),
-            rung_ns=rung_ns if now_ns - BELIEVED_NS < rung_ns < now_ns else now_ns,
+            rung_ns=rung_ns if rung_ns is not None and now_ns - BELIEVED_NS < rung_ns < now_ns else now_ns,
             asked_ns=now_ns,
             is_waited_for=is_waited_for,
             over=over,

@@ -157,7 +157,7 @@ class Reserve:
 
     def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, begins: int, now_ns: int) -> None:
         """`begins`: columns of its headroom that have not come yet."""
-        rung_ns, engine.rung_ns = engine.rung_ns, 0
+        rung_ns, engine.rung_ns = engine.rung_ns, None
         if begins:
             self._grow(engine, online, begins, rung_ns)
             return
@@ -227,13 +227,13 @@ class Reserve:
             pool_handles=mapped + min(len(bare), self._supply.obtainable(engine)),
         )
 
-    def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int) -> None:
+    def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int | None) -> None:
         bare = engine.bare_columns()[:columns]
         if len(bare):
             online.growing = True
             start(self._growing(engine, online, bare, rung_ns))
 
-    async def _growing(self, engine: Engine, online: Online, columns: Ints, rung_ns: int) -> None:
+    async def _growing(self, engine: Engine, online: Online, columns: Ints, rung_ns: int | None) -> None:
         grown = Grown()
         try:
             grown = await self._growth.grow(engine, columns, rung_ns)

@@ -130,7 +130,7 @@ class KvService:
 
     def _rung(self, hook: ClientEntry, sent_ns: int, wanted_blocks: int) -> None:
         engine = self._books.engines.get(hook.service)
-        if engine is not None and not engine.rung_ns:
+        if engine is not None and engine.rung_ns is None:
             engine.rung_ns = sent_ns
         if engine is not None and engine.role is Role.ONLINE and engine.is_complete:
             self._looks.look_now(engine, wanted_blocks)

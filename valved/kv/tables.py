@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from valved.abi.kv_files import check_sizes
-from valved.abi.kv_link import KV_ABI, KvAttach, KvTableMessage
+from valved.abi.kv_files import MODES, check_sizes
+from valved.abi.kv_link import KV_ABI, KvAttach, KvMode, KvTableMessage
 from valved.abi.link import LinkType
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
@@ -161,7 +161,7 @@ class Tables:
             reason=body.engine,
             blocks=body.blocks,
             ranks=body.ranks,
-            mode=body.mode,
+            mode=MODES.get(body.mode, KvMode.NONE).name.lower(),
         )
         self._changes.put(Look())
 

@@ -23,7 +23,6 @@ class GateTurn:
         self._supply = supply
         self._turn: Pause | None = None  # set when the task that has the gate for moving memory is through
         self.is_ahead = False  # GPUs are held for a reclaim that is still planned
-        self._held: frozenset[GpuIndex] | None = frozenset()  # None: a change of it failed
         self._watching: list[Pause] = []  # tasks that wait for GPUs to stop
 
     async def mine(self) -> None:
@@ -39,19 +38,13 @@ class GateTurn:
         Not while another task has the gate."""
         if self._turn is None:
             self.is_ahead = True
-            self._hold(gpus)
+            self._gating.set_moving(gpus)
 
     def calm(self) -> None:
         """No reclaim took the gate after all: they run again."""
         if self.is_ahead and self._turn is None:
-            self._hold(frozenset())
+            self._gating.set_moving(frozenset())
         self.is_ahead = False
-
-    def _hold(self, gpus: frozenset[GpuIndex]) -> None:
-        if gpus != self._held:
-            self._held = None
-            self._gating.set_moving(gpus)
-            self._held = gpus
 
     def give_up(self) -> None:
         turn, self._turn = self._turn, None
@@ -60,12 +53,12 @@ class GateTurn:
 
     def open(self) -> None:
         """Whether it was stopped or not."""
-        self._hold(frozenset())
+        self._gating.set_moving(frozenset())
         self.give_up()
 
     async def stop(self, gpus: frozenset[GpuIndex], meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Hold these GPUs; True once the last disable of each came back well."""
-        self._hold(gpus)
+        self._gating.set_moving(gpus)
         meanwhile()
         deadline_ns = 0
         while not all(map(self._gating.is_proven_stopped, gpus)):

@@ -186,6 +186,8 @@ class Reporter:
         decision = online.decision
         if decision is None or decision.action is WakeAction.WAKE:
             return "busy: just begun"
+        if decision.reason is WakeReason.NO_OFFLINE and not online.gpus:
+            return "waiting: it uses no GPU yet"
         return WORDS[decision.reason]
 
     def _offline_words(self, entry: ServiceEntry) -> str:

@@ -2,18 +2,14 @@
 Nor do many objects hold up the loop that renews the lease."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from valve_kube.client import Json
+from valve_kube.failures import leave_out
 from valve_kube.objects import Object
-
-from valve_scheduler import metrics
-
-log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 Item = TypeVar("Item")
@@ -28,9 +24,8 @@ def apart(item: Object) -> Iterator[None]:
     except Exception:
         metadata = item.get("metadata") or {}
         kind = str(item.get("kind") or "Pod")
-        metrics.invalid.labels(kind).inc()
-        found = {"kind": kind, "object": f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"}
-        log.exception("object left out of the round", extra=found)
+        name = f"{metadata.get('namespace', '')}/{metadata.get('name', '')}"
+        leave_out(kind, name, "object left out of the round")
 
 
 async def unhurried(items: Iterable[Item], clock_s: Callable[[], float] = time.perf_counter) -> AsyncIterator[Item]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from valve_kube import names
 from valve_kube.client import ApiError, KubeClient, Unreachable
+from valve_kube.failures import round_failed
 from valve_kube.lease import DURATION_S, Lease
 
 from valve_scheduler.controller.account_book import AccountBook
@@ -130,28 +131,28 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
     controller = Controller(client, settings)
     lease = Lease(client, settings.namespace, settings.lease_name, identity, settings.lease_s)
 
-    async def every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
+    async def every(seconds: float, name: str, act: Callable[[], Awaitable[None]]) -> None:
         while True:
             if not controller.caches.missing() and lease.held:
                 try:
                     await lease.while_held(act())
                 except Exception:
-                    log.exception("round failed")
+                    round_failed(name)
             elif not lease.held:
                 controller.stand_down()
             await asyncio.sleep(seconds)
 
     tasks = [view.run() for view in controller.caches.views]
     rounds = [
-        every(settings.requeue_every_s, controller.waiting.requeue),
-        every(settings.policy_every_s, controller.apply_policies),
-        every(settings.clear_every_s, controller.clear),
-        every(settings.monitor_every_s, controller.promises.round),
-        every(settings.monitor_every_s, controller.policies.judge),
-        every(settings.monitor_every_s, controller.forget),
-        every(settings.monitor_every_s, controller.free_stuck),
-        every(settings.monitor_every_s, controller.account),
-        every(settings.monitor_every_s, controller.measuring.store),
+        every(settings.requeue_every_s, "requeue", controller.waiting.requeue),
+        every(settings.policy_every_s, "apply policies", controller.apply_policies),
+        every(settings.clear_every_s, "clear", controller.clear),
+        every(settings.monitor_every_s, "monitor SLAs", controller.promises.round),
+        every(settings.monitor_every_s, "judge policies", controller.policies.judge),
+        every(settings.monitor_every_s, "forget nodes", controller.forget),
+        every(settings.monitor_every_s, "free stuck pods", controller.free_stuck),
+        every(settings.monitor_every_s, "account", controller.account),
+        every(settings.monitor_every_s, "store profiles", controller.measuring.store),
     ]
     await Probes(controller.caches.missing).serve(settings.probe_host, settings.probe_port)
     await asyncio.gather(lease.run(), *tasks, *rounds)

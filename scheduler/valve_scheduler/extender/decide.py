@@ -13,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_kube import names
+from valve_kube import failures, names
 from valve_kube.client import ApiError, Json, Unreachable
 from valve_kube.errors import InvalidObject, NoPlace, NotReady
 from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
@@ -73,7 +73,7 @@ class Extender:
         try:
             pod = offline_pod(followed(arguments["Pod"]))
         except InvalidObject as error:
-            metrics.invalid.labels("Pod").inc()
+            failures.objects["Pod"] += 1
             return _filter_error(f"valve: {error}")
         self._state.held.unreserve(pod.uid)
         if full := self._barred(pod):

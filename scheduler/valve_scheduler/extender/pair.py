@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from valve_kube import wire
+from valve_kube.errors import in_words
 
 PAIR_PATH = "/pairz"
 # The first list of a large cluster takes a while, and so does one after the lease was won.
@@ -35,7 +36,7 @@ class Pair:
         try:
             status = await asyncio.wait_for(self._healthz(), _TIMEOUT_S)
         except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
-            return f"kube-scheduler does not answer: {error!r}"
+            return f"kube-scheduler does not answer: {in_words(error)}"
 
         return "" if status == 200 else f"kube-scheduler says {status}"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from valve_kube.client import Json, KubeClient
-from valve_kube.errors import InvalidObject, NotReady
+from valve_kube.errors import InvalidObject, NotReady, in_words
 from valve_kube.reflector import SILENCE_S, Reflector
 
 from valve_scheduler import metrics
@@ -119,8 +119,8 @@ class ExtenderService:
         except NotReady as error:
             return text_answer(str(error), 503)
         except (InvalidObject, KeyError, TypeError, AttributeError, ValueError, msgspec.MsgspecError) as error:
-            log.warning("request refused", extra={"verb": verb, "error": repr(error)})
-            return text_answer(f"{verb}: the request cannot be used: {error!r}", 400)
+            log.warning("request refused", extra={"verb": verb, "error": in_words(error)})
+            return text_answer(f"{verb}: the request cannot be used: {in_words(error)}", 400)
 
     async def _housekeeping(self) -> None:
         while True:

@@ -6,16 +6,15 @@ read is counted and logged, and changes nothing, except that a node whose report
 import logging
 from collections.abc import Callable
 
-from valve_kube import names
+from valve_kube import failures, names
 from valve_kube.client import Json, KubeClient
-from valve_kube.errors import UNUSABLE, InvalidObject
+from valve_kube.errors import UNUSABLE, InvalidObject, in_words
 from valve_kube.objects import node_report, pod_place, seconds_of, workload_profile
 from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink, Store, at_each_change
 from valve_kube.shapes import NodeShape, PodShape, ReportShape, Shape
 
-from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.placement.grounds import Grounds
 from valve_scheduler.placement.state import ClusterState
@@ -32,6 +31,8 @@ OFFLINE_PODS = {
 class ProfileShape(Shape):
     """OfflineProfiles as they are, with what is read of their metadata: a tenant may write a quarter of a megabyte of
     annotations into each, and make as many as it likes."""
+
+    of = "OfflineProfile"
 
     def slim(self, item: Json) -> Json:
         kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
@@ -110,7 +111,7 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
         try:
             avoid[str(entry["node"])] = seconds_of(entry["until"])
         except UNUSABLE as error:
-            _report("OfflineWorkload", InvalidObject(f"avoidNodes entry {entry!r}: {error!r}"))
+            _report("OfflineWorkload", InvalidObject(f"an entry of avoidNodes cannot be used: {in_words(error)}"))
 
     return workload_key(workload), avoid
 
@@ -140,5 +141,5 @@ def policies_view(client: KubeClient, state: ClusterState) -> Reflector:
 
 
 def _report(kind: str, error: InvalidObject) -> None:
-    metrics.invalid.labels(kind).inc()
+    failures.objects[kind] += 1
     log.warning("object refused", extra={"kind": kind, "error": str(error)})

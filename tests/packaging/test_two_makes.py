@@ -1,0 +1,55 @@
+"""Several `make build` in one checkout: one builds, the others wait, and what was built is not built again."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+PIP = """#!/bin/sh
+mkdir inside || echo overlap >> calls
+echo "$*" >> calls
+sleep 0.05
+rmdir inside
+"""
+
+
+def test_two_makes_never_build_at_once_and_the_second_never_builds_again(tmp_path: Path, repository: Path) -> None:
+    """An installation made anew pulls the files away from under the tests of the first."""
+    shutil.copy(repository / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "tools/build/system.sh", "tune/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for folder in (".venv/bin", ".venv-tune/bin"):
+        for name, text in (("pip", PIP), ("python", "#!/bin/sh\n")):
+            tool = tmp_path / folder / name
+            tool.parent.mkdir(parents=True, exist_ok=True)
+            tool.write_text(text)
+            tool.chmod(0o755)
+
+    targets = ("build", "build", "venv", ".venv-tune/.installed", ".venv-tune/.installed", "build")
+    makes = [subprocess.Popen(["make", target], cwd=tmp_path, stderr=subprocess.PIPE, text=True) for target in targets]
+    told = [make.communicate()[1] for make in makes]
+
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [make.returncode for make in makes] == [0] * len(makes), told
+    assert "overlap" not in calls
+    assert len(calls) == len(set(calls)) == 2 + 2 + 2 + 1, calls
+
+
+def test_a_file_that_was_deleted_never_stops_the_build(tmp_path: Path, repository: Path) -> None:
+    """git lists it until that is committed."""
+    shutil.copy(repository / "Makefile", tmp_path)
+    gone = tmp_path / "valved" / "gone.py"
+    gone.parent.mkdir()
+    gone.touch()
+    for command in (["git", "init", "-q"], ["git", "add", "."]):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    gone.unlink()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "tools" / "build").mkdir(parents=True)
+    (tmp_path / "tools" / "build" / "system.sh").touch()
+
+    done = subprocess.run(["make", "-n", "build"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
