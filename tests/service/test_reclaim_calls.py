@@ -129,5 +129,32 @@ def test_what_was_taken_never_costs_more_calls_than_these_before_it_is_given(tmp
     world.check()
 
 
+@pytest.mark.parametrize("planes", [1, 16])
+def test_the_first_order_never_waits_until_the_stop_is_booked(tmp_path, planes):
+    """The native side says that the card stands, and that alone counts. What else follows from the stop can wait."""
+    world, offline, online = beside(tmp_path, Remap.HELPER, planes)
+    gate, is_stopped, hear = world.gate, world.gate.is_stopped, offline.shim.connection.on_send
+    unread = []
+
+    def stops_now(gpu):
+        gate.is_stopped = is_stopped
+        gate.come_back(gpu)  # while the reclaim was planned
+        return is_stopped(gpu)
+
+    def on_send(kind, *rest):
+        if kind in ORDERS and not unread:
+            unread.append(len(gate.stamps))
+        return hear(kind, *rest)
+
+    gate.is_stopped, offline.shim.connection.on_send = stops_now, on_send
+    rings(online)
+    assert unread == [1]
+
+    world.run(100)
+    assert gate.stamps == []
+    assert len(online.backed()) >= WANTED
+    world.check()
+
+
 def is_last(world, client):
     return len(world.kv.books.orders.under_way(client)) == 1

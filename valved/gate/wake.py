@@ -175,10 +175,8 @@ class GateService:
                 online.hit_requests(self._books.clients_of(online.id), self._gate.view, None)
 
     def is_proven_stopped(self, gpu: GpuIndex) -> bool:
-        """Nothing of offline runs here: the disable came back, and came back well."""
-        if not self._gate.is_stopped(gpu):
-            return False
-        self.drain()  # its stamp lies there by now
+        """Nothing of offline runs here: the disable came back, and came back well. Its stamp may not be booked yet: a
+        service waits for what follows, and the stamp rings for itself."""
         return self._gate.is_stopped(gpu)
 
     def reach(self, gpu: GpuIndex) -> Reach:
