@@ -12,6 +12,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_books import BATCHES, begin, blobs, push
 from valve_router.advice import Advice
 from valve_router.plan.task import Task, TaskKind
 from valve_router.replicas import Replicas
@@ -20,20 +21,7 @@ from valve_router.settings import RouterSettings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
-from valve_router.training.records import Gone, LedgerRefused, Push
-
-BATCHES = 12
-
-
-def begin(folder, rounds=2, batches=BATCHES, silent_s=60.0, limit_s=0.0):
-    ledger = FleetBooks(folder, silent_s)
-    ledger.add_job("j", rounds=rounds, round_batches=batches, digest="d", tokens=100, limit_s=limit_s, now_s=0.0)
-    return ledger
-
-
-def push(ledger, joined, numbers, tokens, steps=1, content=b"", now=1.0):
-    one = Push(numbers=numbers, tokens=tokens, steps=steps, blob=content or f"{joined.trainer}/{tokens}".encode())
-    return ledger.push("j", joined.trainer, joined.version, one, now)
+from valve_router.training.records import Gone, LedgerRefused
 
 
 def test_what_a_dead_trainer_held_waits_again_and_what_it_pushed_stays(tmp_path):
@@ -511,10 +499,6 @@ def test_one_sweep_that_fails_is_never_the_last(tmp_path, monkeypatch):
             task.cancel()
 
     asyncio.run(run())
-
-
-def blobs(folder):
-    return sorted(path.read_bytes() for path in (folder / "blobs").iterdir())
 
 
 def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_needs_always_is(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
 from command import Command
 from fake_engine import FakeEngine
+from valve_tune.serve.cli import main
 from valve_tune.serve.engines import RunningEngine
 from valve_tune.serve.folder import JobFolder
 from valve_tune.serve.gap import GapProbe
@@ -28,6 +30,9 @@ def job(tmp_path):
         place.mkdir(parents=True, exist_ok=True)
         (place / "adapter_model.safetensors").write_bytes(place.name.encode())
         (place / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, "bias": "none"}))
+    checkpoint = folder.path / "checkpoint-5"
+    sums = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in checkpoint.iterdir()}
+    (checkpoint / "manifest.json").write_text(json.dumps(sums))
     (folder.path / "job.json").write_text(JobSpec(model="m", data="d", out=str(folder.path), max_steps=5).to_json())
     return Command(tmp_path), folder
 
@@ -168,6 +173,24 @@ def test_what_the_engines_serve_unlike_is_refused_before_one_sees_it(job, name):
     command, folder = job
     (folder.path / "adapter_config.json").write_text(json.dumps({"r": 8, name: ["x"]}))
     assert name in command.run("publish", folder.path, code=2)
+
+
+@pytest.mark.parametrize("damage", ["adapter_model.safetensors", "adapter_config.json", "manifest.json", "no manifest"])
+def test_a_checkpoint_that_is_not_what_was_written_is_never_published(engine, job, damage, monkeypatch, capsys):
+    command, folder = job
+    monkeypatch.setenv("XDG_STATE_HOME", str(command.home / "state"))
+    asked = ["publish", str(folder.path), "--checkpoint", "5"]
+    assert main([*asked, "--name", "whole"]) == 0
+    checkpoint = folder.path / "checkpoint-5"
+    if damage == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    else:
+        with (checkpoint / damage).open("ab") as file:
+            file.write(b"{" if damage == "manifest.json" else b" ")
+    assert main([*asked, "--to", engine.url]) == 2
+    assert "publish another checkpoint" in capsys.readouterr().err
+    assert engine.adapters == {}
+    assert [path.name for path in (folder.path / "published").iterdir()] == ["whole-v1"]
 
 
 def test_a_name_that_leaves_the_folder_is_refused(job):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -19,6 +21,8 @@ from valve_tune.base.weights import BadBase
 from valve_tune.serve.cli import main
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.publish import check_base
+from valve_tune.train.build import open_model
+from valve_tune.train.guard import BEGUN, Guard
 from valve_tune.train.report import Answer, End
 
 
@@ -204,6 +208,58 @@ def test_an_adapter_is_never_published_after_the_weights_it_was_trained_on_chang
             file.write(b"\1" * 64)
         with pytest.raises(FolderError, match="not published"):
             check_base(folder)
+
+
+def test_a_part_of_a_fleet_job_is_never_published_for_another_base_at_the_same_path(
+    base: Path, served: Path, tmp_path: Path
+) -> None:
+    """It has no checkpoint that says what it was trained on; the guard has written it down."""
+    spec = jobs.job(base, tmp_path / "out", share_weights=str(served), max_steps=1)
+    folder = JobFolder(spec.out)
+    with folder.claimed(spec, fleet="chat"):
+        (folder.path / BEGUN).write_text(open_model(spec).weights.digest + "\n")
+        check_base(folder)
+        publish({name: each + 1 for name, each in SharedFile(served).tensors.items()}, served)
+        with pytest.raises(FolderError, match="not published"):
+            check_base(folder)
+
+
+def test_a_kill_while_the_guard_writes_its_checksum_never_says_that_the_base_changed(
+    base: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier Valve could be killed between the empty file and its content; this one writes it whole."""
+    spec = jobs.job(base, tmp_path / "out", share_weights=str(served))
+    weights = open_model(spec).weights
+    written: list[str] = []
+
+    def torn(path: Path, content: str, *_: Any) -> None:
+        written.append(path.name)
+        path.touch()
+        raise KeyboardInterrupt  # as a kill: nothing after it runs
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "write_text", torn)
+        with contextlib.suppress(KeyboardInterrupt), Guard(spec, weights):
+            pass
+    assert written == []
+    (tmp_path / "out" / BEGUN).write_text("")
+    with Guard(spec, weights):
+        pass
+    assert (tmp_path / "out" / BEGUN).read_text().strip() == weights.digest
+
+
+def test_a_base_that_does_not_fit_never_stays_in_memory(served: Path, tmp_path: Path, monkeypatch) -> None:
+    home = tmp_path / "shm"
+    home.mkdir()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tensors = SharedFile(served).tensors
+    monkeypatch.setattr("valve_tune.base.shared.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        publish(tensors, home / "llama")
+    assert list(home.iterdir()) == []
 
 
 def test_an_adapter_is_never_published_for_another_base_at_the_same_path(

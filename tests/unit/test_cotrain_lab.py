@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from valve_tools.lab.cotrain.engine import Engine, Memory, Setting
 from valve_tools.lab.cotrain.flexllm_page import flexllm_page
 from valve_tools.lab.cotrain.llmstation_page import llmstation_page
 from valve_tools.lab.cotrain.machines import A100_40, ADA, LLAMA8B, QWEN7B, roofline
+from valve_tools.lab.cotrain.page import sources
 from valve_tools.lab.cotrain.steptables import LLAMA70B, LLAMA70B_STEPS, YI34B, YI34B_STEPS, measured
 
 ADA8B = roofline(ADA, LLAMA8B)
@@ -136,6 +138,29 @@ def test_a_claim_fails_where_harli_would_train_too_little():
     for claim in ("H1 harli_closest over Separate, Ada, mean", "H2 harli_closest over Static, worst pair"):
         assert good[claim, "bandwidth"]
         assert not bad[claim, "bandwidth"]
+
+
+def test_ours_is_never_judged_by_another_measure_than_its_rivals():
+    """Rivals were left out where their P99 step was over the target, and ours counted there with one of 63 ms."""
+    tasks = [task for task in harli.quick() if task.note == "bandwidth" and task.policy in {"ours", "harli_closest"}]
+    ours, rival = sorted((harli.work(task) for task in tasks), key=lambda cell: cell.policy != "ours")
+    goal = harli.TARGET.step_ms
+    rival = replace(rival, tpot99_ms=goal - 1, step99_ms=goal - 1, tokens_s=(1000.0,))
+
+    def leads(**mine: float) -> list[float]:
+        cells = [rival, replace(ours, tokens_s=(1100.0,), **mine)]
+        return [harli.worst_lead(cells, "bandwidth", measure) for measure in harli.MEASURES.values()]
+
+    assert leads(tpot99_ms=goal, step99_ms=goal) == [1.1, 1.1]
+    assert leads(tpot99_ms=goal, step99_ms=goal + 23) == [1.1, 0.0]
+    assert leads(tpot99_ms=goal + 1, step99_ms=goal) == [0.0, 1.1]
+
+
+def test_words_about_a_planner_never_make_a_page_stale_and_a_figure_always_does(monkeypatch):
+    read, before = Path.read_text, sources("harli")
+    for added, is_same in (("# other words\n", True), ("FIGURE = 1\n", False)):
+        monkeypatch.setattr(Path, "read_text", lambda path, *asked, added=added: read(path, *asked) + added)
+        assert (sources("harli") == before) == is_same
 
 
 def test_the_page_names_every_claim_and_the_planners_that_made_it(tmp_path, capsys):

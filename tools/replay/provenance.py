@@ -6,16 +6,15 @@ could come out otherwise because the product decides otherwise. `valve replay st
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import importlib.util
-import io
 import re
-import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from valve_tools.replay.code import code_of
 
 from valved.config import Config
 from valved.policy.cooldown import CooldownSettings
@@ -106,23 +105,6 @@ def source(module: str) -> str:
     if spec is None or spec.origin is None:
         raise ImportError(f"{module} has no source")
     return code_of(Path(spec.origin).read_text(encoding="utf-8"))
-
-
-def code_of(text: str) -> str:
-    """The same on every version of Python: lines of the file, not its syntax tree."""
-    lines = [*text.splitlines(), ""]
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and _is_words(node):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def _is_words(node: ast.Expr) -> bool:
-    return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -216,7 +216,7 @@ class FleetBooks:
             kept = db.execute(text, (job, version, name, blob, push.tokens, push.steps)).lastrowid
             db.execute(f"UPDATE batches SET kept = ? WHERE job = ? AND {named}", (kept, job, numbers))
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
-            beside.replace(self._blobs / blob)
+            self._put(beside, blob)
         if last is not None:
             self._drop([last["blob"]])
         return True
@@ -241,7 +241,7 @@ class FleetBooks:
             text = "UPDATE batches SET version = ?, trainer = NULL WHERE job = ? AND version = ? AND kept IS NULL"
             db.execute(text, (version + 1, job, version))
             _queue(db, job, version + 1, now_s)
-            beside.replace(self._blobs / name)
+            self._put(beside, name)
         self._drop([part["blob"] for part in parts])
         return version + 1
 
@@ -263,6 +263,9 @@ class FleetBooks:
         try:
             return (self._blobs / blob).read_bytes()
         except FileNotFoundError:
+            with self._lock:
+                if blob in self._needed():
+                    raise LedgerRefused(f"blob {blob} is missing in {self._blobs}: its job cannot go on") from None
             raise Gone(f"blob {blob} is no longer needed: its round is over") from None
 
     @contextlib.contextmanager
@@ -279,11 +282,23 @@ class FleetBooks:
         finally:
             beside.unlink(missing_ok=True)
 
+    def _put(self, beside: Path, blob: str) -> None:
+        """Its name is on disk before a row says so."""
+        beside.replace(self._blobs / blob)
+        folder = os.open(self._blobs, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _needed(self) -> set[str]:
+        return {row["blob"] for row in self._db.execute(NEEDED)}
+
     def _drop(self, blobs: Iterable[str]) -> None:
-        """Those that no trainer begins at or averages any more. A row may name one that another has dropped."""
-        with self._lock:
-            needed = {row["blob"] for row in self._db.execute(NEEDED)}
-            for blob in set(blobs) - needed:
+        """Those that no trainer begins at or averages any more. A row may name one that another has dropped. Another
+        router of this folder (an update) may be between a blob and its row: a change of ours waits for that."""
+        with self._change():
+            for blob in set(blobs) - self._needed():
                 (self._blobs / blob).unlink(missing_ok=True)
 
 

@@ -37,10 +37,15 @@ TARGET = Goal(step_ms=40.0)
 SETTING = Setting(micro_tokens=2048, prompts_elsewhere=True)
 POLICIES = ("static_share", "harli_closest", "harli_most_sm", "idle", "granted", "race", "ours")
 SHARED = ("harli_closest_shared", "ours_shared")
+RIVALS = ("static_share", "harli_closest", "harli_most_sm", "idle", "granted")
+MEASURES: dict[str, Callable[[Cell], float]] = {
+    "TPOT": lambda cell: cell.tpot99_ms,
+    "step": lambda cell: cell.step99_ms,
+}
+"""By which a cell keeps the target: what readers see, or HARLI's own. One and the same for ours and for its rivals."""
 CONTENTION = {"bandwidth": 0.0, "linear": 0.4}
 """Laws of interference: bandwidth alone, or 40 % at all processors beside it (HARLI's own measurement, H5)."""
 SATURATIONS = (0.40, 0.45, 0.50)
-PAPER = {"H1": 1.462, "H2": 1.751, "H4": 2.012, "H8": 1.102}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +174,17 @@ def accuracy(contention: float) -> Accuracy:
     )
 
 
+def worst_lead(cells: Sequence[Cell], law: str, measure: Callable[[Cell], float]) -> float:
+    """Ours over each rival that keeps the target by this measure; 0 where ours itself does not keep it."""
+    leads = [
+        (mine.trained if measure(mine) <= TARGET.step_ms else 0.0) / theirs.trained
+        for name, mine in of(cells, "ours", law).items()
+        for rival in RIVALS
+        if (theirs := of(cells, rival, law).get(name)) and measure(theirs) <= TARGET.step_ms and theirs.trained
+    ]
+    return min(leads, default=0.0)
+
+
 def claims(cells: Sequence[Cell], exact: dict[str, Accuracy]) -> list[Claim]:
     """Each with a bound that can be missed; the paper's figure is in the note."""
     found: list[Claim] = []
@@ -189,13 +205,9 @@ def claims(cells: Sequence[Cell], exact: dict[str, Accuracy]) -> list[Claim]:
         one = exact[law]
         found.append(at_most("H6 step alone, mean error", law, one.solo_mean, 0.03, "paper 3 %, max 6 %"))
         found.append(at_most("H7 step beside training, mean error", law, one.beside_mean, 0.05, "paper 5 %"))
-        ours = [
-            mine.trained / theirs.trained
-            for name, mine in of(cells, "ours", law).items()
-            for rival in (*POLICIES[:3], "idle", "granted")
-            if (theirs := of(cells, rival, law).get(name)) and theirs.step99_ms <= TARGET.step_ms and theirs.trained
-        ]
-        found.append(at_least("ours over each rival that keeps the target, worst", law, min(ours, default=0.0), 1.0))
+        for measure, of_cell in MEASURES.items():
+            name = f"ours over each rival, kept by P99 {measure}, worst"
+            found.append(at_least(name, law, worst_lead(cells, law, of_cell), 1.0))
     found.append(at_least("H4 best split by hand over Separate", "bandwidth", by_hand(), 1.8, "paper up to 2.01"))
     tensor = [
         mine.trained / theirs.trained

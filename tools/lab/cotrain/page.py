@@ -11,6 +11,7 @@ import valve_hook.policy
 import valve_tools.lab.cotrain
 from valve_tools.lab.cotrain import harli, readings, shared
 from valve_tools.lab.cotrain.cells import MARGINS, Cell
+from valve_tools.replay.code import code_of
 from valve_tools.replay.svg import grouped_bars
 from valve_tools.sim.metrics import Claim
 
@@ -51,12 +52,12 @@ OWN = {
 
 
 def sources(name: str) -> str:
-    """A hash of what planned and simulated this page."""
+    """A hash of what planned and simulated this page: other words about a planner make it no staler."""
     digest = hashlib.sha256()
     for package in (valve_hook.cotrain, valve_hook.policy, valve_tools.lab.cotrain):
         for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
             if package is not valve_tools.lab.cotrain or path.name in {*COMMON, *OWN.get(name, ()), f"{name}.py"}:
-                digest.update(path.name.encode() + path.read_bytes())
+                digest.update(path.name.encode() + code_of(path.read_text("utf-8")).encode())
     return digest.hexdigest()[:16]
 
 

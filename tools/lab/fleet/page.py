@@ -17,7 +17,8 @@ from valve_tools.replay.provenance import LINE, made_with
 from valve_tools.replay.svg import grouped_bars
 from valve_tools.sim.metrics import Claim
 
-COMMAND = "python -m valve_tools.lab.fleet --traces DIR --out docs/results/fleet"
+COMMAND = "cd build && python -m valve_tools.lab.fleet --traces DIR --out ../docs/results/fleet"
+"""In the root the folder `valved` would shadow the installed package."""
 HEAD = f"""\
 # A fleet of replicas: requests and training, planned together
 

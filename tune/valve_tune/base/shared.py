@@ -42,9 +42,12 @@ def publish(tensors: Tensors, path: Path) -> str:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     # Its owner's processes alone may map it: a user without the right to see the service may not see its weights.
-    with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.writelines((MAGIC, struct.pack("<Q", len(header)), header, body))
-    os.replace(aside, path)
+    try:
+        with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.writelines((MAGIC, struct.pack("<Q", len(header)), header, body))
+        os.replace(aside, path)
+    finally:  # what did not fit is memory, where the file is in /dev/shm
+        aside.unlink(missing_ok=True)
     return checksum
 
 

@@ -36,7 +36,7 @@ from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.keeper import EngineKeeper
-from valve_tune.serve.publish import new_version, token_in
+from valve_tune.serve.publish import FILES, copied, token_in
 from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
 from valve_tune.train.data import Rows
@@ -65,17 +65,26 @@ class RouterLink:
         self._url, self._token = url.rstrip("/") + "/route/training/", token
 
     def ask(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        body = json.dumps(asked).encode()
-        found: dict[str, Any] = json.loads(self._call(path, body, {"Content-Type": "application/json"}))
-        return found
+        return self._told(path, json.dumps(asked).encode(), "application/json")
 
     def send(self, path: str, said: dict[str, Any], document: bytes) -> dict[str, Any]:
         body = json.dumps(said).encode() + b"\n" + document  # a line of a head has 8,190 bytes, and numbers may be more
-        found: dict[str, Any] = json.loads(self._call(path, body, {"Content-Type": "application/octet-stream"}))
+        return self._told(path, body, "application/octet-stream")
+
+    def _told(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
+        answer = self._call(path, body, {"Content-Type": kind})
+        try:
+            found: dict[str, Any] = json.loads(answer)
+        except ValueError:  # a proxy, say, that answers in place of a router that is away
+            raise RouterAway(f"{self._url}{path}: answered {answer[:80]!r}") from None
         return found
 
     def blob(self, name: str) -> bytes:
-        return self._call(f"blob/{name}", None, {}) if name else b""
+        """A blob has the name of its content, so a damaged one is seen, and nothing is trained on it or averaged."""
+        content = self._call(f"blob/{name}", None, {}) if name else b""
+        if name and hashlib.sha256(content).hexdigest() != name:
+            raise FolderError(f"{self._url}blob/{name}: is not what was pushed; is the router's --training disk whole?")
+        return content
 
     def _call(self, path: str, body: bytes | None, heads: dict[str, str]) -> bytes:
         request = urllib.request.Request(self._url + path, data=body, headers=heads)
@@ -112,12 +121,15 @@ class FleetWorker:
         say: Callable[[str], None] = print,
         is_paused: Callable[[], bool] = lambda: False,
         ask: Callable[[], None] = lambda: None,
+        offer: dict[str, Any] | None = None,
     ) -> None:
-        """`ask` waits while the owner pauses this trainer, and raises at its end: also if it has nothing to do."""
+        """`ask` waits while the owner pauses this trainer, and raises at its end: also if it has nothing to do.
+        `offer`: the job, for a router that does not know it yet."""
         self._link, self._trainer = link, trainer
         self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
         self._moved, self._say, self._is_paused = moved, say, is_paused
-        self._ask = ask
+        self._ask, self._offer = ask, offer
+        self._refused = -1  # the version of which the router refused this trainer's average
         self._number = 0
         self._is_unsure = False
         self.version = -1
@@ -128,7 +140,10 @@ class FleetWorker:
         """Until the job is done: its last version."""
         away_since: float | None = None
         while True:
+            asked = time.monotonic()
             self._ask()
+            if away_since is not None:
+                away_since += time.monotonic() - asked  # a pause is the owner's, and nobody asked the router in it
             try:
                 if self._is_unsure:
                     self._settle()
@@ -177,6 +192,9 @@ class FleetWorker:
         self._number, self._is_unsure = 0, False
 
     def _join(self) -> None:
+        if self._offer is not None:
+            self._link.ask("job", self._offer)
+            self._offer = None  # a router that has forgotten the job is refused: it would begin at version 0
         joined = self._link.ask("join", {"job": self._job, "name": self._name})
         self._silent_s = joined["silent_s"]
         with self._alive(joined["trainer"]):
@@ -230,6 +248,9 @@ class FleetWorker:
         try:
             self._link.send("publish", {"job": self._job, "version": self.version}, document)
         except FolderError as error:  # another machine came to other last bits, and was first
+            if self._refused == self.version:
+                raise  # it was not: the round is still the same one
+            self._refused = self.version
             self._say(str(error))
         self._number = 0
 
@@ -281,7 +302,6 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
     digest = f"{trainer.digest}/{options.average}"
     said = {"rounds": options.rounds, "round_batches": batches, "limit_s": 60.0 * options.sync_minutes}
-    link.ask("job", {"job": job, "tokens": mean, "digest": digest, **said})
     token = token_in(options.publish_token_file, "--publish-token-file")
     keepers = [EngineKeeper(url, token, job, partial(print, flush=True)) for url in options.publish_to]
     publish = publisher(folder, trainer, job, keepers)
@@ -301,6 +321,7 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
         say=partial(print, flush=True),
         is_paused=lambda: control.answer() is Answer.PAUSE,
         ask=trainer.ask,
+        offer={"job": job, "tokens": mean, "digest": digest, **said},
     )
     with stand(spec, trainer.model.weights):
         version = worker.run()
@@ -316,9 +337,12 @@ def publisher(folder: JobFolder, trainer: Any, job: str, keepers: list[EngineKee
     def publish(version: int) -> None:
         trainer.state.finish()  # the trainer has just taken the version up
         home = folder.path / "published" / f"{job}-v{version}"
-        path = home if home.is_dir() else new_version(folder, job, folder.path, (f"{job}-v{version - 1}",))
+        if not home.is_dir():
+            copied(folder.path, home)
+        elif (home / FILES[1]).read_bytes() != (folder.path / FILES[1]).read_bytes():
+            raise FolderError(f"{home}: is another adapter, of an earlier job {job}; choose another --job or --out")
         for keeper in keepers:
-            keeper.hand(path)
+            keeper.hand(home)
 
     return publish
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.gap import GapProbe, Gaps
+from valve_tune.train import checkpoint
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -71,10 +73,13 @@ def check_base(folder: JobFolder) -> None:
 
 
 def _base_of(folder: JobFolder) -> str:
-    """The digest that its newest checkpoint holds; all of a job hold the same."""
+    """The digest that it began with: a part of a fleet job has no checkpoints, and all checkpoints hold the same."""
     from valve_tune.tiles.cursor import Cursor
+    from valve_tune.train.guard import BEGUN
     from valve_tune.train.state import CURSOR
 
+    if (folder.path / BEGUN).is_file():
+        return (folder.path / BEGUN).read_text(encoding="utf-8").strip()
     saved = folder.checkpoints()
     return Cursor.parse((saved[-1][1] / CURSOR).read_text(encoding="utf-8")).base if saved else ""
 
@@ -98,18 +103,33 @@ def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str
     home = folder.path / "published"
     home.mkdir(exist_ok=True)
     taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
-    target = home / f"{name}-v{max(taken, default=0) + 1}"
-    beside = home / f".{target.name}.{os.getpid()}"
+    return copied(source, home / f"{name}-v{max(taken, default=0) + 1}")
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A whole copy, or nothing. Of a checkpoint only what was written as it."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    sums = _sums(source)
     try:
-        beside.mkdir()
+        beside.mkdir(parents=True)
         for each in FILES:
-            shutil.copyfile(source / each, beside / each)
-            with (beside / each).open("rb+") as file:
-                os.fsync(file.fileno())
+            content = (source / each).read_bytes()
+            if sums and hashlib.sha256(content).hexdigest() != sums.get(each):
+                raise FolderError(f"{source / each}: is not what was written; publish another checkpoint")
+            checkpoint.write_file(beside / each, content)
         beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target
+
+
+def _sums(source: Path) -> dict[str, str]:
+    if not checkpoint.NAME.fullmatch(source.name):
+        return {}
+    try:
+        return checkpoint.sums(source)
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{source}: {error}; publish another checkpoint") from None
 
 
 def number_of(version: str, name: str) -> int:

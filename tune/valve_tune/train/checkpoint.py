@@ -47,8 +47,8 @@ def _force_folder(path: Path) -> None:
 def save(out: Path, step: int, files: Mapping[str, bytes], limit: int) -> Path:
     """Write checkpoint-`step` and remove all but the newest `limit` up to it. An older one of that name is replaced."""
     aside, target = out / f"{ASIDE}{step}", out / f"checkpoint-{step}"
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    everything = {**files, MANIFEST: json.dumps(sums, indent=1, sort_keys=True).encode()}
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    everything = {**files, MANIFEST: json.dumps(checksums, indent=1, sort_keys=True).encode()}
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -84,14 +84,21 @@ def found(out: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
+def sums(folder: Path) -> dict[str, str]:
+    """The checksum of each file as it was written. OSError or ValueError: nobody knows."""
+    found = json.loads((folder / MANIFEST).read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / MANIFEST}: holds no checksums")
+    return found
+
+
 def fault(folder: Path) -> str:
     """What is wrong with a checkpoint; empty if it is whole."""
     try:
-        sums = json.loads((folder / MANIFEST).read_bytes())
-        for name, right in sums.items():
+        for name, right in sums(folder).items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != right:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return ""
 

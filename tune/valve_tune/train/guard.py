@@ -13,6 +13,7 @@ from types import TracebackType
 
 from valve_tune.base.consent import NotShared
 from valve_tune.base.weights import BaseChanged, FrozenWeights
+from valve_tune.train.checkpoint import write_file
 from valve_tune.train.spec import JobSpec
 
 BEGUN = "shared-base.sha256"
@@ -33,13 +34,15 @@ class Guard(NoGuard):
     def __init__(self, spec: JobSpec, weights: FrozenWeights) -> None:
         """Also refuses weights that are not those which this job began with."""
         self._weights, begun = weights, Path(spec.out, BEGUN)
-        if begun.exists() and begun.read_text().strip() != weights.digest:
+        there = begun.read_text().strip() if begun.exists() else ""
+        if there and there != weights.digest:
             raise BaseChanged(
                 f"share_weights: {spec.share_weights} holds other weights than when this job began: another base, "
                 f"or something has written there; if it is the same base, start that service again (checksum: {begun})"
             )
         begun.parent.mkdir(parents=True, exist_ok=True)
-        begun.write_text(weights.digest + "\n")
+        if not there:
+            write_file(begun, f"{weights.digest}\n".encode())  # half of it would say for ever that the base changed
         argv = [sys.executable, "-m", LOOKS_AFTER]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         self._tell({"spec": spec.to_json(), "digest": weights.digest})

@@ -1,0 +1,156 @@
+"""A fleet job's trainer and a router that is away, damaged, full or forgetful."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_fleet import Adds, Idle, Router, model, worked
+from valve_tune.serve.fleet import FleetWorker, RouterAway, RouterLink, publisher
+from valve_tune.serve.folder import FolderError, JobFolder
+
+__all__ = ["model", "worked"]  # fixtures
+
+
+class Clock:
+    """Time that passes only where somebody waits."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_pause_is_never_taken_for_a_router_that_is_away(monkeypatch):
+    """It was away for a second, the owner paused for days, and the first question after that failed once more."""
+    clock, tries = Clock(), []
+    monkeypatch.setattr("valve_tune.serve.fleet.time", clock)
+
+    class Shaky(Idle):
+        def ask(self, path, asked):
+            tries.append(path)
+            if len(tries) <= 2:
+                raise RouterAway("it does not answer")
+            return {"done": True} if path == "take" else super().ask(path, asked)
+
+    def ask() -> None:
+        if len(tries) == 1:
+            clock.sleep(1e6)
+
+    FleetWorker(Shaky(False), Adds(), job="j", name="a", say=lambda text: None, ask=ask).run()
+    assert tries == ["join", "join", "join", "take"]
+
+
+def test_a_router_that_is_away_for_too_long_still_ends_the_trainer(monkeypatch):
+    monkeypatch.setattr("valve_tune.serve.fleet.time", Clock())
+    with pytest.raises(FolderError, match="the router is away"):
+        FleetWorker(Idle(True), Adds(), job="j", name="a", say=lambda text: None).run()
+
+
+def test_a_router_that_starts_after_its_trainers_never_ends_them(worked, monkeypatch):
+    """All of them start at once after a power cut, and the job is the first thing that a trainer names."""
+    asked = []
+
+    def ask(link, path, said):
+        asked.append((path, said))
+        if len(asked) <= 2:
+            raise RouterAway("connection refused")
+        return {"done": True, "job": "out", **Idle(False).ask("join", {})}
+
+    monkeypatch.setattr("valve_tune.serve.fleet.AWAY_S", 0.0)
+    run = FleetWorker.run
+    monkeypatch.setattr(RouterLink, "blob", lambda *_: b"")
+
+    def act(folder, worker):
+        monkeypatch.setattr(RouterLink, "ask", ask)
+        worker._trainer = Adds()
+        return run(worker)
+
+    monkeypatch.setattr(RouterLink, "ask", ask)
+    folder, code = worked(act)
+    assert (code, folder.status().state) == (0, "succeeded")
+    assert [path for path, _ in asked if path != "seen"] == ["job", "job", "job", "join", "take"]
+    assert asked[0] == asked[2]
+    assert asked[0][1]["rounds"] == 1
+
+
+@pytest.mark.parametrize("answer", [b"<html>gateway</html>", b""])
+def test_what_stands_in_for_a_router_never_ends_a_trainer(answer, monkeypatch):
+    monkeypatch.setattr(RouterLink, "_call", lambda *_: answer)
+    with pytest.raises(RouterAway, match="answered"):
+        RouterLink("http://127.0.0.1:9").ask("join", {})
+
+
+def test_a_damaged_blob_is_never_trained_on_nor_averaged(tmp_path):
+    router = Router(tmp_path / "queue")
+    try:
+        link = RouterLink(router.url)
+        link.ask("job", {"job": "j", "rounds": 1, "round_batches": 2, "tokens": 1, "digest": "d"})
+        trainer = link.ask("join", {"job": "j", "name": "a"})["trainer"]
+        number = link.ask("take", {"job": "j", "trainer": trainer, "version": 0})["number"]
+        said = {"job": "j", "trainer": trainer, "version": 0, "numbers": [number], "tokens": 1, "steps": 1}
+        link.send("push", said, b"[0]")
+        name = link.ask("join", {"job": "j", "name": "a"})["push"]
+        assert link.blob(name) == b"[0]"
+        (tmp_path / "queue" / "blobs" / name).write_bytes(b"[1]")
+        with pytest.raises(FolderError, match="is not what was pushed"):
+            FleetWorker(link, Adds(), job="j", name="a", say=lambda text: None).run()
+    finally:
+        router.kill()
+
+
+def test_an_average_that_is_refused_for_itself_never_goes_round_for_ever(monkeypatch):
+    """Another one's average that was first is refused once: then there is a new version. One that is too large is
+    refused each time."""
+
+    class Refuses(Idle):
+        def ask(self, path, asked):
+            return {"average": [{"blob": "", "tokens": 1}]} if path == "take" else super().ask(path, asked)
+
+        def send(self, path, said, document):
+            self.asked += 1
+            if self.asked > 20:
+                pytest.fail("it is sent again and again")
+            raise FolderError("413 too large")
+
+    class Averages(Adds):
+        def averaged(self, parts):
+            return b"average"
+
+    with pytest.raises(FolderError, match="413"):
+        FleetWorker(Refuses(False), Averages(), job="j", name="a", say=lambda text: None).run()
+
+
+def test_a_version_of_an_earlier_job_is_never_handed_to_an_engine(tmp_path):
+    """The router's folder was lost and the same commands run again: chat-v1 is another adapter now, and an engine keeps
+    what it computed under a name."""
+    handed: list[Path] = []
+    folder = JobFolder(tmp_path / "out")
+
+    class Keeps:
+        hand = handed.append
+
+    class Wrote:
+        class state:
+            @staticmethod
+            def finish() -> None:
+                (folder.path / "adapter_model.safetensors").write_bytes(content)
+                (folder.path / "adapter_config.json").write_text("{}")
+
+    folder.path.mkdir()
+    publish, content = publisher(folder, Wrote, "chat", [Keeps]), b"first"
+    publish(1)
+    publish(1)
+    content = b"second"
+    publish(3)  # this node was away for a version
+    home = folder.path / "published"
+    assert handed == [home / "chat-v1", home / "chat-v1", home / "chat-v3"]
+    assert [path.name for path in sorted(home.iterdir())] == ["chat-v1", "chat-v3"]
+    with pytest.raises(FolderError, match="another adapter, of an earlier job"):
+        publish(1)
+    assert len(handed) == 3
+    assert (home / "chat-v1" / "adapter_model.safetensors").read_bytes() == b"first"
