@@ -180,14 +180,21 @@ def test_what_was_split_off_leaves_the_packet_as_it_was():
     assert split(plain) == (plain, None)
 
 
-def test_numbers_that_are_not_open_are_never_lent_for_nothing(server):
+def test_numbers_that_are_not_open_are_never_lent_for_nothing(server, own_time, monkeypatch):
     """A client could keep a core busy with them."""
+    fetch = lending_room.fetch
+
+    def costly(*lent):
+        own_time.spend(1000 * BURST_NS)
+        return fetch(*lent)
+
+    monkeypatch.setattr(lending_room, "fetch", costly)
     sock, _, _ = server.welcome()
 
     lend(sock, [1 << 20])
 
     assert hear(sock)[0].body == Ack(status=UNFETCHED)
-    assert server.call(lambda: server.link._turns._each.of[os.getpid()].left_ns) < BURST_NS
+    assert server.call(lambda: server.link._turns._each.of[os.getpid()].left_ns) < 0
 
 
 @pytest.mark.parametrize("code", lending_room.SCARCE)
@@ -266,12 +273,13 @@ def lenders(monkeypatch):
         )
         lent = Lent((0,), 0)
         reader.read(peer, Received(packet, [], pid, lent), lent)
+        return peer
 
     async def until(condition):
         while not condition():
             await asyncio.sleep(0.001)
 
-    make.begun, make.acted, make.go_on = begun, acted, go_on
+    make.begun, make.acted, make.go_on, make.line = begun, acted, go_on, reader._line
     make.until = lambda condition: loop.run_until_complete(asyncio.wait_for(until(condition), 200))
     yield make
     loop.close()
@@ -291,3 +299,21 @@ def test_fetches_that_wait_never_keep_another_process_or_another_account_waiting
     assert len(lenders.begun) == lending_room.OF_ACCOUNT + 2
     lenders.go_on.set()
     lenders.until(lambda: len(lenders.acted) == 3 * FETCHERS)
+
+
+@pytest.mark.parametrize("accounts", [1, FETCHERS // lending_room.OF_ACCOUNT])
+def test_links_that_end_before_their_turn_never_stay_in_line(lenders, accounts):
+    """While fetches of its account wait, or of others all that there are: a client may come and go without end."""
+    for number in range(accounts * lending_room.OF_ACCOUNT):
+        lenders(f"hostile {number % accounts}", number)
+    for number in range(100):
+        lenders("hostile 0", 1000 + number).is_open = False
+    assert lenders.line
+
+    lenders("hostile 0", 2000).is_open = False
+    lenders("hostile 0", 2001)
+
+    assert lenders.line.take().peer.pid == 2001
+    assert not lenders.line
+    lenders.go_on.set()
+    lenders.until(lambda: len(lenders.acted) == accounts * lending_room.OF_ACCOUNT)

@@ -61,19 +61,20 @@ class FetchedReader:
         self._go_on()
 
     def _may(self, loan: _Loan) -> bool:
-        account = loan.peer.lane.account
-        return loan.peer.pid not in self._busy and list(self._busy.values()).count(account) < OF_ACCOUNT
+        peer, busy = loan.peer, self._busy
+        if not peer.is_open:  # it leaves the line, which would grow without end else
+            return True
+        return len(busy) < FETCHERS and peer.pid not in busy and [*busy.values()].count(peer.lane.account) < OF_ACCOUNT
 
     def _go_on(self) -> None:
-        while len(self._busy) < FETCHERS and (loan := self._line.take(self._may)) is not None:
-            self._begin(loan)
+        while (loan := self._line.take(self._may)) is not None:
+            if loan.peer.is_open:
+                self._begin(loan)
 
     def _begin(self, loan: _Loan) -> None:
         self._busy[loan.peer.pid] = loan.peer.lane.account
         came = partial(self._came, loan)
         try:
-            if not loan.peer.is_open:
-                raise ProcessLookupError
             pidfd = loan.peer.pidfd()
         except OSError as error:
             self._server.loop.call_soon(came, None, error)
