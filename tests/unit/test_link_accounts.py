@@ -79,3 +79,12 @@ def test_an_account_is_never_called_by_anything_but_its_name():
 
     assert [account.called() for account in called] == list(called.values())
     assert account_of(0, pod).called("team/batch-7") == "pod team/batch-7"
+
+
+def test_a_control_group_that_a_stranger_named_never_writes_on_a_terminal():
+    """Root in a container that has no long number may make groups."""
+    called = account_of(0, "/lxc/one/\x1b]0;owned\x07\x1b[2J" + 5000 * "x").called()
+
+    assert called.startswith("root in the control group /lxc/one/?]0;owned")
+    assert called.isprintable()
+    assert len(called) < 300

@@ -12,6 +12,8 @@ import enum
 import re
 from typing import NamedTuple
 
+from valved.model.plain import plain
+
 # The name of a container holds 64 digits, that of a pod its UID (valved/kube/cgroup.py).
 _HOME = re.compile(
     r"/(?:[^/]*(?P<container>[0-9a-f]{64})[^/]*|(?P<logins>user-[1-9]\d*\.slice)"
@@ -42,7 +44,7 @@ class LinkAccount(NamedTuple):
         if self.kind is AccountKind.HOME:
             return f"pod {pod}" if pod else _called(str(self.name))
         if self.kind is AccountKind.ROOT:
-            return f"root in the control group {self.name or '/'}"
+            return plain(f"root in the control group {self.name or '/'}")
         return f"user {self.name}" if self.kind is AccountKind.USER else f"the service of process {self.name}"
 
 
@@ -50,7 +52,7 @@ def _called(home: str) -> str:
     found = [one for one in _HOME.finditer(home) if one.end() == len(home)]
     said = found[-1] if found else None
     if said is None:
-        return f"the control group {home}"
+        return plain(f"the control group {home}")
     if said["container"]:
         return f"container {said['container'][:SHOWN_DIGITS]}"
     if said["pod"]:
