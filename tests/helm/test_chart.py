@@ -120,9 +120,21 @@ FIRING = {
     "ValveReportStale": ({"valve_extender_oldest_report_seconds": "91x180"}, "1h"),
     "ValveClockSkew": ({"valve_extender_clock_skew_seconds": "90x180"}, "1h"),
     "ValveNoExtender": ({"valve_extender_ready": "0x180"}, "1h"),
-    # The first failure begins the series.
-    "ValveRoundsFail": ({"valve_failed_rounds_total{round='clear',pod='p'}": "_x50 1+1x20"}, "1h"),
-    "ValveObjectsUnreadable": ({"valve_invalid_objects_total{kind='Pod',pod='p'}": "_x55 1x20"}, "1h"),
+    # The first failure begins the series, and another pod had many before it was replaced.
+    "ValveRoundsFail": (
+        {
+            "valve_failed_rounds_total{round='clear',pod='former'}": "100x48 stale",
+            "valve_failed_rounds_total{round='clear',pod='p'}": "_x50 1+1x20",
+        },
+        "1h",
+    ),
+    "ValveObjectsUnreadable": (
+        {
+            "valve_invalid_objects_total{kind='Pod',pod='former'}": "100x48 stale",
+            "valve_invalid_objects_total{kind='Pod',pod='p'}": "_x55 1x20",
+        },
+        "1h",
+    ),
     "ValveSLAMissed": ({"valve_monitor_violating_pods": "1x180"}, "2h"),
     "ValveBreakerOpen": ({"valve_breakers_open{node='n'}": "1x180"}, "1h"),
     "ValveOfflineUngated": ({"valve_offline_ungated_seconds_total{node='n'}": "4x60 9x120"}, "1h5m"),
