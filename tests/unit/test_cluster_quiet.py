@@ -37,6 +37,7 @@ def test_a_process_that_does_not_end_in_order_when_it_is_told_to_is_never_overlo
         "sound": ON_SIGTERM.format("sys.exit(0)", IDLE),
         "young": "import time; time.sleep(999)",
     }
+    (tmp_path / "young.log").write_text("begun\n")  # by the one before it
     for name, program in programs.items():
         plane.spawn(name, "-c", program, program=sys.executable)
         wait_for(name, lambda name=name: name == "young" or (tmp_path / f"{name}.log").stat().st_size)
@@ -46,6 +47,15 @@ def test_a_process_that_does_not_end_in_order_when_it_is_told_to_is_never_overlo
         f"unheeding was told to end and ended with {-signal.SIGTERM}",
         "fails was told to end and ended with 7",
     ]
+
+
+def test_a_process_that_ended_by_itself_is_never_overlooked_where_it_was_to_be_replaced(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, tmp_path)
+    process = plane.spawn("dies", "-c", "{}['phase']", program=sys.executable)
+    process.wait()
+    plane.end("dies", plane.processes.pop("dies"))
+
+    assert plane.deaths == ["dies ended by itself with 1"]
 
 
 def test_the_end_of_a_stand_in_or_of_another_s_program_never_fails_a_run(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class ControlPlane:
         self._arguments: dict[str, list[str]] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._valves: set[str] = set()  # names of Valve's own processes
+        self._logs: dict[int, tuple[Path, int]] = {}  # of each process, and how long it was when that began
         self.deaths: list[str] = []  # of those: what ended by itself, and nobody had asked it to
         self.expected: list[str] = []  # patterns of lines of level error that a test causes
         self.kubeconfig = folder / "kubeconfig"
@@ -156,8 +157,10 @@ class ControlPlane:
 
     def restart(self, name: str) -> subprocess.Popen[bytes]:
         if name in self.processes:
-            self._note_end(name)
-        with (self.folder / f"{name}.log").open("ab") as log:
+            self._note_end(name, self.processes[name])
+        path = self.folder / f"{name}.log"
+        with path.open("ab") as log:
+            said = log.tell()
             process = subprocess.Popen(
                 self._arguments[name],
                 stdout=log,
@@ -167,6 +170,7 @@ class ControlPlane:
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - two system calls, nothing that locks
             )
         self.processes[name] = process
+        self._logs[process.pid] = path, said
 
         return process
 
@@ -176,20 +180,20 @@ class ControlPlane:
         self.restart(name)
 
     def kill(self, name: str) -> None:
-        self._note_end(name)
         process = self.processes.pop(name)
+        self._note_end(name, process)
         process.kill()
         process.wait()
 
     def stop(self) -> None:
         """In reverse order of start, so that nothing waits for what is already gone."""
         for name in reversed(list(self.processes)):
-            self._note_end(name)
             self.end(name, self.processes.pop(name))
 
     def end(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """As a kubelet does it. One of Valve's ends in order then: not with an error, not by a second signal, nor by
         the first one unless it had hardly begun."""
+        self._note_end(name, process)
         if process.poll() is not None:
             return
         process.terminate()
@@ -198,13 +202,14 @@ class ControlPlane:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        has_begun = (self.folder / f"{name}.log").stat().st_size > 0
+        path, said = self._logs[process.pid]
+        has_begun = path.stat().st_size > said
         if name in self._valves and code != 0 and (has_begun or code != -signal.SIGTERM):
             self.deaths.append(f"{name} was told to end and ended with {code}")
 
-    def _note_end(self, name: str) -> None:
+    def _note_end(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Before something is done to it: whether it was still there."""
-        code = self.processes[name].poll()
+        code = process.poll()
         if name in self._valves and code not in (None, 0, *_BY_US):
             self.deaths.append(f"{name} ended by itself with {code}")
 
