@@ -384,6 +384,17 @@ def test_a_long_sentence_never_hides_whose_it_is():
     assert " ".join(said.split()).count("no offline work") == 2
 
 
+@pytest.mark.parametrize("name", [30 * "服务", "team/" + 30 * "服", 30 * "a服"])
+def test_a_name_of_wide_characters_never_hides_whose_line_it_is(name):
+    service = node_pb2.Service(id=7, name=name, role=node_pb2.ROLE_ONLINE, state="alone: there is no offline work")
+    out = io.StringIO()
+    Console(file=out, width=80).print(status.services(node_pb2.Status(services=[service])))
+
+    assert {"id", "name", "role", "state"} <= set(out.getvalue().split())
+    assert words.short(name)[0] == name[0]
+    assert words.short(name)[-1] == name[-1]
+
+
 def test_a_wide_terminal_shows_every_column():
     table = FittingTable("Services", STATUS_COLUMNS, spare=("pids",))
     table.add_row(*STATUS_ROWS[0])

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from valve.v1 import node_pb2
 
 ROLES: dict[int, str] = {
@@ -90,13 +91,15 @@ def lock(driver: Any) -> str:
     return "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
 
 
-MOST_NAME = 32
+MOST_NAME = 32  # cells of a terminal: some characters take two
 
 
 def short(name: str) -> str:
     """A name in a table: its ends tell it from others, and nobody's name takes the room of all other columns."""
+    if cell_len(name) <= MOST_NAME:
+        return name
     half = MOST_NAME // 2
-    return name if len(name) <= MOST_NAME else f"{name[: half - 1]}…{name[-half:]}"
+    return f"{set_cell_size(name, half - 1).rstrip()}…{set_cell_size(name[::-1], half)[::-1].lstrip()}"
 
 
 def role(value: int) -> str:
