@@ -14,6 +14,7 @@ from scarce import left
 
 from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
 from valved.clients.dear import DEAR_NS, LOOP_BURST_NS, THREADS
+from valved.clients.turns import PASS_NS, SECOND_NS
 
 TIMES = 10
 MUCH_NS = 1000 * LOOP_BURST_NS
@@ -31,8 +32,11 @@ class Costs:
     def pay(self) -> None:
         if not self.are_due or threading.current_thread() is threading.main_thread():
             return
-        self.by_loop += threading.current_thread() is self.loop
-        self.own_time.spend(2 * DEAR_NS)
+        is_loop = threading.current_thread() is self.loop
+        self.by_loop += is_loop
+        self.own_time.spend(MUCH_NS if is_loop else 2 * DEAR_NS)  # else an account's core would be used up
+        if is_loop:
+            threading.Event().wait(2 * PASS_NS / SECOND_NS)  # such a packet ends its pass
 
 
 @pytest.fixture
