@@ -49,11 +49,15 @@ def serving(node: RealNode) -> Iterator[RealNode]:
     pod = OnlinePod(node, "chat", annotations={names.ROLE: names.ONLINE})
     pod.wait_ready()
     pod.launch()
-    wait_for(
-        "the daemon's figures of the pod", lambda: 'valve_online_idles_total{namespace="default"' in exported(node)
-    )
+    wait_for("the daemon's figures of the pod and of the card's memory", lambda: are_told(series_of(exported(node))))
     yield node
     pod.close()
+
+
+def are_told(series: dict[str, float]) -> bool:
+    """What is offered is 0 until valved has looked at the card with the pod on it."""
+    offered = [value for name, value in series.items() if name.startswith("valve_gpu_offered_memory_bytes")]
+    return any(name.startswith('valve_online_idles_total{namespace="default"') for name in series) and all(offered)
 
 
 def exported(node: RealNode) -> str:
