@@ -148,7 +148,11 @@ extern unsigned char valve_pool_submit[], valve_pool_observe[];
 /* interpose.c */
 void *valve_real_symbol(const char *name); /* in the real libcuda, whatever the scope; NULL when absent */
 void *valve_next(const char *name);        /* RTLD_NEXT */
-int valve_spawn(void *(*run)(void *));     /* a detached thread; no signal sent to the process wakes it */
+
+/* A detached thread; no signal sent to the process wakes it. */
+#define VALVE_STACK_LEAST (1u << 20)
+#define VALVE_STACK_MOST  (8u << 20)
+int valve_spawn(void *(*run)(void *), size_t most);
 
 void *valve_bind(struct valve_entry *entry, void *real,
                  bool ptds); /* returns where the trampoline jumps now */

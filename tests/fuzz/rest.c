@@ -34,9 +34,9 @@ int valve_orders_take_runs(const struct valve_link_header *packet, int length, s
 	return valve_packet_is_runs((const void *)packet, length, fds) ? 0 : -EPROTO;
 }
 
-int valve_spawn(void *(*run)(void *))
+int valve_spawn(void *(*run)(void *), size_t most)
 {
-	(void)run;
+	(void)run, (void)most;
 	return 0;
 }
 

@@ -114,6 +114,53 @@ def test_a_program_of_strange_stacks_never_gives_our_threads_one(world, tmp_path
     assert program.returncode == 0
 
 
+NARROW = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <sys/resource.h>
+#include <unistd.h>
+static __thread volatile char of_each[LOCAL];
+static void *run(void *unused) {
+	of_each[0] = 1;
+	return unused;
+}
+int main(void) {
+	FILE *file = fopen("/proc/self/statm", "r");
+	struct rlimit limit;
+	unsigned long pages;
+	pthread_attr_t usual;
+	pthread_t thread;
+	char line[8];
+	if (!file || fscanf(file, "%lu", &pages) != 1 || fclose(file))
+		return 1;
+	limit.rlim_cur = limit.rlim_max = pages * 4096 + (14 << 20);
+	if (setrlimit(RLIMIT_AS, &limit) || open("/dev/nvidiactl", O_RDWR | O_CLOEXEC) < 0 || read(0, line, 1) != 1)
+		return 2;
+	if (pthread_attr_init(&usual) || pthread_attr_setstacksize(&usual, 8 << 20))
+		return 3;
+	return pthread_create(&thread, &usual, run, NULL) || pthread_join(thread, NULL) ? 4 : 0;
+}
+"""
+
+
+@pytest.mark.parametrize("local", [1, 2 * MIB], ids=["", "many variables of each thread"])
+def test_a_program_that_may_have_little_memory_never_lacks_a_thread_for_ours(world, tmp_path, local):
+    """Stacks of 8 MiB count whole against its address space, or its locked memory."""
+    source = tmp_path / "narrow.c"
+    source.write_text(NARROW)
+    subprocess.run(["cc", f"-DLOCAL={local}", source, "-o", tmp_path / "narrow", "-lpthread"], check=True)
+    daemon = world.daemon(ONLINE)
+    program = subprocess.Popen([tmp_path / "narrow"], env=world.environment(), stdin=subprocess.PIPE)
+    client = daemon.client()
+    until(lambda: len(os.listdir(f"/proc/{program.pid}/task")) == 2, "our thread is there")
+
+    assert not client.gone.is_set()
+    program.communicate(b"x")
+    assert program.returncode == 0
+
+
 NO_THREADS = """
 #include <errno.h>
 int pthread_create(void *thread, const void *how, void *run, void *with) {

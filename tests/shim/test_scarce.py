@@ -136,6 +136,27 @@ def test_a_service_that_could_have_no_thread_never_stays_without_valved(world, t
     assert client.region.rings == 1
 
 
+def test_channels_made_while_there_was_no_thread_never_stay_unknown(world, threadless):
+    """valved would take for stopped what it does not know of."""
+    file, settings = threadless
+    daemon = world.daemon(OFFLINE)
+    file.touch()
+    puppet = world.puppet(role="offline", **settings)
+    puppet.load()
+    fd = puppet.open("/dev/nvidiactl")
+    assert daemon.client().gone.wait(LONG_S)
+    root = puppet.alloc(fd, 0, 0, 0, 0x41)
+    puppet.alloc(fd, root, root, 1, 0x80, params="00" * 56)
+    puppet.alloc(fd, root, 1, 2, 0x2080, params="00" * 4)
+    puppet.alloc(fd, root, 1, 0x10, 0xC86F, params="00" * 1024)
+    puppet.control(fd, root, 0x10, 0xA06F0103, params="010000")
+
+    file.unlink()
+    puppet.open("/dev/nvidiactl")
+
+    daemon.client().expect(CHANNEL_ADD, h_channel=0x10)
+
+
 def test_a_service_that_could_have_no_watcher_never_counts_as_busy_for_ever(world, threadless):
     file, settings = threadless
     daemon = world.daemon(ONLINE, watch=1)

@@ -344,7 +344,7 @@ void valve_watcher_start(void)
 		return;
 	if (!swap_if(&valve_shim.watcher_runs, &no, 1))
 		return;
-	if (valve_spawn(watch)) {
+	if (valve_spawn(watch, VALVE_STACK_MOST)) {
 		valve_say("cannot start the watcher thread; this process counts as busy until it can");
 		store_relaxed(&valve_shim.watcher_runs, 0);
 	} else {

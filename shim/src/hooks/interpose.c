@@ -26,10 +26,8 @@
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 __asm__(".symver dlerror, dlerror@GLIBC_2.2.5");
 
-#define CUDA_PART   "libvalve-cuda.so"
-#define CPU_BITS    8192
-#define STACK_LEAST (1u << 20)
-#define STACK_MOST  (8u << 20)
+#define CUDA_PART "libvalve-cuda.so"
+#define CPU_BITS  8192
 
 struct valve_shim valve_shim;
 
@@ -204,6 +202,15 @@ static void *begin(void *run)
 	X(pthread_attr_setdetachstate, (pthread_attr_t *, int))                             \
 	X(pthread_attr_destroy, (pthread_attr_t *))
 
+/* What glibc takes from a stack for the program's thread-local variables, or from what it is asked for; others take it elsewhere. */
+static size_t taken_of_stack(const pthread_attr_t *how)
+{
+	size_t (*minstack)(const pthread_attr_t *) =
+	        (size_t(*)(const pthread_attr_t *))dlsym(RTLD_DEFAULT, "__pthread_get_minstack");
+
+	return minstack ? minstack(how) : 0;
+}
+
 /* Raised by what the thread itself does, and forced upon it: blocked, they end the process, past the program's handler. A
  * sandbox answers system calls by one (SECCOMP_RET_TRAP), those of our threads and of pthread_create(), too. */
 static const int forced[] = {SIGSYS, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
@@ -211,9 +218,10 @@ static const int forced[] = {SIGSYS, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
 /*
  * The stack is what the program's threads have, within bounds: not less than driver calls are known to do with, where a program
  * with many threads has set a few pages (ulimit -s, pthread_setattr_default_np); and not more than is usual, where a stack of
- * gigabytes would not fit in what the process may have, or be locked into memory (mlockall).
+ * gigabytes would not fit in what the process may have, or be locked into memory (mlockall). `most` is less for the one thread
+ * that every program with a driver has, and that calls no libcuda.
  */
-int valve_spawn(void *(*run)(void *))
+int valve_spawn(void *(*run)(void *), size_t most)
 {
 	struct {
 #define X(name, parameters) int(*name) parameters;
@@ -224,7 +232,7 @@ int valve_spawn(void *(*run)(void *))
 	sigset_t all, before;
 	pthread_attr_t how;
 	pthread_t thread;
-	size_t bytes = 0;
+	size_t bytes = 0, taken;
 	int err;
 
 #define X(name, parameters)                                        \
@@ -235,8 +243,11 @@ int valve_spawn(void *(*run)(void *))
 	if (!all_there || call.pthread_attr_init(&how))
 		return -ENOSYS;
 	call.pthread_attr_setdetachstate(&how, PTHREAD_CREATE_DETACHED);
-	if (!call.pthread_attr_getstacksize(&how, &bytes) && (bytes < STACK_LEAST || bytes > STACK_MOST))
-		call.pthread_attr_setstacksize(&how, bytes < STACK_LEAST ? STACK_LEAST : STACK_MOST);
+	taken = taken_of_stack(&how);
+	if (!call.pthread_attr_getstacksize(&how, &bytes) &&
+	    (bytes < VALVE_STACK_LEAST + taken || bytes > most + taken))
+		call.pthread_attr_setstacksize(
+		        &how, taken + (bytes < VALVE_STACK_LEAST + taken ? VALVE_STACK_LEAST : most));
 	sigfillset(&all);
 	for (size_t i = 0; i < sizeof(forced) / sizeof(forced[0]); i++)
 		sigdelset(&all, forced[i]);

@@ -365,7 +365,7 @@ int valve_orders_start(void)
 		orders.queue = at == MAP_FAILED ? NULL : at;
 	}
 	if (!orders.runs) {
-		err = orders.queue ? valve_spawn(serve) : -ENOMEM;
+		err = orders.queue ? valve_spawn(serve, VALVE_STACK_MOST) : -ENOMEM;
 		store_release(&orders.runs, !err);
 		if (!err)
 			atexit(stop);

@@ -55,6 +55,7 @@ static bool send_away(void)
 void valve_alone_give_up(void)
 {
 	valve_link_drop();
+	valve_capture_forget_reports(); /* what another thread has told meanwhile */
 	valve_map_private(0, VALVE_ORDER_RUN);
 	store_relaxed(&valve_shim.role, VALVE_ROLE_NONE);
 	store_release(&valve_shim.state, VALVE_STATE_NEW);
@@ -65,7 +66,7 @@ static void call_back(void)
 {
 	store_relaxed(&valve_shim.session, 0);
 	store_release(&valve_shim.leaving, STAYS);
-	if (valve_spawn(valve_keep))
+	if (valve_spawn(valve_keep, VALVE_STACK_LEAST))
 		valve_alone_give_up();
 }
 

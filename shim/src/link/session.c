@@ -468,12 +468,13 @@ void valve_register(void)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
-	if (valve_spawn(valve_keep)) {
+	if (valve_spawn(valve_keep, VALVE_STACK_LEAST)) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
 		valve_alone_give_up();
 		return;
 	}
 	valve_note_flush();
+	valve_capture_report(false); /* what was made since then */
 	valve_watcher_start();
 }

@@ -49,10 +49,11 @@ const volatile struct valve_kv_free *valve_kv_free_of(const uint8_t *gpu_uuid)
 	return NULL;
 }
 
-int valve_spawn(void *(*run)(void *))
+int valve_spawn(void *(*run)(void *), size_t most)
 {
 	pthread_t thread;
 
+	(void)most;
 	return -pthread_create(&thread, NULL, run, NULL) ?: -pthread_detach(thread);
 }
 

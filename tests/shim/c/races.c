@@ -90,10 +90,11 @@ void valve_memory_forget(CUcontext context, int device, bool is_gone)
 	(void)context, (void)device, (void)is_gone;
 }
 
-int valve_spawn(void *(*run)(void *))
+int valve_spawn(void *(*run)(void *), size_t most)
 {
 	pthread_t thread;
 
+	(void)most;
 	return -pthread_create(&thread, NULL, run, NULL) ?: -pthread_detach(thread);
 }
 
