@@ -175,7 +175,9 @@ def test_what_the_engines_serve_unlike_is_refused_before_one_sees_it(job, name):
     assert name in command.run("publish", folder.path, code=2)
 
 
-@pytest.mark.parametrize("damage", ["adapter_model.safetensors", "adapter_config.json", "manifest.json", "empty manifest", "no manifest"])
+@pytest.mark.parametrize(
+    "damage", ["adapter_model.safetensors", "adapter_config.json", "manifest.json", "empty manifest", "no manifest"]
+)
 def test_a_checkpoint_that_is_not_what_was_written_is_never_published(engine, job, damage, monkeypatch, capsys):
     command, folder = job
     monkeypatch.setenv("XDG_STATE_HOME", str(command.home / "state"))

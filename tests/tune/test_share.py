@@ -227,7 +227,7 @@ def test_a_part_of_a_fleet_job_is_never_published_for_another_base_at_the_same_p
 def test_a_checksum_that_was_written_late_never_publishes_an_adapter_for_another_base(
     base: Path, served: Path, tmp_path: Path
 ) -> None:
-    """An earlier Valve left the file empty, and the base changed before the next start filled it: the checkpoints know."""
+    """An earlier Valve left the file empty, and the base changed before the next start filled it."""
     spec = jobs.job(base, tmp_path / "out", share_weights=str(served))
     folder = JobFolder(spec.out)
     with folder.claimed(spec):
