@@ -20,10 +20,12 @@ $(TUNE)/.ready: tune/pyproject.toml
 $(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
 
 # One make at a time builds in a checkout. Another waits for the folder's lock and then looks again at what is out of
-# date: an installation that is made anew pulls the files away from under the tests of the first.
+# date: an installation that is made anew pulls the files away from under the tests of the first. -o: a compiler's server
+# (sccache), which stays, would keep the lock for ever.
 ifndef MAY_BUILD
 $(VENV)/.ready $(VENV)/.installed $(TUNE)/.ready $(TUNE)/.installed:
-	@flock . $(MAKE) -s MAY_BUILD=1 $@
+	@command -v flock >/dev/null || sh tools/build/system.sh
+	@flock -o . $(MAKE) -s MAY_BUILD=1 $@
 else
 $(VENV)/.ready:
 	@sh tools/build/system.sh
@@ -150,4 +152,4 @@ wheel: venv ## build the wheels of valve and valve-tools into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist . ./tools
 
 clean: ## remove what was built
-	@flock . rm -rf build dist $(VENV)
+	@flock -o . rm -rf build dist $(VENV)

@@ -113,6 +113,26 @@ def test_what_a_killed_program_started_on_a_node_never_outlives_it(tmp_path: Pat
     node.wait_for(lambda: not node.inhabitants(), "none is left")
 
 
+def test_a_fork_of_a_killed_program_never_keeps_what_that_started() -> None:
+    program = (
+        "import os, subprocess, sys; from valve_tools.emulator import survivors; survivors.end_with_us()\n"
+        "marked = subprocess.Popen(['sleep', '1000']).pid; fork = os.fork()\n"
+        "print(marked, fork, flush=True) if fork else None; sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        marked, fork = map(int, killed.stdout.readline().split())
+        killed.kill()
+        try:
+            EmulatedNode(Path("/")).wait_for(lambda: not _lives(marked), "what it started is gone", 60)
+            assert _lives(fork), "it would be no test: the pipe was closed by its end"
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            if _lives(marked):
+                os.kill(marked, signal.SIGKILL)
+
+
 def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -175,7 +175,9 @@ def test_what_the_engines_serve_unlike_is_refused_before_one_sees_it(job, name):
     assert name in command.run("publish", folder.path, code=2)
 
 
-@pytest.mark.parametrize("damage", ["adapter_model.safetensors", "adapter_config.json", "manifest.json", "no manifest"])
+@pytest.mark.parametrize(
+    "damage", ["adapter_model.safetensors", "adapter_config.json", "manifest.json", "empty manifest", "no manifest"]
+)
 def test_a_checkpoint_that_is_not_what_was_written_is_never_published(engine, job, damage, monkeypatch, capsys):
     command, folder = job
     monkeypatch.setenv("XDG_STATE_HOME", str(command.home / "state"))
@@ -184,6 +186,8 @@ def test_a_checkpoint_that_is_not_what_was_written_is_never_published(engine, jo
     checkpoint = folder.path / "checkpoint-5"
     if damage == "no manifest":
         (checkpoint / "manifest.json").unlink()
+    elif damage == "empty manifest":
+        (checkpoint / "manifest.json").write_text("{}")
     else:
         with (checkpoint / damage).open("ab") as file:
             file.write(b"{" if damage == "manifest.json" else b" ")
@@ -191,6 +195,14 @@ def test_a_checkpoint_that_is_not_what_was_written_is_never_published(engine, jo
     assert "publish another checkpoint" in capsys.readouterr().err
     assert engine.adapters == {}
     assert [path.name for path in (folder.path / "published").iterdir()] == ["whole-v1"]
+
+
+def test_the_name_of_a_jobs_folder_never_makes_a_checkpoint_of_it(job, monkeypatch):
+    command, folder = job
+    monkeypatch.setenv("XDG_STATE_HOME", str(command.home / "state"))
+    path = folder.path.rename(folder.path.with_name("checkpoint-9"))
+    assert main(["publish", str(path)]) == 0
+    assert [each.name for each in (path / "published").iterdir()] == ["checkpoint-9-v1"]
 
 
 def test_a_name_that_leaves_the_folder_is_refused(job):

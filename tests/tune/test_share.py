@@ -224,6 +224,21 @@ def test_a_part_of_a_fleet_job_is_never_published_for_another_base_at_the_same_p
             check_base(folder)
 
 
+def test_a_checksum_that_was_written_late_never_publishes_an_adapter_for_another_base(
+    base: Path, served: Path, tmp_path: Path
+) -> None:
+    """An earlier Valve left the file empty, and the base changed before the next start filled it."""
+    spec = jobs.job(base, tmp_path / "out", share_weights=str(served))
+    folder = JobFolder(spec.out)
+    with folder.claimed(spec):
+        jobs.train(spec)
+        publish({name: each + 1 for name, each in SharedFile(served).tensors.items()}, served)
+        for late in ("", open_model(spec).weights.digest):
+            (folder.path / BEGUN).write_text(late)
+            with pytest.raises(FolderError, match="not published"):
+                check_base(folder)
+
+
 def test_a_kill_while_the_guard_writes_its_checksum_never_says_that_the_base_changed(
     base: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

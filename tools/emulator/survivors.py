@@ -29,6 +29,8 @@ def _guarded() -> subprocess.Popen[bytes]:
     guard = subprocess.Popen(
         argv, env=bare, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd="/", start_new_session=True
     )
+    assert guard.stdin is not None
+    os.register_at_fork(after_in_child=guard.stdin.close)  # a fork that lives longer would keep the guard waiting
     os.environ.update({NAME: mark, TITLES: "1"})
     return guard
 

@@ -73,15 +73,17 @@ def check_base(folder: JobFolder) -> None:
 
 
 def _base_of(folder: JobFolder) -> str:
-    """The digest that it began with: a part of a fleet job has no checkpoints, and all checkpoints hold the same."""
+    """The digest that its checkpoints hold, all the same one. A part of a fleet job has none, but what its guard has
+    written down. That may have been empty, and then names what was there at a later start."""
     from valve_tune.tiles.cursor import Cursor
     from valve_tune.train.guard import BEGUN
     from valve_tune.train.state import CURSOR
 
-    if (folder.path / BEGUN).is_file():
-        return (folder.path / BEGUN).read_text(encoding="utf-8").strip()
-    saved = folder.checkpoints()
-    return Cursor.parse((saved[-1][1] / CURSOR).read_text(encoding="utf-8")).base if saved else ""
+    for _, path in reversed(folder.checkpoints()):
+        with contextlib.suppress(OSError, ValueError):  # a damaged one
+            return Cursor.parse((path / CURSOR).read_text(encoding="utf-8")).base
+    begun = folder.path / BEGUN
+    return begun.read_text(encoding="utf-8").strip() if begun.is_file() else ""
 
 
 def check_plain(source: Path) -> None:
@@ -103,18 +105,18 @@ def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str
     home = folder.path / "published"
     home.mkdir(exist_ok=True)
     taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
-    return copied(source, home / f"{name}-v{max(taken, default=0) + 1}")
+    sums = None if source == folder.path else _sums(source)
+    return copied(source, home / f"{name}-v{max(taken, default=0) + 1}", sums)
 
 
-def copied(source: Path, target: Path) -> Path:
-    """A whole copy, or nothing. Of a checkpoint only what was written as it."""
+def copied(source: Path, target: Path, sums: dict[str, str] | None = None) -> Path:
+    """A whole copy, or nothing. Of a checkpoint only what was written as it, by its `sums`."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    sums = _sums(source)
     try:
         beside.mkdir(parents=True)
         for each in FILES:
             content = (source / each).read_bytes()
-            if sums and hashlib.sha256(content).hexdigest() != sums.get(each):
+            if sums is not None and hashlib.sha256(content).hexdigest() != sums.get(each):
                 raise FolderError(f"{source / each}: is not what was written; publish another checkpoint")
             checkpoint.write_file(beside / each, content)
         beside.rename(target)
@@ -124,8 +126,6 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def _sums(source: Path) -> dict[str, str]:
-    if not checkpoint.NAME.fullmatch(source.name):
-        return {}
     try:
         return checkpoint.sums(source)
     except (OSError, ValueError) as error:
