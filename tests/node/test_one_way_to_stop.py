@@ -13,6 +13,7 @@ import subprocess
 import pytest
 from node_rig import Offline, Online, nothing_left_off
 from valve.v1 import node_pb2
+from valve_tools.demo.node import NodeError
 
 from valved.cli.client import NodeClient, is_running
 from valved.cli.exits import CliError
@@ -31,7 +32,7 @@ def begin(node, *arguments):
     def has_begun():
         try:
             return node.status().draining
-        except CliError:  # it may end between two questions
+        except (CliError, NodeError):  # it may end between two questions
             return not is_running(node.run_dir)
 
     node.wait_for(has_begun, "the drain has begun")
