@@ -54,6 +54,7 @@ class EmulatedNode:
     """Use as a context manager. Everything started through it is gone afterwards, also where we are killed."""
 
     valve: Sequence[str] = (str(VALVE),)
+    ends_with_us = True  # also where we are killed
 
     def __init__(
         self, folder: Path, *, options: emulated.Options | None = None, mode: str = "harvest", config: str = ""
@@ -70,7 +71,8 @@ class EmulatedNode:
 
     def __enter__(self) -> EmulatedNode:
         self.refuse_living()
-        survivors.end_with_us()
+        if self.ends_with_us:
+            survivors.end_with_us()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         try:
             with undisturbed():  # a card that is being started is nobody's yet

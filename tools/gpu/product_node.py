@@ -25,6 +25,7 @@ ENGINE_S = 240.0  # a cold PyTorch reads gigabytes before it says a word
 
 class LabNode(EmulatedNode):
     valve = VALVE
+    ends_with_us = False  # its leash ends what it started, and drains valved before
 
     def __init__(self, folder: Path, *, emulated: bool) -> None:
         super().__init__(folder)
