@@ -50,11 +50,16 @@ void *mremap(void *old, size_t bytes, size_t wanted, int flags, ...)
 """
 
 
+def scarce(world, tmp_path, calls):
+    """A file, and settings of a process where these calls fail while it is there."""
+    file = tmp_path / "short"
+    return file, {**preloaded(world, tmp_path, calls), "SHORT": str(file)}
+
+
 @pytest.fixture
 def short(world, tmp_path):
-    """Settings of a process that may have no more memory once the file is there."""
-    file = tmp_path / "short"
-    return file, {**preloaded(world, tmp_path, OLD_MREMAP), "SHORT": str(file)}
+    """It may have no more memory."""
+    return scarce(world, tmp_path, OLD_MREMAP)
 
 
 def test_a_launch_never_meets_a_hole_where_memory_is_short(world, short):
@@ -113,9 +118,8 @@ int pthread_create(void *thread, const void *how, void *run, void *with)
 
 @pytest.fixture
 def threadless(world, tmp_path):
-    """Settings of a process that may make no thread while the file is there."""
-    file = tmp_path / "short"
-    return file, {**preloaded(world, tmp_path, ONE_AT_A_TIME), "SHORT": str(file)}
+    """It may make no thread."""
+    return scarce(world, tmp_path, ONE_AT_A_TIME)
 
 
 def test_a_service_that_could_have_no_thread_never_stays_without_valved(world, threadless):
