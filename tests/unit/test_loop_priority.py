@@ -89,8 +89,9 @@ def test_doctor_never_calls_a_gate_sound_that_waits_for_a_core():
     def grade(waited_ns, runs):
         return judge_wait(GateThreads(ThreadPriority.NICE, waited_ns, runs)).verdict
 
-    assert grade(49_000 * 7, 7) is Grade.FINE
-    assert grade(2_000_000 * 7, 7) is Grade.NOTE
+    assert grade(49_000 * 700, 700) is Grade.FINE
+    assert grade(2_000_000 * 700, 700) is Grade.NOTE
+    assert grade(2_000_000 * 7, 7) is Grade.UNKNOWN
     assert grade(0, 0) is Grade.UNKNOWN
 
 

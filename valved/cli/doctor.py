@@ -39,6 +39,7 @@ ONLINE = node_pb2.ROLE_ONLINE
 PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
 LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
 CORES, LONG_WAIT_NS = "cores", 50_000  # of the gate's threads: what Valve's own share of a stop may take (P1)
+ENOUGH_RUNS = 100  # those of the start are not like those of stops
 REAL_TIME = "set fifo_priority = 5 (Kubernetes: in the chart's daemon.config), or run less beside it"
 CARDS_S = 10.0  # NVML answers within a second
 DCGM = ("nv-hostengine", "dcgm-exporter")
@@ -280,6 +281,8 @@ def judge_wait(threads: GateThreads) -> Finding:
     """A stop cannot begin before one of them has a core."""
     if not threads.runs:
         return unknown(CORES, "the kernel does not say how long the gate's threads wait for a core")
+    if threads.runs < ENOUGH_RUNS:
+        return unknown(CORES, "the gate has worked too little so far to say how long its threads wait for a core")
     mean_ns = threads.waited_ns / threads.runs
     text = f"since valved began the gate's threads have waited {words.duration(mean_ns)} for a core in the mean"
     return fine(CORES, text) if mean_ns <= LONG_WAIT_NS else note(CORES, f"{text}, and so have stops", REAL_TIME)
