@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from valved.machine.priority import gate_threads
 from valved.model.ids import Mode, Role
 from valved.model.states import EngineState, GpuState, HistogramState, MemoryState, NodeState, ServiceState
 
@@ -43,6 +44,7 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._look()
         yield from _node(status)
+        yield from _cores(status.pid)
         yield from _gpus(status.gpus)
         yield from _online([service for service in status.services if service.role is Role.ONLINE])
         yield from _offline([service for service in status.services if service.role is Role.OFFLINE])
@@ -88,6 +90,20 @@ def _node(status: NodeState) -> Iterator[Metric]:
     for client in status.clients:
         clients[(client.role.name.lower(),)] += 1
     yield gauge("valve_clients", "Connected processes by role", clients, ["role"])
+
+
+def _cores(pid: int) -> Iterator[Metric]:
+    """No row where the kernel does not say: 0 would look like cores that are always free."""
+    try:
+        threads = gate_threads(pid)
+    except OSError:
+        threads = None
+    told = threads if threads is not None and threads.runs else None
+    waited: Rows = {(): told.waited_ns / 1e9} if told else {}
+    text = "Time in which threads of the gate were ready to run and waited for a core"
+    yield counter("valve_gate_core_wait_seconds", text, waited)
+    text = "Times that a thread of the gate got a core; a stop begins with one"
+    yield counter("valve_gate_core_runs", text, {(): told.runs} if told else {})
 
 
 GPU_GAUGES: Figures[GpuState] = {

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,13 +124,16 @@ class Link:
     sessions: Sessions = field(default_factory=Sessions)
     role: int = 0
     said: str = ""  # why there is no session; for people
+    owner: weakref.ref[object] | None = None  # whose wishes these are
     wanted: Attach | None = None
     layout: BlockLayout | None = None
-    told_mode: Callable[[], wire.Mode] | None = None  # of the hook now; it may have been lowered since it was wanted
+    told_mode: Callable[[], wire.Mode | None] | None = (
+        None  # of the hook now; it may have been lowered since it was wanted
+    )
     on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
     _packets: Packets | None = None  # while there is a connection
-    _told: tuple[object, ...] = ()
+    _told: tuple[object, object] = (None, None)
     _renew_s: float = RENEW_S
     _has_memory: bool = False
     _again_at: float | None = None  # when to tell a refused layout again
@@ -137,6 +142,7 @@ class Link:
     _is_waiting: bool = False  # somebody waits for `_answered`
     _poke: threading.Event = field(default_factory=threading.Event)
     _answered: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of wishes, and of what answers them
     _stop: bool = False
     _thread: threading.Thread | None = None
 
@@ -147,9 +153,25 @@ class Link:
 
     def propose(self, wanted: Attach) -> None:
         """Ask for the table; the answer comes into `session` when it suits valved."""
-        self._answered.clear()  # first: the thread may answer as soon as the wish is there
-        self.wanted = wanted
+        with self._lock:
+            self._answered.clear()
+            self.wanted = wanted
         self._poke.set()
+
+    def is_taken(self) -> bool:
+        """Whether an engine of this process has the table: of two that heed the same one, one computes from memory that
+        it does not have. An engine that is gone leaves nothing."""
+        if self.owner is not None and self.owner() is not None:
+            gc.collect()  # it may be done with, and wait for this
+        self._bury()
+        return self.owner is not None
+
+    def _bury(self) -> None:
+        if self.owner is None or self.owner() is not None:
+            return
+        with self._lock:
+            self.owner = self.wanted = self.layout = self.session = self.on_tick = self.told_mode = None
+            self.sessions = Sessions()
 
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
         """Ask for the table and wait for valved's answer."""
@@ -172,12 +194,10 @@ class Link:
         """How much longer a first step may wait: by what of this engine may be valved's memory."""
         if not may_have_holes():
             return 0.0  # a table that comes later is acted on then
-        if self.connections:
+        if self.connections or (self.is_preloaded and self.ranges() != 0):
             return self.gone_s
         if not self.is_preloaded:
             return 0.0
-        if self.ranges() != 0:
-            return self.gone_s
         return self.unmet_s if self.wanted is not None and self.wanted.ranks > 1 else 0.0
 
     def next_session(self, last: Session | None) -> Session | None:
@@ -212,7 +232,7 @@ class Link:
                 is_nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError) and not self._patience_s()
                 if is_nobody or not isinstance(error, OSError | NotYet):
                     self._answered.set()
-            self._packets, self._told, self.grant = None, (), None
+            self._packets, self._told, self.grant = None, (None, None), None
             self._poke.wait(min(self.retry_s, LOOK_S) if self._is_waiting else self.retry_s)
             self._poke.clear()
 
@@ -252,14 +272,17 @@ class Link:
     def _serve(self, packets: Packets) -> None:
         """Tell what is new, renew the hint, and notice that valved is gone."""
         while not self._stop:
-            if self._told != (self.layout, self.wanted) or self._is_due():
-                told = self.layout, self.wanted
+            self._bury()
+            told = self.layout, self.wanted  # one that is equal may be of another engine
+            is_due = self._again_at is not None and time.monotonic() >= self._again_at
+            if is_due or self._told[0] is not told[0] or self._told[1] is not told[1]:
                 self._again_at = None
                 if self._has_memory:
                     self._tell(packets, *told)
                 self._told = told
-                if told[1] is not None:
-                    self._answered.set()
+                with self._lock:
+                    if told[1] is not None and told[1] is self.wanted:
+                        self._answered.set()
             self._tick()  # first: what is open is told before the page says that it is fresh
             self.lifecycle.renew()
             packets.drain()
@@ -287,9 +310,6 @@ class Link:
         if wanted is not None:
             self._attach(packets, wanted)
 
-    def _is_due(self) -> bool:
-        return self._again_at is not None and time.monotonic() >= self._again_at
-
     def _stay_out(self, layout: BlockLayout | None, why: str) -> None:
         """valved would say the same in two seconds. Requests are counted on; and it is asked again in a while."""
         self.said, self._again_at = why, time.monotonic() + AGAIN_S
@@ -297,18 +317,11 @@ class Link:
             log.warning("valve: %s; nothing is reclaimed from this process", why)
         self._refused = layout
 
-    def _mode(self, wanted: Attach) -> wire.Mode:
-        """What an attachment may say. That nothing is reclaimed any more is the book's word: here it would mean that
-        blocks without memory are handed out.
-        """
-        mode = self.told_mode() if self.told_mode is not None else wanted.mode
-        return min(wanted.mode, max(mode, wire.Mode.COARSE))
-
     def _attach(self, packets: Packets, wanted: Attach) -> None:
         body = wire.KV_ATTACH.pack(
             wire.KV_ABI,
             wire.KV_ABI,
-            self._mode(wanted),
+            _mode(wanted, self.told_mode),
             wanted.blocks,
             wanted.block_tokens,
             wanted.rows,
@@ -334,12 +347,23 @@ class Link:
                 raise Foreign(f"valved sent a table of {table.blocks} blocks to an engine of {wanted.blocks}")
             if self.session is not None and self.session.table.columns and not table.columns:
                 raise NotYet("valved has not heard of the engine's ranges yet")
-            number = self.session.number + 1 if self.session is not None else 1
-            self.sessions.begin(fresh := Session(number=number, table=table, book=book))
-            self.session = fresh  # last: a thread that sees that we are attached finds the table in the queue
+            with self._lock:
+                if self.wanted is not wanted:
+                    return  # of an engine that is gone
+                number = self.session.number + 1 if self.session is not None else 1
+                self.sessions.begin(fresh := Session(number=number, table=table, book=book))
+                self.session = fresh  # last: a thread that sees that we are attached finds the table in the queue
             self.said = ""
         finally:
             close(fds)
+
+
+def _mode(wanted: Attach, told_mode: Callable[[], wire.Mode | None] | None) -> wire.Mode:
+    """What an attachment may say. That nothing is reclaimed any more is the book's word: here it would mean that
+    blocks without memory are handed out.
+    """
+    told = told_mode() if told_mode is not None else None
+    return min(wanted.mode, max(wanted.mode if told is None else told, wire.Mode.COARSE))
 
 
 def read_control(fd: int) -> tuple[int, float]:

@@ -1,9 +1,14 @@
-"""What one attachment to valved gives, and the queue in which attachments wait until the engine takes them up."""
+"""What one attachment to valved gives, the queue in which attachments wait until the engine takes them up, and how the
+link knows an engine without keeping it.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from valve_hook.shared import Book, Table
 
@@ -37,3 +42,14 @@ class Sessions:
         while self._begun and last is not None and self._begun[0].number <= last.number:
             self._begun.popleft()
         return self._begun[0] if self._begun else None
+
+
+def weakly(method: Callable[[], Any]) -> Callable[[], Any]:
+    """What the link keeps of an engine's hook: it must not keep the engine itself."""
+    kept = weakref.WeakMethod(method)
+
+    def call() -> Any:
+        found = kept()
+        return None if found is None else found()
+
+    return call

@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -224,43 +225,85 @@ class Region:
         self._hint[0] = time.monotonic_ns()
 
 
+Told = tuple[int, int, int]
+"""Open requests, ended ones, useful tokens."""
+
+
 class Lifecycle:
     """What was told of the requests, and the page of the connection, if there was any: a new one begins with it, for an
     empty one that is renewed would say that nothing is open. The engine's thread tells, the link's thread connects.
+
+    A process may have several engines, one after another or beside one another: the page has their sums. What one has
+    open when it is gone has ended.
     """
 
     def __init__(self) -> None:
         self.page: Region | None = None
-        self._told: tuple[int, int, int] | None = None
+        self._told: dict[int, Told] = {}  # of each engine
+        self._engines: dict[int, weakref.ref[object]] = {}
+        self._gone: Told = 0, 0, 0
         self._lock = threading.Lock()
 
-    def tell(self, open_requests: int, ended: int, useful_tokens: int) -> None:
+    def tell(self, open_requests: int, ended: int, useful_tokens: int, engine: object = None) -> None:
         with self._lock:
-            self._told = open_requests, ended, useful_tokens
+            self._told[self._key(engine)] = open_requests, ended, useful_tokens
             if self.page is not None:
-                self.page.write(*self._told)
+                self.page.write(*self._sums())
 
-    def tell_beside(self, open_requests: int, ended: int, useful_tokens: int) -> None:
+    def tell_beside(self, open_requests: int, ended: int, useful_tokens: int, engine: object = None) -> None:
         """By the link's thread. How many are open is the engine's own word, once it has told any; `ended`: while there
         were as many.
         """
         with self._lock:
-            if self._told is not None and ended > self._told[1]:
-                self._told = self._told[0], ended, useful_tokens
-                open_requests = self._told[0]
-            elif self._told is not None:
-                if self.page is not None:
-                    self.page.write_tokens(useful_tokens)
-                return
-            if self.page is not None:
-                self.page.write(open_requests, ended, useful_tokens)
+            key = self._key(engine)
+            told = self._told.get(key)
+            if told is not None:
+                is_later = ended > told[1]
+                self._told[key] = told[0], max(ended, told[1]), useful_tokens
+                if self.page is not None and is_later:
+                    self.page.write(*self._sums())
+                elif self.page is not None:
+                    self.page.write_tokens(self._sums()[2])
+            elif self.page is not None:
+                self.page.write(*_added(self._sums(), (open_requests, ended, useful_tokens)))
 
     def begin(self, page: Region) -> None:
         with self._lock:
-            if self._told is not None:
-                page.write(*self._told)
+            if self._told:
+                page.write(*self._sums())
             self.page = page
 
     def renew(self) -> None:
+        with self._lock:
+            if self._bury() and self.page is not None:
+                self.page.write(*self._sums())
         if self.page is not None:
             self.page.renew()
+
+    def _key(self, engine: object) -> int:
+        if engine is None:
+            return 0
+        key = id(engine)
+        if key not in self._engines or self._engines[key]() is not engine:
+            self._bury()  # it lies where another one lay
+            self._engines[key] = weakref.ref(engine)
+        return key
+
+    def _bury(self) -> bool:
+        gone = [key for key, engine in self._engines.items() if engine() is None]
+        for key in gone:
+            del self._engines[key]
+            open_requests, ended, tokens = self._told.pop(key, (0, 0, 0))
+            self._told.setdefault(0, (0, 0, 0))  # something was told
+            self._gone = _added(self._gone, (0, ended + open_requests, tokens))
+        return bool(gone)
+
+    def _sums(self) -> Told:
+        sums = self._gone
+        for told in self._told.values():
+            sums = _added(sums, told)
+        return sums
+
+
+def _added(one: Told, other: Told) -> Told:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]

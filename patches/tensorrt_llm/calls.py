@@ -12,6 +12,7 @@ from typing import Any
 
 from valve_hook import VERSION
 from valve_hook.link import Link, process_link
+from valve_hook.sessions import weakly
 
 log = logging.getLogger("valve")
 _has_failed = False
@@ -26,7 +27,7 @@ class Counter:
         self._link = link
         self._known: set[int] = set()
         self._ended = 0
-        link.on_tick = self.write
+        link.on_tick = weakly(self.write)
         log.warning("valve: tensorrt_llm, hook %s: open requests are reported, memory is left alone", VERSION)
 
     def write(self) -> None:
@@ -36,7 +37,7 @@ class Counter:
         now = {id(request) for request in list(executor.active_requests)}
         self._ended += len(self._known - now)
         self._known = now
-        self._link.lifecycle.tell(len(now) + queued(executor), self._ended, 0)
+        self._link.lifecycle.tell(len(now) + queued(executor), self._ended, 0, executor)
 
 
 def queued(executor: Any) -> int:

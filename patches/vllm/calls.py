@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from valve_hook import VERSION, Refused
 from valve_hook.ledger import MOST_STEPS, Ledger
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Reconciler
+from valve_hook.sessions import weakly
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
@@ -73,8 +75,12 @@ class VllmHook:
             row_blocks=max(1, min(row_blocks, room)),
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
-        link.on_tick, link.told_mode = self.on_tick, lambda: self.reconciler.told_mode
+        link.owner = weakref.ref(scheduler)
+        link.on_tick, link.told_mode = weakly(self.on_tick), weakly(self.told_mode)
         link.propose(wanted)
+
+    def told_mode(self) -> Mode:
+        return self.reconciler.told_mode
 
     @property
     def calm(self) -> Calm | None:
@@ -278,11 +284,13 @@ def _make_hook(scheduler: Any, link: Link) -> VllmHook | Progress:
     try:
         engine = check.judge(scheduler.vllm_config, scheduler.kv_cache_manager.kv_cache_config)
         check.refuse_scheduler_class(type(scheduler), Scheduler)
+        check.refuse_second(link)
     except check.MemoryRefused as refused:
         scheduler._valve_why = str(refused)
         log.warning("valve: requests and tokens are reported, nothing is reclaimed from this engine: %s", refused)
         progress = Progress(scheduler, link)
-        link.on_tick = progress.tell_tokens
+        if link.owner is None:
+            link.on_tick = weakly(progress.tell_tokens)
         return progress
     return VllmHook(scheduler, link, Mode.FULL, engine)
 

@@ -91,6 +91,12 @@ def refuse_scheduler_class(given: type, known: type) -> None:
         raise MemoryRefused(f"a scheduler class with a {replaced[0]} of its own ({given.__name__}) is not supported")
 
 
+def refuse_second(link: Any) -> None:
+    """Two engines in one process: the worker of the second asks before it makes its cache, its scheduler after it."""
+    if link is not None and link.is_taken():
+        raise MemoryRefused(f"a second engine in the same process is not supported: {STEP}")
+
+
 def refuse_configuration(config: Any, cache: Any) -> None:
     """What cannot be recomputed from a block boundary, what schedules in more than one place, what was never run."""
     groups, parallel, model = cache.kv_cache_groups, config.parallel_config, config.model_config

@@ -61,7 +61,9 @@ class Progress:
         return str(getattr(self._scheduler, "_valve_why", "no hook"))
 
     def before_schedule(self) -> bool:
-        return False
+        """Whether the process's elastic memory, if there is any, is known to be another engine's."""
+        owner = self._link.owner
+        return owner is not None and owner() is not None
 
     def after_schedule(self, output: Any) -> str:
         finished = output.finished_req_ids
@@ -76,11 +78,12 @@ class Progress:
         """In a step's way the tokens as they were counted last: the link's thread counts and tells them."""
         self.told_open = len(self._scheduler.requests)
         tokens = self._last_useful if self.told_open else self.useful_tokens
-        self._link.lifecycle.tell(self.told_open, self.ended, tokens)
+        self._link.lifecycle.tell(self.told_open, self.ended, tokens, self)
 
     def tell_tokens(self) -> None:
         """On the link's thread, between two changes of what is open; and what is, before the first step."""
-        self._link.lifecycle.tell_beside(len(self._scheduler.requests), self.ended_beside, self.useful_tokens)
+        open_requests = len(self._scheduler.requests)
+        self._link.lifecycle.tell_beside(open_requests, self.ended_beside, self.useful_tokens, self)
 
     def before_update(self, output: Any, result: Any) -> None:
         self.count(output, result)

@@ -84,6 +84,7 @@ def range_flags(config: Any, cache: Any) -> int:
     """Elastic where the scheduler's hook will heed the table: it asks the same, of the same."""
     try:
         check.judge(config, cache)
+        check.refuse_second(process_link())
     except Refused as refused:
         log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0

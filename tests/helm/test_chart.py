@@ -108,6 +108,13 @@ FIRING = {
         },
         "1h",
     ),
+    "ValveGateWaitsForCore": (
+        {
+            "valve_gate_core_wait_seconds_total{node='n'}": "0+3x180",
+            "valve_gate_core_runs_total{node='n'}": "0+5000x180",
+        },
+        "1h",
+    ),
     "ValveOnlineDelayed": (
         {
             "valve_service_delay_seconds_total{node='n',name='chat',service='1'}": "0+2x180",
@@ -146,6 +153,8 @@ SOUND = {
     "valve_gate_failures_total{node='n'}": "3x180",
     "valve_preemption_latency_seconds_bucket{node='n',le='0.001'}": "0+100x180",
     "valve_preemption_latency_seconds_bucket{node='n',le='+Inf'}": "0+100x180",
+    "valve_gate_core_wait_seconds_total{node='n'}": "0+0.3x180",
+    "valve_gate_core_runs_total{node='n'}": "0+5000x180",
     "valve_service_delay_seconds_total{node='n',name='chat',service='1'}": "0+0.3x180",
     "valve_service_busy_seconds_total{node='n',name='chat',service='1'}": "0+60x180",
     # Busy for 0.2 s now and then, delayed by 0.2 % of that: what is worth harvesting most.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from valved.cli import policy
 from valved.config import Config, effective, load_config
 from valved.errors import ConfigError
 from valved.model.ids import Mode
@@ -115,3 +116,12 @@ def test_words_that_no_path_or_name_can_hold_are_never_a_traceback_of_the_start(
 
     with pytest.raises(ConfigError, match=f"^{key} = .*must be printable text"):
         load_config(path, {})
+
+
+def test_a_setting_never_has_one_name_in_the_configuration_and_another_at_the_terminal():
+    in_the_file = {name: value for name, value in effective(Config()).items() if name.startswith("cooldown.")}
+
+    assert set(policy.SETTINGS) == set(in_the_file)
+    fields = policy.changes([f"{name}={value}" for name, value in in_the_file.items()])
+    assert fields["cooldown_window_ns"] == 600_000_000_000
+    assert policy.changes(["cooldown.window_ms=600000"]) == {"cooldown_window_ns": 600_000_000_000}  # as in 0.1

@@ -1,15 +1,17 @@
-"""Real time for valved's loop, and what doctor says of the gate's."""
+"""Real time for valved's loop, and what doctor says of the gate's threads."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from valved.cli.doctor import Grade, judge_gate
-from valved.machine.priority import hurry, is_real_time
+from valved.cli.doctor import judge_gate, judge_wait
+from valved.cli.findings import Grade
+from valved.machine.priority import GateThreads, ThreadPriority, gate_threads, hurry, is_real_time
 
 NORMAL = (os.SCHED_OTHER, 0)
 
@@ -69,7 +71,7 @@ def test_doctor_never_tells_of_a_priority_that_the_gate_does_not_have(raise_it, 
             os.sched_setscheduler(child, os.SCHED_FIFO, os.sched_param(1))
         elif raise_it == "nice":
             os.setpriority(os.PRIO_PROCESS, child, -20)
-        finding = judge_gate(child)
+        finding, _ = judge_gate(child)
     except PermissionError:
         pytest.skip("this user may not raise it")
     finally:
@@ -80,4 +82,35 @@ def test_doctor_never_tells_of_a_priority_that_the_gate_does_not_have(raise_it, 
 
 
 def test_a_valved_whose_threads_cannot_be_seen_is_never_called_fine():
-    assert judge_gate(2**31 - 1).verdict is Grade.UNKNOWN
+    assert [found.verdict for found in judge_gate(2**31 - 1)] == [Grade.UNKNOWN]
+
+
+def test_doctor_never_calls_a_gate_sound_that_waits_for_a_core():
+    def grade(waited_ns, runs):
+        return judge_wait(GateThreads(ThreadPriority.NICE, waited_ns, runs)).verdict
+
+    assert grade(49_000 * 700, 700) is Grade.FINE
+    assert grade(2_000_000 * 700, 700) is Grade.NOTE
+    assert grade(2_000_000 * 7, 7) is Grade.UNKNOWN
+    assert grade(0, 0) is Grade.UNKNOWN
+
+
+def test_no_thread_but_the_gate_s_is_counted_for_its_waits():
+    """The kernel's own count, of a thread that has come back from a sleep and so has been given a core."""
+
+    def nice():
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
+        except PermissionError:
+            return None
+        time.sleep(0.001)
+        return gate_threads(os.getpid())
+
+    before = gate_threads(os.getpid())
+    seen = in_a_thread(nice)
+    if seen is None or not os.path.exists("/proc/self/schedstat"):
+        pytest.skip("this user may not raise it, or the kernel does not count")
+    assert (before.rank, before.runs) == (ThreadPriority.NORMAL, 0)
+    assert seen.rank is ThreadPriority.NICE
+    assert seen.runs > 0
+    assert seen.waited_ns >= 0

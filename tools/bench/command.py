@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 def chosen(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="The benchmarks to run. Default: all but rungs and sparse."
+        "names", nargs="*", metavar="NAME", help="The benchmarks to run. Default: all but rungs, sparse and tune-idle."
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object per figure and line.")
     parser.add_argument("--list", action="store_true", help="Name the benchmarks and run none.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import enum
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,51 +27,31 @@ from valve.v1 import node_pb2
 from valved.cli import remap, systemd, words
 from valved.cli.client import ask
 from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError, told
+from valved.cli.findings import Finding, Grade, broken, fine, note, unknown
 from valved.cli.tables import Paper
 from valved.fds import is_absent
-from valved.machine.priority import ThreadPriority, gate_rank, is_real_time
+from valved.machine.priority import GateThreads, ThreadPriority, gate_threads, is_real_time
 from valved.paths import API_SOCKET, preload_library, run_dir
 
 FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
 VERSION_FILE = Path("/proc/driver/nvidia/version")
-
-
-class Grade(enum.Enum):
-    FINE = "ok"
-    NOTE = "note"  # works, but the operator should know
-    BROKEN = "broken"
-    UNKNOWN = "unknown"
-
-
 ONLINE = node_pb2.ROLE_ONLINE
 PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
 LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
+CORES, LONG_WAIT_NS = "cores", 50_000  # of the gate's threads: what Valve's own share of a stop may take (P1)
+ENOUGH_RUNS = 100  # those of the start are not like those of stops
+REAL_TIME = "set fifo_priority = 5 (Kubernetes: in the chart's daemon.config), or run less beside it"
 CARDS_S = 10.0  # NVML answers within a second
 DCGM = ("nv-hostengine", "dcgm-exporter")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    check: str
-    verdict: Grade
-    what: str
-    fix: str = ""
-
-
-def fine(check: str, what: str) -> Finding:
-    return Finding(check=check, verdict=Grade.FINE, what=what)
-
-
-def note(check: str, what: str, fix: str = "") -> Finding:
-    return Finding(check=check, verdict=Grade.NOTE, what=what, fix=fix)
-
-
-def broken(check: str, what: str, fix: str) -> Finding:
-    return Finding(check=check, verdict=Grade.BROKEN, what=what, fix=fix)
-
-
-def unknown(check: str, what: str) -> Finding:
-    return Finding(check=check, verdict=Grade.UNKNOWN, what=what)
+RANKS = {
+    ThreadPriority.REAL_TIME: fine("gate", "the gate's threads run in real time (fifo_priority)"),
+    ThreadPriority.NICE: fine(
+        "gate", "the gate's threads have niceness -20: it counts inside valved's control group or session"
+    ),
+    ThreadPriority.NORMAL: note(
+        "gate", "the gate's threads wait for a core like any other", "run valved as root, or with CAP_SYS_NICE"
+    ),
+}
 
 
 def driver_version(text: str) -> tuple[str, bool] | None:
@@ -282,30 +261,38 @@ def check_valved() -> list[Finding]:
     widths = [len(service.gpus) for service in answer.services if service.role == ONLINE]
     return [
         judge_valved(answer),
-        judge_gate(answer.pid),
+        *judge_gate(answer.pid),
         judge_loop(answer.pid),
         judge_lock(answer.driver, widths),
         judge_remap(answer.memory),
     ]
 
 
-def judge_gate(pid: int) -> Finding:
-    """What the gate's threads have, which may be less than the configuration asks for."""
+def judge_gate(pid: int) -> list[Finding]:
+    """What the gate's threads have, which may be less than the configuration asks for, and whether it is enough."""
     try:
-        rank = gate_rank(pid)
+        threads = gate_threads(pid)
     except OSError:
-        return unknown("gate", "valved's threads are not to be seen from here")
-    if rank is ThreadPriority.REAL_TIME:
-        return fine("gate", "the gate's threads run in real time (fifo_priority)")
-    if rank is ThreadPriority.NICE:
-        return fine("gate", "the gate's threads have niceness -20: it counts inside valved's control group or session")
-    return note("gate", "the gate's threads wait for a core like any other", "run valved as root, or with CAP_SYS_NICE")
+        return [unknown("gate", "valved's threads are not to be seen from here")]
+    return [RANKS[threads.rank], judge_wait(threads)]
+
+
+def judge_wait(threads: GateThreads) -> Finding:
+    """A stop cannot begin before one of them has a core."""
+    if not threads.runs:
+        return unknown(CORES, "the kernel does not say how long the gate's threads wait for a core")
+    if threads.runs < ENOUGH_RUNS:
+        return unknown(CORES, "the gate has worked too little so far to say how long its threads wait for a core")
+    mean_ns = threads.waited_ns / threads.runs
+    text = f"since valved began the gate's threads have waited {words.duration(mean_ns)} for a core in the mean"
+    return fine(CORES, text) if mean_ns <= LONG_WAIT_NS else note(CORES, f"{text}, and so have stops", REAL_TIME)
 
 
 def judge_loop(pid: int) -> Finding:
-    if is_real_time(pid):
-        return fine("loop", "valved's loop runs in real time (loop_priority)")
-    return fine("loop", "valved's loop waits for a core like any other")
+    real = is_real_time(pid)
+    return fine(
+        "loop", f"valved's loop {'runs in real time (loop_priority)' if real else 'waits for a core like any other'}"
+    )
 
 
 def judge_valved(answer: Any) -> Finding:

@@ -14,15 +14,16 @@ from valved.cli.drain import staying
 from valved.cli.exits import OK, USAGE, CliError
 
 MODES: dict[str, Any] = {word: value for value, word in words.MODES.items()}
-MS = 1_000_000
-# Name at the terminal, field of valve.v1.Policy, what the field counts in one unit of the terminal.
+MS, S = 1_000_000, 1_000_000_000
+# Name as in the configuration, field of valve.v1.Policy, what the field counts in one unit of the terminal.
 SETTINGS = {
     "cooldown.start_ms": ("cooldown_start_ns", MS),
     "cooldown.floor_ms": ("cooldown_floor_ns", MS),
     "cooldown.ceiling_ms": ("cooldown_ceiling_ns", MS),
-    "cooldown.window_ms": ("cooldown_window_ns", MS),
+    "cooldown.window_s": ("cooldown_window_ns", S),
     "cooldown.factor": ("cooldown_factor", 1),
 }
+TAKEN = {**SETTINGS, "cooldown.window_ms": ("cooldown_window_ns", MS)}  # and its name in 0.1
 MOST_NS = 30 * 24 * 3600 * 1000 * MS  # the longest window that valved takes
 POSITIVE = "give a positive number, as in cooldown.floor_ms=10"
 
@@ -70,11 +71,11 @@ def changes(settings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in settings:
         name, equals, text = word.partition("=")
-        if name in SETTINGS and not equals:
+        if name in TAKEN and not equals:
             raise CliError(f"{name}: no value", USAGE, f"give a positive number, as in {name}=10")
-        if name not in SETTINGS:
+        if name not in TAKEN:
             raise CliError(f"{word}: no such setting", USAGE, f"known: {', '.join(SETTINGS)}")
-        field, scale = SETTINGS[name]
+        field, scale = TAKEN[name]
         try:
             value = float(text)
         except ValueError:
@@ -83,7 +84,7 @@ def changes(settings: list[str]) -> dict[str, Any]:
             raise CliError(f"{name}: {text} is not a positive, finite number", USAGE, POSITIVE)
         found[field] = value if scale == 1 else round(value * scale)
         if scale != 1 and not 1 <= found[field] <= MOST_NS:  # valved takes 0 for "as it was"
-            raise CliError(f"{name}: {text} is out of range", USAGE, f"give {1 / scale:f} to {MOST_NS / scale:.0f}")
+            raise CliError(f"{name}: {text} is out of range", USAGE, f"give {1 / scale:g} to {MOST_NS / scale:.0f}")
     return found
 
 
