@@ -280,7 +280,7 @@ void valve_self_gate_reset(void);
 void valve_watcher_start(void);
 
 /* hint.c */
-void valve_hint_renew(void);
+void valve_hint_renew(uint64_t now);
 void valve_hint_reset_child(void);
 
 /* say.c */

@@ -91,9 +91,10 @@ def test_a_rehearsal_never_looks_like_a_measurement(rehearsal):
 @pytest.mark.parametrize("victim", ["lab", "group", "guard"])
 def test_whoever_is_killed_while_channels_are_off_they_come_back(victim, tmp_path):
     with node(Options()) as emulator:
-        emulator.fault("on disable always: hang 20ms")  # most of the time somebody is off, or about to be
+        emulator.fault("on enable 1: hold")
         process = lab("--only", "D4", out=tmp_path, node_dir=emulator.directory)
-        emulator.wait(lambda state: state.disabled, "something is off", DEADLINE_S)
+        emulator.wait_held(1)
+        assert emulator.state().disabled
         if victim == "lab":
             process.kill()
         elif victim == "group":
@@ -101,6 +102,7 @@ def test_whoever_is_killed_while_channels_are_off_they_come_back(victim, tmp_pat
         else:
             guard = next(pid for pid in os.listdir("/proc") if pid.isdigit() and is_guard_of(int(pid), process.pid))
             os.kill(int(guard), signal.SIGKILL)
+        emulator.release()
 
         process.wait(DEADLINE_S)
         emulator.wait(lambda state: not state.channels, "the workloads have ended", DEADLINE_S)

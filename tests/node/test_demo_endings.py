@@ -13,18 +13,19 @@ from valve_tools.demo.node import EmulatedNode, NodeError
 from valve_tools.emulator import survivors
 
 VALVE = Path(sys.executable).parent / "valve"
-STAGES = [  # each is there from then on
-    ("emu", signal.SIGINT),
-    ("offline-alone.out", signal.SIGTERM),
-    ("1-alone.online.out", signal.SIGHUP),
-    ("run/valved.sock", signal.SIGINT),
-    ("2-valve.online.out", signal.SIGTERM),
+SERVED = "1-valve.online.out"
+STAGES = [  # each is there from then on, and the demo never comes to an end of its own
+    ("valve", "emu", signal.SIGINT),
+    ("valve", "offline-alone.out", signal.SIGTERM),
+    ("alone", "1-alone.online.out", signal.SIGHUP),
+    ("valve", "run/valved.sock", signal.SIGINT),
+    ("valve", SERVED, signal.SIGTERM),
 ]
 PLAN = """
 import sys
 from pathlib import Path
 from valve_tools.demo import command, endings
-plan = command.RoundsPlan(seconds=2.0, rounds=1, ungated=False)
+plan = command.RoundsPlan(seconds=10_000.0, order=(sys.argv[2],))
 def act():
     with command.demo_folder(Path(sys.argv[1])) as folder:
         command.perform(plan, folder)
@@ -33,13 +34,17 @@ sys.exit(endings.perform("valve demo", act))
 """
 
 
-@pytest.mark.parametrize(("stage", "number"), STAGES)
-def test_no_process_of_a_demo_ever_outlives_it(tmp_path: Path, stage: str, number: signal.Signals) -> None:
+def endless_demo(folder: Path, condition: str = "valve") -> list[str]:
+    return [sys.executable, "-c", PLAN, str(folder), condition]
+
+
+@pytest.mark.parametrize(("condition", "stage", "number"), STAGES)
+def test_no_process_of_a_demo_ever_outlives_it(
+    tmp_path: Path, condition: str, stage: str, number: signal.Signals
+) -> None:
     """The signal comes twice: whoever is impatient presses Ctrl-C again."""
     folder = tmp_path / "demo"
-    demo = subprocess.Popen(
-        [sys.executable, "-c", PLAN, str(folder)], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    demo = subprocess.Popen(endless_demo(folder, condition), stderr=subprocess.PIPE, text=True, start_new_session=True)
     node = EmulatedNode(folder)
     node.wait_for(lambda: (folder / stage).exists() or demo.poll() is not None, stage)
 
@@ -64,9 +69,9 @@ def test_a_demo_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
 def test_a_demo_that_is_killed_never_leaves_a_process(tmp_path: Path) -> None:
     """No signal reaches it, so it takes nothing down itself."""
     folder = tmp_path / "a folder"
-    demo = subprocess.Popen([sys.executable, "-c", PLAN, str(folder)], stderr=subprocess.DEVNULL)
+    demo = subprocess.Popen(endless_demo(folder), stderr=subprocess.DEVNULL)
     node = EmulatedNode(folder)
-    node.wait_for(lambda: (folder / "2-valve.online.out").exists() or demo.poll() is not None, "a node with a valved")
+    node.wait_for(lambda: (folder / SERVED).exists() or demo.poll() is not None, "a node with a valved")
     assert len(node.inhabitants()) >= 3, "a card, a valved, a workload"
 
     demo.kill()
@@ -170,9 +175,9 @@ def test_what_another_demo_started_is_never_ended() -> None:
 
 def test_a_demo_whose_valved_dies_says_so_in_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    demo = subprocess.Popen([sys.executable, "-c", PLAN, str(folder)], stderr=subprocess.PIPE, text=True)
+    demo = subprocess.Popen(endless_demo(folder), stderr=subprocess.PIPE, text=True)
     node = EmulatedNode(folder)
-    node.wait_for(lambda: (folder / "2-valve.online.out").exists() or demo.poll() is not None, "a service under Valve")
+    node.wait_for(lambda: (folder / SERVED).exists() or demo.poll() is not None, "a service under Valve")
     killed = [pid for pid in node.inhabitants() if b"valved.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     for pid in killed:
         os.kill(pid, signal.SIGKILL)

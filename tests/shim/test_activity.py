@@ -275,6 +275,21 @@ def test_the_watcher_sleeps_when_nobody_asks(world):
     assert probes == client.region.probes
 
 
+def test_a_process_that_lives_never_tells_of_open_requests_that_are_too_old_to_be_believed(world):
+    """valved reads them behind the heartbeat. A process that stood still for a while has an old word of both, and gave
+    its GPUs away where it told first that it lives."""
+    slow = world.libraries.compile("slowclock", "-shared", "-fPIC")
+    preload = f"{slow}:{world.libraries.shim}:{world.libraries.fakerm}"
+    puppet, client = world.online(LD_PRELOAD=preload)
+    prove_idle(client)
+    puppet.hint(1)
+    region, beats = client.region, set()
+    while len(beats) < 100:
+        beats.add(alive_ns := region.watcher_ns)
+        hint_ns = region.hint_ns
+        assert hint_ns >= alive_ns
+
+
 def test_a_driver_without_context_events_is_asked_stream_by_stream(world):
     puppet, client = world.online(cuda=world.libraries.old_cuda)
     puppet.cu_out("cuStreamCreate", 0)

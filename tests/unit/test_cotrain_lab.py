@@ -163,10 +163,10 @@ def test_words_about_a_planner_never_make_a_page_stale_and_a_figure_always_does(
         assert (sources("harli") == before) == is_same
 
 
-def test_the_page_names_every_claim_and_the_planners_that_made_it(tmp_path, capsys):
+def test_the_page_names_every_claim_and_the_planners_that_made_it(tmp_path, capsys, cells):
     assert main(["shared", "--quick", "--jobs", "1", "--out", str(tmp_path)]) in (0, 3)
     text = (tmp_path / "shared.md").read_text()
-    for claim in shared.claims(shared.work(shared.quick()[0])):
+    for claim in shared.claims(cells):
         assert claim.claim in text
     assert "roofline" in text
     assert list(tmp_path.glob("*.svg"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,4 +138,4 @@ def test_a_small_run_has_every_policy_and_makes_the_same_page_again(tmp_path: Pa
     assert "![Frontier" in (tmp_path / "forecast.md").read_text()
     render(tmp_path / "forecast.json", tmp_path / "again")
     assert all((tmp_path / "again" / path.name).read_text() == path.read_text() for path in paths)
-    assert experiment.run_task(tasks[0]) == outcomes[: len(tasks[0].runs)]
+    assert experiment.run_task(replace(tasks[0], runs=tasks[0].runs[:2])) == outcomes[:2]

@@ -97,12 +97,12 @@ static void see_all(const struct service *service, uint64_t now, struct valve_wa
 	for (uint32_t i = 0; list && i < list->count; i++) {
 		const struct valve_client *client = list->client[i];
 
+		if (client->role == VALVE_ROLE_ONLINE) /* its heartbeat first: its hint is no older */
+			see_launcher(client, &service->rule, now, seen);
 		if (hints(client))
 			valve_wake_hint(seen, &service->rule, now,
 			                load_relaxed(&client->region->open_requests),
 			                load_relaxed(&client->region->hint_ns));
-		if (client->role == VALVE_ROLE_ONLINE)
-			see_launcher(client, &service->rule, now, seen);
 	}
 }
 

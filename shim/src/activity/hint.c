@@ -21,7 +21,7 @@ static struct {
 } hint;
 
 /* The region may have been replaced since the last call: every word is written again. Precondition: lock is held. */
-static void write_hint(void)
+static void write_hint(uint64_t now)
 {
 	struct valve_region *region = VALVE_REGION;
 
@@ -29,15 +29,15 @@ static void write_hint(void)
 	store_relaxed(&region->requests_ended, hint.ended);
 	store_relaxed(&region->open_requests, hint.open);
 	/* Last: valved takes a fresh hint_ns for the word that the numbers above are there. */
-	store_release(&region->hint_ns, now_ns());
+	store_release(&region->hint_ns, now);
 }
 
-void valve_hint_renew(void)
+void valve_hint_renew(uint64_t now)
 {
 	if (!load_relaxed(&hint.said))
 		return;
 	valve_lock(&hint.lock);
-	write_hint();
+	write_hint(now);
 	valve_unlock(&hint.lock);
 }
 
@@ -54,7 +54,7 @@ void valve_hint_open_requests(uint32_t open)
 	hint.ended += open < hint.open ? hint.open - open : 0;
 	hint.open = open;
 	store_relaxed(&hint.said, 1);
-	write_hint();
+	write_hint(now_ns());
 	valve_unlock(&hint.lock);
 	if (begins && load_relaxed(&valve_shim.role) == VALVE_ROLE_ONLINE)
 		valve_ring(); /* after the hint: the listener finds the request counted */

@@ -205,11 +205,14 @@ static enum verdict probe(uint64_t sum)
 
 /* ---- what valved reads ---- */
 
+/* The hint comes first, and valved reads it last: after a long stall a process that lives would else be one whose open
+ * requests are too old to be believed, and its GPUs would be given away. */
 static void write_idle(uint64_t sum, uint64_t idle_ns, uint64_t beat_ns)
 {
 	struct valve_region *region = VALVE_REGION;
 	uint32_t seq = region->idle_seq;
 
+	valve_hint_renew(beat_ns);
 	store_relaxed(&region->idle_seq, seq + 1); /* odd: readers wait */
 	release_fence(); /* nothing below comes before it, on a weakly ordered CPU either */
 	store_relaxed(&region->idle_submitted, sum);
@@ -224,7 +227,6 @@ static void beat(enum valve_watcher state)
 
 	store_relaxed(&region->watcher_state, (uint32_t)state);
 	write_idle(region->idle_submitted, region->idle_ns, now_ns());
-	valve_hint_renew();
 }
 
 /*

@@ -9,7 +9,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from grant_valved import GAP_MS, TPOT_MS, Valved
+from grant_valved import GAP_MS, TPOT_MS, Valved, stop_time
 from valve_abi import GrantAnswer
 from valve_hook.policy.granting import GrantSettings
 from valve_hook.policy.misses import MissSettings
@@ -115,20 +115,23 @@ class Played:
         if not self.flown or self.flown[-1][0] != self.valved.seq:
             self.flown.append((self.valved.seq, len(self.core.batch_queue or ())))
             self.valved.answer(self.answer)
-        return self.interrupts(seconds)
+        if self.interrupts(seconds):
+            return True
+        time.sleep(seconds)
+        return False
 
     def run(self, steps=60):
         for _ in range(steps):
             self.step_once(self.core)
 
     def run_until(self, is_so):
-        """However slow the machine is: a step that takes long leaves no time for a pause."""
         while not is_so() and self.core.scheduler.has_requests():
             self.step_once(self.core)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
-def played(request):
+def played(request, monkeypatch):
+    stop_time(monkeypatch)  # a step that takes long leaves no time for a pause
     valved = Valved()
     yield Played(valved, is_async=request.param)
     valved.close()

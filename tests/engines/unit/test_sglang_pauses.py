@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from grant_valved import GAP_MS, TPOT_MS, Valved
+from grant_valved import GAP_MS, TPOT_MS, Valved, stop_time
 from sglang_world import undisturbed
 from toy_sglang import Mode, Req
 from valve_abi import GrantAnswer
@@ -51,6 +51,7 @@ class Played:
         if not self.flown or self.flown[-1][0] != self.valved.seq:
             self.flown.append((self.valved.seq, len(self.scheduler.result_queue)))
             self.valved.answer(GrantAnswer.GIVEN)
+        time.sleep(seconds)
         return False
 
     def run(self, work):
@@ -68,6 +69,7 @@ class Played:
 
 @pytest.fixture(params=[False, True], ids=["no overlap", "overlap"])
 def played(request, world, monkeypatch):
+    stop_time(monkeypatch)
     monkeypatch.setattr(plugin, "is_patched", lambda: False)
     monkeypatch.setattr(plugin, "nothing", lambda running: SimpleNamespace(batch_to_run=None, running_batch=running))
     monkeypatch.setattr(Req, "stream", True, raising=False)
