@@ -10,8 +10,9 @@ import select
 import signal
 import socket
 import struct
-import threading
 from collections.abc import Callable
+
+from valve_tools.hostile.threads import KeepsDeadThreads, die_with_parent
 
 from valved.abi import link
 from valved.abi.link import LinkType
@@ -23,10 +24,7 @@ SHORT_S = 0.01
 WATCHES, EPOLLS = 200_000, 20
 STORM = 100
 NESTED = 400  # sockets in each other
-DEAD = 2000
 LENT = 0x8000  # proto/abi/link.h
-PR_SET_PDEATHSIG = 1
-PTRACE_SEIZE, SYS_EXIT = 0x4206, 60
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x80
 
 Attack = Callable[[str], object]
@@ -260,49 +258,6 @@ def _hands_on(path: str) -> None:
         sock.recv(1)
 
 
-class _KeepsDeadThreads:
-    """A process of thousands of threads that ended, first of all its first one, and that another one traces: the
-    kernel keeps them. The last of its threads lives, and says HELLO."""
-
-    def __init__(self) -> None:
-        self._is_traced = False
-
-    def __call__(self, path: str) -> None:
-        if self._is_traced:
-            signal.pause()
-        told, tell = os.pipe()
-        go, begin = os.pipe()
-        if os.fork() == 0:
-            die_with_parent()
-            os.close(begin)
-            self._live(path, tell, go)
-        libc = ctypes.CDLL(None)
-        for _ in range(DEAD):
-            libc.ptrace(PTRACE_SEIZE, int.from_bytes(os.read(told, 4), "little"), None, None)
-        os.close(begin)
-        os.close(go)
-        self._is_traced = True
-
-    @staticmethod
-    def _live(path: str, tell: int, go: int) -> None:
-        def end() -> None:
-            os.write(tell, threading.get_native_id().to_bytes(4, "little"))
-            os.read(go, 1)
-
-        def speak() -> None:
-            os.read(go, 1)
-            while True:
-                with contextlib.suppress(OSError):
-                    _says_hello(path)
-
-        threading.stack_size(32 << 10)
-        for _ in range(DEAD):
-            threading.Thread(target=end).start()
-        threading.Thread(target=speak).start()
-        os.read(go, 1)
-        ctypes.CDLL(None).syscall(SYS_EXIT, 0)
-
-
 def _says_who_it_is_not(path: str) -> None:
     """The kernel lets root say any number."""
     with connect(path) as sock:
@@ -318,11 +273,6 @@ def _shuts_half(path: str) -> None:
             sock.shutdown(how)
             sock.settimeout(SHORT_S)
             sock.recv(1)
-
-
-def die_with_parent() -> None:
-    """The bench may be killed: its processes end, too. A change of user takes this back."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stands_still(path: str) -> None:
@@ -414,6 +364,6 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "numbers of a process that execs": (_lends_and(lambda: os.execv("/bin/true", ["true"])), 2, 0, 0),
     "numbers of a process that is stopped": (_lends_and(lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, 0, 0),
     "links of another user": (_hands_on, 2, 0, 0),
-    "2,000 dead threads": (_KeepsDeadThreads(), 1, 0, 0),
+    "2,000 dead threads": (KeepsDeadThreads(_says_hello), 1, 0, 0),
     "100 processes at once": (_storms, 1, 0, 0),
 }
