@@ -13,11 +13,13 @@ from link_peers import HELLO, PATIENCE_S, OwnTime, hear, is_closed, never_closin
 from scarce import left
 
 from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome
-from valved.clients.dear import DEAR_NS, LOOP_BURST_NS, THREADS
+from valved.clients.dear import DEAR_THREADS, LOOP_BURST_NS, USUAL_NS
 from valved.clients.turns import PASS_NS, SECOND_NS
+from valved.machine.processes import LinuxProcesses
+from valved.model.ids import Role
 
 TIMES = 10
-MUCH_NS = 1000 * LOOP_BURST_NS
+MUCH_NS = 10 * LOOP_BURST_NS
 
 
 class Costs:
@@ -34,7 +36,7 @@ class Costs:
             return
         is_loop = threading.current_thread() is self.loop
         self.by_loop += is_loop
-        self.own_time.spend(MUCH_NS if is_loop else 2 * DEAR_NS)  # else an account's core would be used up
+        self.own_time.spend(MUCH_NS if is_loop else 10 * USUAL_NS)  # else an account's core would be used up
         if is_loop:
             threading.Event().wait(2 * PASS_NS / SECOND_NS)  # such a packet ends its pass
 
@@ -73,7 +75,22 @@ def peer_of(server):
     return peer
 
 
-def test_the_packets_of_a_client_never_cost_the_loop_more_than_one(server, costs):
+def claim(server):
+    """This process, which every peer is, for a service."""
+    start_time = LinuxProcesses().start_time(os.getpid())
+    server.call(lambda: server.world.node.launch(os.getpid(), start_time, Role.ONLINE, "chat"))
+
+
+@pytest.fixture(params=["a service", "no service"])
+def may_cost(request, server):
+    """How many packets of this process may cost the loop."""
+    if request.param == "no service":
+        return 0
+    claim(server)
+    return 1
+
+
+def test_the_packets_of_a_client_never_cost_the_loop_more_than_one_of_a_service(server, may_cost, costs):
     sock, _, fds = server.welcome()
     handled, handle = [], server.world.register.handle
 
@@ -91,12 +108,12 @@ def test_the_packets_of_a_client_never_cost_the_loop_more_than_one(server, costs
     assert handled == [str(number) for number in range(TIMES)]
     sock.close()
     server.until(lambda: not server.link.peers)
-    assert costs.by_loop == 1
+    assert costs.by_loop == may_cost
     for fd in fds:
         os.close(fd)
 
 
-def test_answers_to_a_client_never_cost_the_loop_more_than_one_and_come_in_order(server, costs):
+def test_answers_never_cost_the_loop_more_than_one_of_a_service_and_come_in_order(server, may_cost, costs):
     sock, _, fds = server.welcome()
     costs.are_due = True
     arrived = []
@@ -112,16 +129,19 @@ def test_answers_to_a_client_never_cost_the_loop_more_than_one_and_come_in_order
     server.until(lambda: len(arrived) == TIMES)
     server.call(lambda: peer_of(server).close())
     assert is_closed(sock)
-    assert costs.by_loop == 1
+    assert costs.by_loop == may_cost
     for fd in fds:
         os.close(fd)
 
 
-@pytest.fixture
-def dear(server):
-    """One link of this account has cost much."""
+@pytest.fixture(params=["a service", "no service"])
+def dear(request, server):
+    """One link of this process has cost much."""
+    if request.param == "a service":
+        claim(server)
     sock, _, fds = server.welcome()
-    server.call(lambda: server.link.dear.note(peer_of(server).lane.account, MUCH_NS))
+    server.call(lambda: server.link.dear.took_of_loop(peer_of(server).lane.account, MUCH_NS))
+    assert server.call(lambda: peer_of(server).lane.is_aside)
     yield
     sock.close()
     for fd in fds:
@@ -145,11 +165,12 @@ def test_a_process_of_a_dear_account_is_welcomed_with_its_descriptors_and_costs_
 
 @pytest.mark.parametrize("is_dear", [False, True])
 def test_a_client_is_never_given_up_for_what_its_socket_would_have_held(server, is_dear):
-    """A service that grows at once by many handles, each with its descriptor, of an account that was taken for dear."""
+    """A service that grows at once by many handles, each with its descriptor."""
+    claim(server)
     sock, _, fds = server.welcome()
     peer, passed = peer_of(server), [os.open(os.devnull, os.O_RDONLY)] * MAX_FDS
     if is_dear:
-        server.call(lambda: server.link.dear.note(peer.lane.account, MUCH_NS))
+        server.call(lambda: server.link.dear.took_of_loop(peer.lane.account, MUCH_NS))
 
     server.call(lambda: [peer.send(LinkType.ACK, Ack(), seq, tuple(passed)) for seq in range(1, 41)])
 
@@ -231,7 +252,7 @@ def test_hellos_of_a_dear_account_never_pile_up_before_its_thread(server, held):
 def test_what_a_dear_client_left_unread_never_keeps_a_thread(server):
     """Its close() takes as long as its sender likes."""
     ends = []
-    for _ in range(THREADS):
+    for _ in range(DEAR_THREADS):
         sock, _, fds = server.welcome()
         server.call(lambda: stop_reading(server))
         slow, theirs = never_closing()

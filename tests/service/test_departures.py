@@ -9,6 +9,7 @@ from fake_gate import FakeGate
 from node_world import World
 
 from valved.clients.departures import EXIT, LOOKS
+from valved.clients.turns import PASS_NS
 from valved.gate.ending import KILL
 from valved.model.ids import Role
 from valved.state import saved as state
@@ -170,6 +171,35 @@ def test_many_who_left_are_never_looked_at_in_one_turn(stopped):
 
     assert max(Counter(turns).values()) == LOOKS
     assert len(turns) >= most, "and all of them have their turn"
+
+
+def test_looks_that_take_long_never_take_more_than_a_pass_of_the_loop(stopped, monkeypatch):
+    """Of threads that a tracer keeps each process may have as many as are looked at."""
+    world, _, _ = stopped
+    for pid in range(1000, 1000 + LOOKS):
+        world.register.leave(world.offline(pid=pid, claimed=False), "link closed")
+    turns, took = [0], [0]
+    now_ns, is_ending = world.clock.now_ns, world.processes.is_ending
+
+    def look(*process):
+        turns[-1] += 1
+        took[0] += PASS_NS
+        return is_ending(*process)
+
+    def turn():
+        turns.append(0)
+        took[0] = 0
+        looks()
+
+    departures, looks = world.register.departures, world.register.departures._look
+    monkeypatch.setattr(departures._ticker, "_call", turn)
+    monkeypatch.setattr(world.clock, "now_ns", lambda: now_ns() + took[0])
+    world.processes.is_ending = look
+
+    world.run(1000)
+
+    assert max(turns) == 2
+    monkeypatch.undo()
 
 
 def test_an_end_that_fails_never_keeps_the_channels_of_another_off(stopped, monkeypatch):

@@ -18,7 +18,7 @@ import valved.clients.arrivals
 from valved.abi.link import LinkType, Schedule, Welcome, build
 from valved.clients.accounts import account_of
 from valved.clients.arrivals import PENDING, PENDING_PER_PROCESS
-from valved.clients.dear import LOOP_BURST_NS
+from valved.clients.dear import CORE_BURST_NS
 from valved.clients.server import BACKLOG, LinkConnection
 from valved.clients.turns import PASS_NS, SECOND_NS, Knocks
 from valved.machine.callers import Accepted
@@ -166,8 +166,8 @@ def test_what_is_no_hello_never_costs_more_than_a_read(server, crowd, judged, wh
 
 def test_a_silent_connection_never_costs_a_read(server, crowd, monkeypatch):
     """Whoever opens many would have a part of each pass of the loop for them."""
-    read, receive = [], LinkConnection.receive
-    monkeypatch.setattr(LinkConnection, "receive", lambda peer: (read.append(peer.pid), receive(peer))[1])
+    read, receive = [], LinkConnection.receive_aside
+    monkeypatch.setattr(LinkConnection, "receive_aside", lambda peer: (read.append(peer.pid), receive(peer))[1])
 
     def all_knock():
         crowd.add(PROCESSES, lambda: crowd.connect(EACH))
@@ -244,8 +244,8 @@ def test_a_crowd_that_dies_at_once_never_keeps_a_hello_waiting(server, crowd):
 
 @pytest.mark.parametrize("dear", ["none", "those of another account", "all of its account"])
 def test_messages_of_many_links_never_keep_a_hello_waiting(server, dear):
-    """Each link has its turn in each pass of the loop, and a process may have many links. Whose packets interrupts made
-    dear is read aside, and so is whoever has an account with it: on many machines all services of a user are one."""
+    """Each link has its turn in each pass of the loop, and a process may have many links. On many machines all
+    services of a user are one account, and interrupts make its packets dear."""
     done, slow = [], threading.Event()
     register = server.world.register
     handle, hello = register.handle, register.hello
@@ -253,8 +253,8 @@ def test_messages_of_many_links_never_keep_a_hello_waiting(server, dear):
     if dear != "all of its account":
         server.world.processes.homes[honest.pid] = "/kubepods/pod-of-another"
     if dear != "none":
-        for peer in server.link._peers:
-            server.call(lambda peer=peer: peer.lane._accounts.note(peer.lane.account, 1000 * LOOP_BURST_NS))
+        [account] = {peer.lane.account for peer in server.link._peers}
+        server.call(lambda: server.link.dear.took(account, CORE_BURST_NS // 2))
 
     def expensive(client, packet, fds):
         done.append("message")

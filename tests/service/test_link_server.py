@@ -195,7 +195,7 @@ def test_a_client_that_does_not_read_is_dropped_and_stops_nobody(server, monkeyp
 
 
 def box_for(loop, sock, broken):
-    return outbox.Outbox(loop, sock, broken, LinkLane(DearAccounts(loop), "its account"))
+    return outbox.Outbox(loop, sock, broken, LinkLane(DearAccounts(loop), "a service", is_awaited=True))
 
 
 def test_a_packet_that_waits_in_valved_never_counts_as_arrived():

@@ -12,6 +12,8 @@ import socket
 import struct
 from collections.abc import Callable
 
+from valve_tools.hostile.threads import KeepsDeadThreads, die_with_parent
+
 from valved.abi import link
 from valved.abi.link import LinkType
 from valved.model.ids import Role
@@ -23,7 +25,6 @@ WATCHES, EPOLLS = 200_000, 20
 STORM = 100
 NESTED = 400  # sockets in each other
 LENT = 0x8000  # proto/abi/link.h
-PR_SET_PDEATHSIG = 1
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x80
 
 Attack = Callable[[str], object]
@@ -219,7 +220,42 @@ class _IsWatched:
         self._says(path)
 
 
+def _lends_and(then: Callable[[], object]) -> Attack:
+    """What is lent is fetched from a process that is gone, is another program, or stands still by then."""
+
+    def attack(path: str) -> None:
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            with contextlib.suppress(OSError):
+                sock = _welcomed(path)
+                os.set_inheritable(sock.fileno(), True)
+                sock.send(_packet(LinkType.RM_CLIENT, lent=struct.pack("<iII", sock.fileno(), 0, 1)))
+                then()
+            os._exit(0)
+        os.waitpid(pid, os.WUNTRACED)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    return attack
+
+
 # Others
+
+
+def _hands_on(path: str) -> None:
+    """A connection of this user's says HELLO by a process of another."""
+    with connect(path) as sock:
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(OSError):
+                os.setuid(NOBODY)
+                sock.send(OFFLINE_HELLO)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        sock.settimeout(SHORT_S)
+        sock.recv(1)
 
 
 def _says_who_it_is_not(path: str) -> None:
@@ -237,11 +273,6 @@ def _shuts_half(path: str) -> None:
             sock.shutdown(how)
             sock.settimeout(SHORT_S)
             sock.recv(1)
-
-
-def die_with_parent() -> None:
-    """The bench may be killed: its processes end, too. A change of user takes this back."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stands_still(path: str) -> None:
@@ -329,5 +360,10 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "halves that are shut": (_shuts_half, 2, 0, 0),
     "processes that are stopped": (_stands_still, 2, 0, 0),
     "processes of other namespaces": (_lives_elsewhere, 2, 0, 0),
+    "numbers of a process that ends": (_lends_and(lambda: None), 2, 0, 0),
+    "numbers of a process that execs": (_lends_and(lambda: os.execv("/bin/true", ["true"])), 2, 0, 0),
+    "numbers of a process that is stopped": (_lends_and(lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, 0, 0),
+    "links of another user": (_hands_on, 2, 0, 0),
+    "2,000 dead threads": (KeepsDeadThreads(_says_hello), 1, 0, 0),
     "100 processes at once": (_storms, 1, 0, 0),
 }

@@ -1,19 +1,16 @@
-"""Links on which a packet costs what their client likes.
+"""Where the packets of a link are handled, for what one costs is for its client to choose.
 
-Whoever writes to a socket, reads from it or ends it wakes what waits for the other end, and a client can let a million
-epolls wait there: some 0.1 us each, of the thread that does it. So an account has a little of the loop for packets
-that cost much; while that is used up, all links of the account are read, written and ended on threads of their own.
-Such jobs of one account are done one after another. So it never keeps more than one thread from the other accounts, and
-no job of a link runs beside another of it, or before.
+Whoever writes to a socket, reads from it or ends it wakes what waits for the other end, and a client can let millions
+of epolls wait there: some 0.1 us each, of the thread that does it. So:
 
-An interrupt, or time that a hypervisor took, looks like such a packet, and nothing tells the two apart at once. But
-nobody can make many of them fall into packets of 10 us. So one of them puts nobody aside, and a longer one does so for
-as long as it takes the account to pay for it. And what is aside suffers little: a new link is welcomed before anything
-else of its account is done.
+- The loop handles links of services, which are awaited or were welcomed as such. Threads handle all others.
+- What a packet of a service takes of the loop beyond the usual, all services owe together: 10 ms, and a thousandth of
+  the loop. While that is used up, threads handle their links, too.
+- A thread has one job of an account at a time, and new links come first. What a job takes beyond the usual its account
+  owes: a second, and a sixtieth of a core. Accounts that owe something keep no thread from the others.
 
-There may be many accounts, each with a packet that was the first. So all of them together have as little of the loop as
-one; once that is used up, links of accounts that are not awaited are handled by threads, too, and by others than those
-of the dear ones. What the threads run for an account it pays for: beyond a second it has a sixtieth of a core.
+An interrupt, or time that a hypervisor took, looks like such a packet, and nothing tells the two apart at once. So
+nobody owes for longer than a minute, and what is handled by threads suffers little: it is a hop later.
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ from typing import Any
 from valved.clients.turns import SECOND_NS, Bucket, Buckets
 from valved.machine.helpers import Helpers, Worker
 
-DEAR_NS = 5_000_000  # of a thread's own time; a packet takes some 10 us. Interrupts and collected garbage count, too
-THREADS = 4  # for the dear ones, and as many for those that may become dear
+USUAL_NS = 100_000  # of a thread's own time; a packet takes some 10 us, one with 64 descriptors 40
+DEAR_THREADS = 4  # of accounts that owe something
+THREADS = 32  # of the others: each keeps one at most until it owes something
 MOST_KEPT = 1024
-# Of the loop, for dear packets: of each account, and of all together that are not awaited.
-LOOP_SHARE, LOOP_BURST_NS = 0.001, 2 * DEAR_NS
-LONGEST_NS = 60 * SECOND_NS  # nobody is aside for longer after the last dear packet: a machine may have stood for hours
-MOST_OWED_NS = LONGEST_NS * LOOP_SHARE
-CORE_SHARE, CORE_BURST_NS = 1 / 60, SECOND_NS  # of a core, for what is done aside for one account
+LOOP_SHARE, LOOP_BURST_NS = 0.001, 10_000_000
+CORE_SHARE, CORE_BURST_NS = 1 / 60, SECOND_NS
+OWES_NS = 10_000_000  # interrupts and collected garbage make less
+LONGEST_NS = 60 * SECOND_NS  # nobody owes for longer after the last packet: a machine may have stood for hours
 
 Job = Callable[[], Any]
 Then = Callable[[Any, Exception | None], None]
@@ -55,39 +52,47 @@ class DearAccounts:
     def __init__(self, loop: asyncio.AbstractEventLoop, told: Told = lambda *_: None) -> None:
         self._loop = loop
         self._told = told
-        self._dear = Worker(loop, Helpers("valved-dear", THREADS))
+        self._dear = Worker(loop, Helpers("valved-dear", DEAR_THREADS))
         self._others = Worker(loop, Helpers("valved-aside", THREADS))
-        self._of_each = Buckets(LOOP_SHARE, LOOP_BURST_NS, MOST_OWED_NS)
         self._of_loop = Bucket(
-            share=LOOP_SHARE, burst_ns=LOOP_BURST_NS, left_ns=LOOP_BURST_NS, seen_ns=0, most_owed_ns=MOST_OWED_NS
+            share=LOOP_SHARE,
+            burst_ns=LOOP_BURST_NS,
+            left_ns=LOOP_BURST_NS,
+            seen_ns=0,
+            most_owed_ns=LONGEST_NS * LOOP_SHARE,
         )
-        self._of_threads = Buckets(CORE_SHARE, CORE_BURST_NS)
+        self._of_each = Buckets(CORE_SHARE, CORE_BURST_NS, LONGEST_NS * CORE_SHARE)
         self._waiting: dict[Hashable, _Waiting] = {}
         self._slow: deque[Hashable] = deque(maxlen=MOST_KEPT)  # that was told
 
-    def note(self, account: Hashable, ns: int) -> None:
-        """A packet of it took so much, of whatever thread."""
-        was_dear = self.has(account)
-        self._of_each.took(account, ns, time.monotonic_ns())
-        if not was_dear and self.has(account):
-            self._told(account, f"a packet took {ns / 1e6:.0f} ms, so its links are handled aside")
-
-    def note_loop(self, account: Hashable, ns: int, *, is_awaited: bool) -> None:
-        """That the loop itself has paid."""
-        if not is_awaited:
-            self._of_loop.take(ns, time.monotonic_ns())
-        self.note(account, ns)
-
-    def has(self, account: Hashable) -> bool:
-        return self._of_each.wait_ns(account, time.monotonic_ns()) > 0 if self._of_each.of else False
-
     @property
-    def are_many(self) -> bool:
-        """No account that is not awaited may cost the loop another such packet now."""
-        return bool(self._of_each.of) and self._of_loop.wait_ns(time.monotonic_ns()) > 0
+    def loop_is_used_up(self) -> bool:
+        return self._of_loop.left_ns < LOOP_BURST_NS and self._of_loop.wait_ns(time.monotonic_ns()) > 0
+
+    def owes(self, account: Hashable) -> bool:
+        return self._of_each.taken_ns(account, time.monotonic_ns()) > OWES_NS
+
+    def took_of_loop(self, account: Hashable, ns: int) -> None:
+        """A packet of it took so much of the loop's own time."""
+        if ns <= USUAL_NS:
+            return
+        was_used_up = self.loop_is_used_up
+        self._of_loop.take(ns - USUAL_NS, time.monotonic_ns())
+        if self.loop_is_used_up and not was_used_up:
+            self._told(account, f"a packet took {ns / 1e6:.1f} ms, so threads handle the links of all services for now")
+        self.took(account, ns)
+
+    def took(self, account: Hashable, ns: int) -> None:
+        """The same, of whatever thread."""
+        if ns <= USUAL_NS:
+            return
+        owed = self.owes(account)
+        self._of_each.took(account, ns - USUAL_NS, time.monotonic_ns())
+        if self.owes(account) and not owed:
+            self._told(account, f"a packet took {ns / 1e6:.1f} ms, so its links have threads of their own for now")
 
     def do(self, account: Hashable, job: Job, then: Then, *, is_new: bool = False) -> None:
-        """Aside, after what the account was given before; `is_new`: of new links alone. `then` on the loop."""
+        """By a thread, after what the account was given before; `is_new`: of new links alone. `then` on the loop."""
         waiting = self._waiting.get(account)
         if waiting is not None:
             (waiting.new if is_new else waiting.others).append((job, then))
@@ -96,7 +101,7 @@ class DearAccounts:
         self._begin(account, job, then)
 
     def _begin(self, account: Hashable, job: Job, then: Then) -> None:
-        if wait_ns := self._of_threads.wait_ns(account, time.monotonic_ns()):
+        if wait_ns := self._of_each.wait_ns(account, time.monotonic_ns()):
             self._tell_slow(account)
             self._loop.call_later(wait_ns / SECOND_NS, self._begin, account, job, then)
             return
@@ -109,7 +114,7 @@ class DearAccounts:
             finally:
                 ran[0] = time.thread_time_ns() - began_ns
 
-        threads = self._dear if self.has(account) else self._others
+        threads = self._dear if self.owes(account) else self._others
         threads.do(measured, partial(self._done, account, then, ran))
 
     def _tell_slow(self, account: Hashable) -> None:
@@ -118,9 +123,7 @@ class DearAccounts:
             self._slow.append(account)
 
     def _done(self, account: Hashable, then: Then, ran: list[int], result: Any, error: Exception | None) -> None:
-        self._of_threads.took(account, ran[0], time.monotonic_ns())
-        if ran[0] > DEAR_NS:
-            self.note(account, ran[0])
+        self.took(account, ran[0])
         waiting = self._waiting[account]
         if line := waiting.new or waiting.others:
             self._begin(account, *line.popleft())
@@ -142,14 +145,11 @@ class LinkLane:
     @property
     def is_aside(self) -> bool:
         """Also while a thread has a job of this link, so that the loop ends no socket that a thread uses."""
-        accounts = self._accounts
-        return self._under_way > 0 or accounts.has(self.account) or (not self.is_awaited and accounts.are_many)
+        return self._under_way > 0 or not self.is_awaited or self._accounts.loop_is_used_up
 
     def took(self, began_ns: int) -> None:
         """By the loop, since time.thread_time_ns() was that."""
-        ran_ns = time.thread_time_ns() - began_ns
-        if ran_ns > DEAR_NS:
-            self._accounts.note_loop(self.account, ran_ns, is_awaited=self.is_awaited)
+        self._accounts.took_of_loop(self.account, time.thread_time_ns() - began_ns)
 
     def do(self, job: Job, then: Then) -> None:
         """Aside. `then` on the loop."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from valved.clients.exits import Exits
 from valved.clients.leftovers import Leftovers
+from valved.clients.turns import PASS_NS
 from valved.gate.ending import KILL
 from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort, ProcessPort
@@ -78,9 +79,13 @@ class Departures:
             self._ticker.stop()
         if not self._to_look:
             self._to_look.extend(self._leftovers.owners())
-        for process in [self._to_look.popleft() for _ in range(min(LOOKS, len(self._to_look)))]:
+        until_ns = self._clock.now_ns() + PASS_NS
+        for _ in range(min(LOOKS, len(self._to_look))):
+            process = self._to_look.popleft()
             if self._processes.is_ending(process.pid, process.start_time):
                 self._ended(process)
+            if self._clock.now_ns() > until_ns:
+                return
 
     def enable_left(self, process: ProcessId) -> int:
         """What it left off. It ends: else the driver waits for them."""

@@ -44,9 +44,9 @@ class Bucket:
         self._fill(now_ns)
         self.left_ns = max(self.left_ns - ns, -self.most_owed_ns)
 
-    def is_full(self, now_ns: int) -> bool:
+    def taken_ns(self, now_ns: int) -> float:
         self._fill(now_ns)
-        return self.left_ns >= self.burst_ns
+        return self.burst_ns - self.left_ns
 
     def _fill(self, now_ns: int) -> None:
         self.left_ns = min(self.burst_ns, self.left_ns + (now_ns - self.seen_ns) * self.share)
@@ -67,10 +67,15 @@ class Buckets:
         mine = self.of.get(who)
         return mine.wait_ns(now_ns) if mine is not None else 0
 
+    def taken_ns(self, who: Hashable, now_ns: int) -> float:
+        """And not filled again since."""
+        mine = self.of.get(who)
+        return mine.taken_ns(now_ns) if mine is not None else 0.0
+
     def took(self, who: Hashable, ns: int, now_ns: int) -> None:
         if who not in self.of:
             if len(self.of) > MOST_KEPT:  # one that is full says no more than none
-                self.of = {key: bucket for key, bucket in self.of.items() if not bucket.is_full(now_ns)}
+                self.of = {key: bucket for key, bucket in self.of.items() if bucket.taken_ns(now_ns) > 0}
             self.of[who] = _full(self.share, self.burst_ns, now_ns)
             self.of[who].most_owed_ns = self.most_owed_ns
         self.of[who].take(ns, now_ns)

@@ -21,10 +21,12 @@ from valved.model.plain import plain
 _FIELD_STATE = 3
 _FIELD_PARENT = 4
 _FIELD_FLAGS = 9
+_FIELD_THREADS = 20
 _FIELD_START = 22
 _EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two: the number is a thread's by now
 _LONGEST = 16384  # bytes of such a file: a cgroup's path may be as long as any
+_THREADS = 512  # looked at of one process: some 10 us each, and a tracer keeps as many dead ones as it likes
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
@@ -34,7 +36,7 @@ class LinuxProcesses:
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = os.fspath(root)
 
-    def _read(self, pid: int | str, name: str) -> str | None:
+    def _read(self, pid: int, name: str) -> str | None:
         """By plain system calls: hundreds of processes are asked for every second."""
         try:
             fd = os.open(f"{self._root}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -45,23 +47,18 @@ class LinuxProcesses:
         except (FileNotFoundError, ProcessLookupError):
             return None
 
-    def _stat(self, pid: int | str) -> list[str] | None:
-        """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own."""
-        text = self._read(pid, "stat")
+    def _stat(self, pid: int, thread: int | str = 0) -> list[str] | None:
+        """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own. Of the first
+        thread where none is named: the file of the whole process sums up all of its threads, and takes milliseconds
+        where these are thousands."""
+        text = self._read(pid, f"task/{thread or pid}/stat")
         if text is None or ")" not in text:
             return None
         return text[text.rindex(")") + 1 :].split()
 
     def start_time(self, pid: int) -> int | None:
         """None also for a zombie: nothing of it runs any more."""
-        return self._started(pid, self._stat(pid))
-
-    def _started(self, pid: int, fields: list[str] | None) -> int | None:
-        if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE:
-            return None
-        if not _is_there(fields) and not self._has_thread(pid, _is_there):
-            return None
-        return int(fields[_FIELD_START - _FIELD_STATE])
+        return _started(self._stat(pid))
 
     def is_gone(self, process: ProcessId) -> bool:
         try:
@@ -70,11 +67,15 @@ class LinuxProcesses:
             return _is_foreign(process.pid, error)
 
     def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool]) -> bool:
-        """A first thread says nothing of the others. No more is read than needed: a process may have thousands."""
+        """A first thread says nothing of the others. Also if there are too many to be looked at."""
         try:
             with os.scandir(f"{self._root}/{pid}/task") as threads:
-                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
-                return any(fields and is_one(fields) for fields in found)
+                for count, thread in enumerate(threads):
+                    if count == _THREADS:
+                        return True
+                    if (fields := self._stat(pid, thread.name)) and is_one(fields):
+                        return True
+            return False
         except (FileNotFoundError, ProcessLookupError):
             return False
 
@@ -101,7 +102,7 @@ class LinuxProcesses:
         for _ in range(most):
             try:
                 fields = self._stat(pid) if pid > 0 else None
-                started = self._started(pid, fields)
+                started = _started(fields)
             except PermissionError:  # of another user, on a machine that hides them
                 if not chain:
                     raise
@@ -164,6 +165,14 @@ def _is_foreign(pid: int, error: OSError) -> bool:
     except OSError as refusal:
         return refusal.errno in (errno.EPERM, errno.ESRCH)
     return False
+
+
+def _started(fields: list[str] | None) -> int | None:
+    if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE:
+        return None
+    if not _is_there(fields) and int(fields[_FIELD_THREADS - _FIELD_STATE]) <= 1:
+        return None  # a first thread says nothing of the others: as long as there are any, they may run
+    return int(fields[_FIELD_START - _FIELD_STATE])
 
 
 def _is_there(fields: list[str]) -> bool:
