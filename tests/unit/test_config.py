@@ -115,3 +115,22 @@ def test_words_that_no_path_or_name_can_hold_are_never_a_traceback_of_the_start(
 
     with pytest.raises(ConfigError, match=f"^{key} = .*must be printable text"):
         load_config(path, {})
+
+
+def test_a_file_of_brackets_alone_is_never_a_traceback(tmp_path):
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(tmp_path, "a = " + "[" * 100_000)
+
+
+@pytest.mark.parametrize("name", sorted(effective(Config())))
+def test_a_value_of_any_length_never_fills_the_terminal_and_its_setting_is_named(tmp_path, name):
+    table, _, key = name.rpartition(".")
+    text = f"[{table}]\n" * bool(table) + f'{key} = "{"x" * 100_000}"'
+    said = f"{key} may be any name or path"
+    try:
+        load(tmp_path, text)
+    except ConfigError as error:
+        said = str(error)
+
+    assert key in said
+    assert len(said) < 500
