@@ -5,10 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TUNE   := .venv-tune
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-SOURCES := $(wildcard $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null))
-TUNE_SOURCES := $(wildcard $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null))
+FILES := git ls-files -co --exclude-standard -- 2>/dev/null
+SOURCES := $(sort $(wildcard $(shell $(FILES) proto shim valved scheduler patches tools meson.build pyproject.toml)))
+TUNE_SOURCES := $(sort $(wildcard $(shell $(FILES) tune)))
 
-.PHONY: help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-granted-vllm demo-cluster demo-tune test-tune gpu manual wheel clean
+.PHONY: other-files help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-granted-vllm demo-cluster demo-tune test-tune gpu manual wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,6 +19,17 @@ $(VENV)/.ready: pyproject.toml tools/build/system.sh
 $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
 $(TUNE)/.ready: tune/pyproject.toml
 $(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
+
+# A file that is gone has no time to compare. So the names of what was installed are kept, as a sum.
+sum_of = $(shell printf '%s\n' $(1) | cksum)
+SUM := $(call sum_of,$(SOURCES))
+TUNE_SUM := $(call sum_of,$(TUNE_SOURCES))
+ifneq ($(file < $(VENV)/.names),$(SUM))
+$(VENV)/.installed: other-files
+endif
+ifneq ($(file < $(TUNE)/.names),$(TUNE_SUM))
+$(TUNE)/.installed: other-files
+endif
 
 # One make at a time builds in a checkout. Another waits for the folder's lock and then looks again at what is out of
 # date: an installation that is made anew pulls the files away from under the tests of the first. -o: a compiler's server
@@ -43,6 +55,7 @@ $(VENV)/.installed:
 		-Cbuild-dir=build/wheel .
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 		-Cbuild-dir=$(CURDIR)/build/tools-wheel ./tools
+	@echo "$(SUM)" > $(VENV)/.names
 	@touch $@
 
 $(TUNE)/.ready:
@@ -55,6 +68,7 @@ $(TUNE)/.ready:
 
 $(TUNE)/.installed:
 	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
+	@echo "$(TUNE_SUM)" > $(TUNE)/.names
 	@touch $@
 endif
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from valved.errors import ConfigError
+from valved.errors import ConfigError, short
 from valved.model.consent import Consent, Said, consent_of
 from valved.model.ids import Mode, Remap
 from valved.model.memory import EvictionCost, ReservationRule
@@ -296,14 +296,14 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
             table = _read_toml(path)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", field="--config") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not TOML: {error}", field="--config") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not TOML: {short(str(error))}", field="--config") from None
     table.update({key: value for key, value in flags.items() if value is not None})
     try:
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         where = f"{path}: " if path is not None else ""
-        text, key = _named(str(error))
+        text, key = _named(short(str(error)))
         raise ConfigError(f"{where}{text}", field=key, next_step=MANUAL) from None
     check(config)
     return config
@@ -322,10 +322,11 @@ def check(config: Config) -> None:
         if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
             raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
         if isinstance(value, str) and not value.isprintable():
-            raise ConfigError(f"{name} = {value!r}: must be printable text", field=name, next_step=MANUAL)
+            text = f"{name} = {short(repr(value))}: must be printable text"
+            raise ConfigError(text, field=name, next_step=MANUAL)
     _check_order(config)
     group_id(config.group)
-    group_id("" if config.view_group == EVERYBODY else config.view_group)
+    group_id("" if config.view_group == EVERYBODY else config.view_group, "view_group")
     tables = {
         "cooldown": config.cooldown_settings,
         "wake": config.wake_settings,
@@ -337,21 +338,24 @@ def check(config: Config) -> None:
         try:
             make()
         except ValueError as error:
-            raise ConfigError(f"[{table}] {error}", field=table, next_step=MANUAL) from None
+            raise ConfigError(f"[{table}] {short(str(error))}", field=table, next_step=MANUAL) from None
     if config.memory.handle_mib % 2:
         raise ConfigError(
             f"memory.handle_mib = {config.memory.handle_mib}: must be a multiple of 2", field="memory.handle_mib"
         )
     if config.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"log_level = {config.log_level!r}: must be debug, info, warning or error", field="log_level")
+        raise ConfigError(
+            f"log_level = {short(config.log_level)!r}: must be debug, info, warning or error", field="log_level"
+        )
 
 
-def group_id(name: str) -> int:
+def group_id(name: str, setting: str = "group") -> int:
     """-1, which changes nothing, for no name."""
     try:
         return grp.getgrnam(name).gr_gid if name else -1
     except KeyError:
-        raise ConfigError(f"this machine has no group {name!r}", field="group", next_step=MANUAL) from None
+        text = f"{setting} = {short(name)!r}: this machine has no such group"
+        raise ConfigError(text, field=setting, next_step=MANUAL) from None
 
 
 def _check_order(config: Config) -> None:

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+MOST_TEXT = 200  # of what somebody else wrote, in a message that people read in a terminal
+
+
+def short(text: str) -> str:
+    """A value may be as long as its file. What is wrong with it stands at the end."""
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
+
+
+def told(error: Exception) -> str:
+    """An error in words: of a file by its name, without a number that only a program knows."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
 
 class ValveError(Exception):
     """Root of Valve's own errors: what happened, in which field, and the next step."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESRCH)
@@ -34,10 +35,20 @@ def is_absent(error: OSError) -> bool:
     return error.errno in _ABSENT
 
 
+def read_file(path: Path) -> bytes:
+    """OSError for what is no file: a pipe or a device may have no end, and nobody may ever write into it."""
+    with Fds() as fds:
+        fd = fds.own(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "this is no file", str(path))
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+
+
 def read_if_there(path: Path) -> bytes | None:
     """OSError: nobody knows."""
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         if is_absent(error):
             return None
@@ -45,9 +56,10 @@ def read_if_there(path: Path) -> bytes | None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """For this user alone, whatever its umask says."""
+    """For this user alone, whatever its umask says. OSError where a pipe stands that nobody reads."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     with Fds() as fds:
-        fd = fds.own(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        fd = fds.own(os.open(path, flags, 0o600))
         os.fchmod(fd, 0o600)  # one that an older valved made
         with open(fd, "wb", closefd=False) as file:
             file.write(data)

@@ -15,7 +15,7 @@ import msgspec
 from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.daemon import run
-from valved.errors import ValveError
+from valved.errors import ValveError, told
 from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
 from valved.machine.priority import hurry
@@ -108,14 +108,14 @@ def main(argv: list[str] | None = None) -> int:
         cards.take()
     except (ValveError, OSError) as error:
         next_step = getattr(error, "next_step", "")
-        print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
+        print(f"valved: {told(error)}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
     mode_flag = Mode(options.mode) if options.mode else None
     try:
         folder.sign()
     except OSError as error:  # a full disk: the lock says whose folder this is
         log.warning(
-            "valved.pid cannot be written: --replace will not find this valved", extra={"facts": {"error": str(error)}}
+            "valved.pid cannot be written: --replace will not find this valved", extra={"facts": {"error": told(error)}}
         )
     log.info("settings", extra={"facts": {**effective(config), "run_dir": str(folder.path)}})
     gc.freeze()  # what the imports made lives for ever
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         if asyncio.run(run(config, folder, gate, LinuxProcesses(), mode_flag)):
             gate.close()
     except OSError as error:
-        log.error("failed", extra={"facts": {"error": str(error)}})
+        log.error("failed", extra={"facts": {"error": told(error)}})
         return EXIT_FAILED
     finally:
         cards.release()

@@ -1,4 +1,4 @@
-"""An option of a command line that has a default."""
+"""What command lines share: numbers within bounds, and commands that refuse themselves what they do not know."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
+
+
+class Subcommand(argparse.ArgumentParser):
+    """One of several commands, for `add_subparsers`. An argument that it does not know it refuses with its own usage:
+    argparse leaves that to the parser above, whose usage names no option of this command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+SUBCOMMAND: type[argparse.ArgumentParser] = Subcommand
 
 
 def seconds(text: str) -> float:

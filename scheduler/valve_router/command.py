@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from valve_kube.access import find
 from valve_kube.errors import SchedulerError
-from valve_kube.options import option
+from valve_kube.options import SUBCOMMAND, option
 
 from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="valve route", description=__doc__)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND", parser_class=SUBCOMMAND)
     _add_serve(commands)
     _add_pick(commands)
     for name, run, text in (

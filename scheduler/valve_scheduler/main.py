@@ -21,7 +21,7 @@ from typing import Any
 from valve_kube.access import find
 from valve_kube.client import KubeClient
 from valve_kube.errors import SchedulerError
-from valve_kube.options import PORT, option, seconds
+from valve_kube.options import PORT, SUBCOMMAND, option, seconds
 
 from valve_scheduler.cli.check import check
 from valve_scheduler.cli.drain import DrainSettings, drain
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--kubeconfig", help="The kubeconfig to read. Default: the pod's service account, else the user's kubeconfig."
     )
-    commands = top.add_subparsers(dest="command", required=True)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=SUBCOMMAND)
 
     _add_extender(commands)
     _add_controller(commands)

@@ -7,7 +7,7 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +177,11 @@ SOUND = {
 }
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
-def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) -> None:
-    rules = yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"][0]["rules"]
-    assert {rule["alert"] for rule in rules} == set(FIRING)
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
 
+
+def judge(tmp_path: Path, scenes: Iterable[tuple[dict[str, str], list[str], str]]) -> None:
+    """Each scene: series beside those of a sound fleet, when to look, and the one alert that fires then, or none."""
     tests = [
         {
             "interval": "1m",
@@ -189,12 +189,13 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
             "promql_expr_test": [
                 {
                     "expr": "count by (alertname) (ALERTS{alertstate='firing'})",
-                    "eval_time": after,
+                    "eval_time": at,
                     "exp_samples": [{"labels": f"{{alertname='{alert}'}}", "value": 1}] if alert else [],
                 }
+                for at in moments
             ],
         }
-        for alert, (series, after) in {"": ({}, "2h"), **FIRING}.items()
+        for series, moments, alert in scenes
     ]
     file = tmp_path / "test.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [str(ROOT / "helm/valve/files/rules.yaml")], "tests": tests}))
@@ -202,6 +203,44 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) -> None:
+    rules = yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"][0]["rules"]
+    assert {rule["alert"] for rule in rules} == set(FIRING)
+
+    judge(tmp_path, [({}, ["2h"], ""), *((series, [at], alert) for alert, (series, at) in FIRING.items())])
+
+
+COUNTERS = {
+    "ValveGateFailures": "valve_gate_failures_total{node='n'}",
+    "ValveOfflineUngated": "valve_offline_ungated_seconds_total{node='n'}",
+    "ValveRoundsFail": "valve_failed_rounds_total{round='clear',pod='p'}",
+    "ValveObjectsUnreadable": "valve_invalid_objects_total{kind='Pod',pod='p'}",
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("minutes", [15, 20, 100])
+def test_an_old_count_never_fires_after_a_hole_in_the_scraping(tmp_path: Path, minutes: int) -> None:
+    hole = dict.fromkeys(COUNTERS.values(), f"40x30 _x{minutes} 40x60")
+    moments = [f"{minute}m" for minute in range(31 + minutes, 66 + minutes)]
+
+    judge(tmp_path, [(hole, moments, "")])
+
+
+@needs_promtool
+def test_what_a_process_counts_is_never_hidden_by_the_one_before_it_in_the_same_pod(tmp_path: Path) -> None:
+    moments = ["41m", "45m", "53m"]
+
+    judge(
+        tmp_path,
+        [
+            ({COUNTERS[alert]: "40x30 stale _x8 3x60"}, moments, alert)
+            for alert in ("ValveRoundsFail", "ValveObjectsUnreadable")
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -92,3 +92,27 @@ def test_a_file_that_was_deleted_never_stops_the_build(tmp_path: Path, repositor
     done = subprocess.run(["make", "-n", "build"], cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_was_deleted_never_stays_installed(tmp_path: Path, repository: Path) -> None:
+    """What is left of the files may be older than what was installed."""
+    checkout(tmp_path, repository, PIP)
+    gone = [tmp_path / "valved" / "gone.py", tmp_path / "tune" / "gone.py"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    targets, calls = ("build", ".venv-tune/.installed"), tmp_path / "calls"
+
+    def builds() -> int:
+        calls.write_text("")
+        subprocess.run(["make", *targets], cwd=tmp_path, check=True)
+        return len(calls.read_text().splitlines())
+
+    for path in gone:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    builds()
+    assert builds() == 0
+    for path in gone:
+        path.unlink()
+
+    assert builds() == 2 + 1
+    assert builds() == 0

@@ -579,3 +579,13 @@ def test_a_tick_that_fails_is_never_the_last(world, monkeypatch):
     world.clock.advance(SECOND)
 
     assert len(looks) > 2
+
+
+def test_a_stopped_job_never_names_each_of_a_hundred_services(world):
+    for number in range(9):
+        world.online(name=f"chat-{number}")
+    world.offline(name="batch")
+
+    (state,) = [service.state for service in world.node.status().services if service.name == "batch"]
+
+    assert state == "stopped: chat-0, chat-1, chat-2 and 6 more hold GPU 0"

@@ -301,6 +301,15 @@ def test_what_was_set_while_running_outlives_a_restart(first):
     assert saved.policy.cooldown[1] == 7_000_000
 
 
+def test_a_setting_that_was_answered_is_never_lost_to_a_crash(first):
+    """`valve mode off` that comes back as harvest lets offline work run where an operator wants none."""
+    first.node.set_policy(Mode.OFF, {"floor_ns": 7_000_000}, 0)
+
+    saved, problem = state.load(first.folder / "state.json")
+
+    assert (saved.policy.mode, saved.policy.cooldown[1], problem) == (Mode.OFF, 7_000_000, "")
+
+
 def test_the_state_is_written_once_for_a_burst_of_changes(first, monkeypatch):
     writes = []
     monkeypatch.setattr(state, "save", lambda path, snapshot: writes.append(snapshot))

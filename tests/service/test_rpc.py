@@ -326,7 +326,7 @@ def test_who_may_only_look_never_changes_anything(tmp_path):
 
 
 def test_a_group_that_nobody_has_never_leaves_the_api_to_another():
-    with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
+    with pytest.raises(ConfigError, match="group = 'nobody-has-this': this machine has no such group"):
         check(Config(group="nobody-has-this"))
 
 

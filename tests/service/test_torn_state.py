@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
+from fake_gate import FakeGate
 from node_world import World
 
+from valved.daemon import take_over
+from valved.model.events import EventKind
+from valved.model.ids import Mode
 from valved.state import saved as state
 
 
@@ -32,3 +39,111 @@ def test_a_state_file_that_is_cut_at_any_byte_is_set_aside_and_named(first):
 @pytest.mark.parametrize("data", [b"", b"\0" * 4096, b"\xff", b"[]", b'{"more": ' + b"[" * 100_000])
 def test_a_state_file_that_is_none_never_keeps_valved_from_starting(tmp_path, data):
     assert set_aside(tmp_path / "state.json", data)
+
+
+def without_sense(said, *path):
+    *folders, last = path
+    for name in folders:
+        said = said[name]
+    said[last] = {"no": ["sense"]}
+
+
+PARTS = [
+    ("counters", "gates"),
+    ("refusals",),
+    ("gpus", 0, "harvest_ns"),
+    ("services", 0, "name"),
+    ("clients", 0),
+    ("next_client",),
+    ("policy", "cooldown"),
+    ("memory", "counters"),
+    ("memory", "peaks"),
+    ("frozen",),
+    ("ending",),
+]
+
+
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: ".".join(map(str, path)))
+def test_a_value_without_sense_never_costs_more_than_its_own_record(first, path):
+    """A mode that an operator set is in that file, too: without it valved would harvest again."""
+    first.offline(name="batch")
+    chat = first.service_of(first.online(name="chat"))
+    first.node.set_policy(Mode.OBSERVE, {}, 0)
+    first.handover.save()
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    without_sense(said, *path)
+    file.write_text(json.dumps(said))
+
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    take_over(second, second.config, first.folder)
+
+    assert second.brake.mode is Mode.OBSERVE
+    assert chat in second.gating.online
+    assert any("makes no sense" in event.reason for event in second.events(EventKind.NOTED))
+    assert json.loads(file.with_name("state.json.bad").read_bytes()) == said
+    second.run(100)
+    assert second.service_of(second.online(name="new")) not in (0, chat)
+
+
+@pytest.mark.parametrize("name", ["version", "boot_id", "driver"])
+def test_a_state_of_which_nobody_knows_what_it_is_about_is_set_aside(first, name):
+    first.handover.save()
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    without_sense(said, name)
+
+    assert set_aside(file, json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("number", [-(2**63), 0, 2, 0x7FFFFFFF, 2**63, 10**30])
+def test_the_number_of_a_service_is_never_one_that_another_has(first, number):
+    """A hand, or another version, wrote which comes next; numbers above 0x7f000000 are of valved itself."""
+    chat = first.service_of(first.online(name="chat"))
+    first.handover.save()
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**said, "next_service": number, "next_client": number}))
+
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    take_over(second, second.config, first.folder)
+
+    assert chat < second.service_of(second.online(name="new")) < 100
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def round_link(path):
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["state.json", ".state.json.new", "state.json.bad", "unsaved.jsonl", "valved.pid"])
+def test_what_is_no_file_never_keeps_valved_waiting(first, name, make):
+    """A pipe that nobody writes into has no end, nor has a device."""
+    path = first.folder / name
+    path.unlink(missing_ok=True)
+    make(path)
+
+    take_over(first, first.config, first.folder)
+    first.online(name="chat")
+    first.handover.save()
+
+    assert not any("Errno" in event.reason for event in first.events(EventKind.NOTED)), "people read it"
+    assert state.RunFolder(first.folder).take(replace=False) is None
+
+
+@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_a_switch_that_is_no_file_is_a_switch_and_never_keeps_valved_waiting(first, name, make):
+    make(first.folder / name)
+
+    first.brake.look_at_file()
+
+    assert first.brake.is_paused if name == "pause" else first.brake.is_draining

@@ -147,6 +147,71 @@ def test_a_key_is_heard_and_a_terminal_that_is_gone_is_not_asked_again():
     os.close(read)
 
 
+def test_a_key_that_was_pressed_is_never_lost_to_one_before_it():
+    """A look at a busy machine takes a while, and no letter of a key without a letter (F2, Alt) counts."""
+    read, write = os.pipe()
+    keys = Keys(read)
+    heard = []
+    for typed in (b"sr", b"\x1bOQ", b"\x1bq", b" "):
+        os.write(write, typed)
+        heard.append(keys.wait(200))
+
+    assert heard == ["sr", "", "", " "]
+    os.close(read)
+    os.close(write)
+
+
+class Script:
+    """Keys as they are pressed, one wait after the other."""
+
+    is_there = True
+
+    def __init__(self, *waits):
+        self.waits = list(waits)
+
+    def wait(self, seconds):
+        return self.waits.pop(0)
+
+
+class Screen:
+    def __init__(self, height):
+        self.console = SimpleNamespace(height=height)
+        self.drawn = []
+
+    def update(self, view, *, refresh):
+        out = io.StringIO()
+        Console(file=out, width=80, color_system=None).print(view)
+        self.drawn.append(out.getvalue())
+
+
+def crowd(count):
+    answer = node_pb2.Status(version="1")
+    for number in range(count):
+        answer.services.add(id=number, name=f"chat-{number}", role=node_pb2.ROLE_ONLINE, state="busy")
+    return answer
+
+
+def test_what_no_screen_shows_is_never_drawn_each_second():
+    """Else a hundred services cost half a core as long as somebody looks, beside these services."""
+    screen = Screen(height=24)
+
+    assert top.stay(screen, Script(""), top.View(), crowd(100), top.History(), 0.0)
+
+    assert len(screen.drawn) == 1
+    assert "Services (100)" in screen.drawn[0]
+    assert "chat-23" in screen.drawn[0]
+    assert "chat-24" not in screen.drawn[0]
+
+
+def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
+    screen, view = Screen(height=24), top.View()
+
+    assert not top.stay(screen, Script("sr", " ", "", " q"), view, crowd(2), top.History(), 1000.0)
+
+    assert (view.order, view.reverse) == ("name", True)
+    assert "reversed, held" in screen.drawn[2]
+
+
 KEYS = "import time; from valved.cli.keys import keys\nwith keys(): time.sleep(1000)"
 
 
@@ -198,3 +263,18 @@ def test_a_long_name_never_takes_the_room_of_what_happens():
     rows = [line for line in out.getvalue().splitlines() if "team/" in line]
     assert [row.split()[1].startswith("team/xxx") and row.split()[1][-2:] for row in rows] == ["-0", "-1"]
     assert all("online" in row and "cooling down" in row for row in rows)
+
+
+def test_a_note_of_many_clients_never_fills_the_screen():
+    answer = node_pb2.Status(version="1")
+    for pid in range(100, 164):
+        answer.clients.add(pid=pid, comm="work", notes=["its shim is older"])
+    answer.clients.add(pid=7, comm="work", notes=["alone"])
+
+    (text,) = status.notes(answer)
+
+    assert text.plain.splitlines() == [
+        "Notes",
+        "  clients 100 (work), 101 (work), 102 (work), 103 (work), 104 (work) and 59 more: its shim is older",
+        "  client 7 (work): alone",
+    ]

@@ -125,3 +125,22 @@ def test_a_setting_never_has_one_name_in_the_configuration_and_another_at_the_te
     fields = policy.changes([f"{name}={value}" for name, value in in_the_file.items()])
     assert fields["cooldown_window_ns"] == 600_000_000_000
     assert policy.changes(["cooldown.window_ms=600000"]) == {"cooldown_window_ns": 600_000_000_000}  # as in 0.1
+
+
+def test_a_file_of_brackets_alone_is_never_a_traceback(tmp_path):
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(tmp_path, "a = " + "[" * 100_000)
+
+
+@pytest.mark.parametrize("name", sorted(effective(Config())))
+def test_a_value_of_any_length_never_fills_the_terminal_and_its_setting_is_named(tmp_path, name):
+    table, _, key = name.rpartition(".")
+    text = f"[{table}]\n" * bool(table) + f'{key} = "{"x" * 100_000}"'
+    said = f"{key} may be any name or path"
+    try:
+        load(tmp_path, text)
+    except ConfigError as error:
+        said = str(error)
+
+    assert key in said
+    assert len(said) < 500

@@ -56,6 +56,21 @@ def test_no_option_and_no_command_is_without_its_sentence(module, words, monkeyp
     assert missing(parser_of(main, *([words] if takes_words else []))) == []
 
 
+@pytest.mark.parametrize(("module", "words"), LINES)
+def test_what_a_command_does_not_know_is_never_answered_with_the_usage_of_another(module, words, monkeypatch, capsys):
+    """The usage of the parser above names none of its options."""
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    main = importlib.import_module(module).main
+
+    takes_words = main.__code__.co_argcount
+    root = parser_of(main, *([words] if takes_words else []))
+    for action in root._actions:
+        for name, command in (action.choices if isinstance(action, argparse._SubParsersAction) else {}).items():
+            with pytest.raises(SystemExit):
+                root.parse_args([name, "--no-such-option"])
+            assert capsys.readouterr().err.startswith(f"usage: {command.prog} ")
+
+
 def test_no_file_has_an_option_without_help_and_none_with_a_parser_is_left_out(repository):
     files = [path for top in ("scheduler", "valved", "tools", "tune") for path in (repository / top).rglob("*.py")]
     walked = {module for module, _ in LINES} | {

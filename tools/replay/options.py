@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from valve_kube.options import option
+from valve_kube.options import SUBCOMMAND, option
 from valve_tools.replay import rerender
 from valve_tools.replay.store import default_folder
 from valve_tools.sim.traces import Half
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         prog="valve replay",
         description="Run an experiment, write its JSON, table and page. The exit code says whether its claims hold.",
     )
-    commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
+    commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT", parser_class=SUBCOMMAND)
     for name, words in HELP.items():
         command = commands.add_parser(name, help=words)
         if name == "render":

@@ -8,6 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 
+class TuneCommand(argparse.ArgumentParser):
+    """One of several commands, for `add_subparsers`. An argument that it does not know it refuses with its own usage:
+    argparse leaves that to the parser above, whose usage names no option of this command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+TUNE_COMMAND: type[argparse.ArgumentParser] = TuneCommand
+
+
 def whole(least: int = 0, most: int = 1_000_000_000) -> Callable[[str], int]:
     """A whole number, for argparse."""
 

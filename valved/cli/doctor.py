@@ -21,14 +21,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli import remap, systemd, words
 from valved.cli.client import ask
-from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError, told
+from valved.cli.exits import FINDINGS, NOT_RUNNING, OK, CliError
 from valved.cli.findings import Finding, Grade, broken, fine, note, unknown
 from valved.cli.tables import Paper
+from valved.errors import told
 from valved.fds import is_absent
 from valved.machine.priority import GateThreads, ThreadPriority, gate_threads, is_real_time
 from valved.paths import API_SOCKET, preload_library, run_dir
@@ -42,6 +43,7 @@ CORES, LONG_WAIT_NS = "cores", 50_000  # of the gate's threads: what Valve's own
 ENOUGH_RUNS = 100  # those of the start are not like those of stops
 REAL_TIME = "set fifo_priority = 5 (Kubernetes: in the chart's daemon.config), or run less beside it"
 CARDS_S = 10.0  # NVML answers within a second
+MARGIN = 10  # cells before a sentence
 DCGM = ("nv-hostengine", "dcgm-exporter")
 RANKS = {
     ThreadPriority.REAL_TIME: fine("gate", "the gate's threads run in real time (fifo_priority)"),
@@ -222,11 +224,8 @@ def check_glibc() -> Finding:
 
 def check_privileges() -> Finding:
     """Of the valved that is here, else of one that this user would start."""
-    try:
-        owner = (run_dir() / API_SOCKET).stat().st_uid
-    except FileNotFoundError:
-        owner = os.geteuid()
-    if owner == 0:
+    socket = run_dir() / API_SOCKET
+    if (socket.stat().st_uid if socket.exists() else os.geteuid()) == 0:
         return fine("privileges", "root: valved may raise the gate's threads, and serves processes of every user")
     return note(
         "privileges",
@@ -334,6 +333,12 @@ def judge_remap(memory: Any) -> Finding:
     )
 
 
+def sentence(console: Paper, text: str) -> Text:
+    """In a terminal in lines that end between words. A program that reads has one line."""
+    lines = Text(text).wrap(console, max(MARGIN, console.width - MARGIN)) if console.is_terminal else [Text(text)]
+    return Text(f"\n{' ' * MARGIN}").join(lines)
+
+
 Check = Callable[[], "Finding | Iterable[Finding]"]
 CHECKS: tuple[Check, ...] = (
     check_driver,
@@ -373,7 +378,8 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         console = Paper(soft_wrap=True)  # a fix is copied from here: no line of ours breaks it
         for item in findings:
-            console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {escape(f'{item.check}: {item.what}')}")
+            mark, said = f"{item.verdict.value:>8}  ", sentence(console, f"{item.check}: {item.what}")
+            console.print(Text.assemble((mark, MARKS[item.verdict]), said))
             if item.fix:
-                console.print(f"          fix: {item.fix}", markup=False)
+                console.print(Text(f"{' ' * MARGIN}fix: {item.fix}"))
     return FINDINGS if any(item.verdict is Grade.BROKEN for item in findings) else OK

@@ -13,13 +13,6 @@ UNREAD = 141  # whoever read the output has closed it, as `head` does: as a shel
 NOT_FOUND = 127  # `valve run`: the command does not exist, as in a shell
 
 
-def told(error: Exception) -> str:
-    """An error in words: of a file by its name, without a number that only a program knows."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
 class CliError(Exception):
     """What goes wrong in a command: a message for people, and the code the process ends with."""
 

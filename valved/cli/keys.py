@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 
 class Keys:
-    """Waits, and hears a key."""
+    """Waits, and hears keys."""
 
     def __init__(self, fd: int | None) -> None:
         """`fd`: a terminal in cbreak mode; None: there is none."""
@@ -25,7 +25,7 @@ class Keys:
         return self._fd is not None
 
     def wait(self, seconds: float) -> str:
-        """The key that was pressed within this time, or nothing."""
+        """The keys that were pressed, once there is one within this time; of one that has no letter, nothing."""
         if self._fd is None:
             time.sleep(seconds)
             return ""
@@ -35,7 +35,8 @@ class Keys:
         data = os.read(self._fd, 16)
         if not data:  # the terminal is gone
             self._fd = None
-        return data.decode(errors="replace")[:1]
+        text = data.decode(errors="replace")
+        return "" if text.startswith("\x1b") else text
 
 
 @contextlib.contextmanager

@@ -13,13 +13,29 @@ import io
 import os
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from valved.cli import doctor, drain, events, explain, pause, policy, record, run, status, systemd, top, up
-from valved.cli.exits import FAILED, UNREAD, USAGE, CliError, told
+from valved.cli.exits import FAILED, UNREAD, USAGE, CliError
+from valved.errors import told
 
 COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
 TOOLS = ("bench", "demo", "gpu-lab", "replay")  # come with the wheel valve-tools
+
+
+class NodeCommand(argparse.ArgumentParser):
+    """One of several commands, for `add_subparsers`. An argument that it does not know it refuses with its own usage:
+    argparse leaves that to the parser above, whose usage names no option of this command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+NODE_COMMAND: type[argparse.ArgumentParser] = NodeCommand
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
@@ -44,7 +60,7 @@ def build() -> tuple[argparse.ArgumentParser, Collection[str]]:
         version=importlib.metadata.version("valve"),
         help="Print the version of Valve and end.",
     )
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=NODE_COMMAND)
     for module in COMMANDS:
         module.add(commands)
     return root, commands.choices

@@ -22,8 +22,9 @@ from valve_hook import VERSION
 from valve_hook.export import export
 
 from valved.cli.client import DEADLINE_S, node
-from valved.cli.exits import FAILED, NOT_FOUND, REFUSED, USAGE, CliError, told
+from valved.cli.exits import FAILED, NOT_FOUND, REFUSED, USAGE, CliError
 from valved.cli.loadable import obstacle
+from valved.errors import told
 from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
 from valved.model.plain import plain
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, make, preload_library, run_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
@@ -16,6 +17,7 @@ from valved.cli.exits import OK
 from valved.cli.tables import FittingTable, Paper
 
 MOST_PIDS = 20
+MOST_NAMED = 5
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -173,9 +175,20 @@ def granted(offer: Any) -> list[str]:
     return list(filter(None, [offer.words, worth]))
 
 
+def client_notes(clients: Iterable[Any]) -> Iterator[str]:
+    """What is to be said of many is said once."""
+    those: dict[str, list[str]] = {}
+    for client in clients:
+        for note in client.notes:
+            those.setdefault(note, []).append(f"{client.pid} ({client.comm})")
+    for note, names in those.items():
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield f"client{'s' if names[1:] else ''} {', '.join(names[:MOST_NAMED])}{more}: {note}"
+
+
 def notes(answer: Any) -> list[Text]:
     """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
-    lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
+    lines = list(client_notes(answer.clients))
     connected = {pid for service in answer.services for pid in service.pids}
     if others := sorted({*answer.offline_pids} - connected):
         more = ", ..." if len(others) > MOST_PIDS else ""

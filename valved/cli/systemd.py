@@ -31,11 +31,14 @@ BOOTED = Path("/run/systemd/system")  # there while systemd runs the machine; it
 
 # Type=exec: the daemon opens its sockets before it does anything, and `valve status` says when it answers.
 # KillMode=process: only valved itself is ours to stop. TimeoutStopSec leaves room to enable every channel.
+# StartLimitIntervalSec=0: while no valved runs, offline work beside a service stays stopped, and new work is refused.
+# So one that ends again and again is started again and again; only a wrong configuration (78) stops that.
 TEMPLATE = """\
 [Unit]
 Description=Valve node daemon (offline work on the GPUs of online services)
 After=nvidia-persistenced.service
 Wants=nvidia-persistenced.service
+StartLimitIntervalSec=0
 
 [Service]
 Type=exec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -33,32 +33,36 @@ class FittingTable:
         self._spare = list(spare)
         self._sentence = sentence
         self._rows: list[tuple[Text, ...]] = []
+        self._widest = [Text()] * len(columns)
 
     def add_row(self, *cells: str | Text) -> None:
         if len(cells) != len(self._columns):
             raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
-        self._rows.append(tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+        row = tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells)
+        self._rows.append(row)
+        self._widest = [max(pair, key=lambda cell: cell.cell_len) for pair in zip(self._widest, row, strict=True)]
 
     def columns_for(self, console: Console, width: int) -> list[str]:
-        """The columns that a terminal of this width shows."""
+        """The columns that a terminal of this width shows: the widest cells decide, and a live view has no time for
+        all."""
         shown = list(self._columns)
         options = console.options.update(width=100_000)
         for name in self._spare:
-            if Measurement.get(console, options, self._table(shown, SENTENCE_WIDTH)).maximum <= width:
+            if Measurement.get(console, options, self._table(shown, [self._widest], SENTENCE_WIDTH)).maximum <= width:
                 break
             shown.remove(name)
         return shown
 
-    def _table(self, shown: Sequence[str], most: int | None = None) -> Table:
+    def _table(self, shown: Sequence[str], rows: Iterable[Sequence[Text]], most: int | None = None) -> Table:
         """`most`: the width of a sentence, where that is what it may be narrowed to."""
         table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in shown:
             wraps = name == self._sentence
             table.add_column(name, no_wrap=not wraps, overflow="ellipsis", max_width=most if wraps else None)
         places = [self._columns.index(name) for name in shown]
-        for row in self._rows:
+        for row in rows:
             table.add_row(*(row[at] for at in places))
         return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self._table(self.columns_for(console, options.max_width))
+        yield self._table(self.columns_for(console, options.max_width), self._rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from valved.cli.status import gpu_state, head, memory, no_gpus, notes
 from valved.cli.tables import FittingTable, Paper
 
 WIDTH = 20
+HELD_S = 1.0  # a held view is drawn anew so often, for a terminal whose size has changed
 ORDERS: dict[str, Callable[[Any], Any]] = {
     "id": lambda service: service.id,
     "name": lambda service: service.name,
@@ -134,15 +136,16 @@ def gpus(answer: Any, history: History) -> RenderableType:
     return table
 
 
-def services(answer: Any, history: History, view: View) -> RenderableType:
+def services(answer: Any, history: History, view: View, rows: int) -> RenderableType:
     if not answer.services:
         return Text("Services: none yet (valve run --online -- CMD)\n")
     columns = ("id", "name", "role", "now", "last looks", "stops", "delay", "harvested", "granted", "state")
-    title = "Services: share of time busy (offline: let run), newest right"
+    count = f" ({len(answer.services)})" if len(answer.services) > rows else ""
+    title = f"Services{count}: share of time busy (offline: let run), newest right"
     table = FittingTable(
         title, columns, spare=("state", "granted", "delay", "harvested", "id", "stops", "role", "last looks")
     )
-    for service in view.sorted(answer.services):
+    for service in view.sorted(answer.services)[:rows]:
         shares = history.services[service.id]
         online = service.role == node_pb2.ROLE_ONLINE
         table.add_row(
@@ -172,12 +175,15 @@ def keys_line(view: View) -> Text:
     return Text(f"{HELP}   ({order})", style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def render(answer: Any, history: History, view: View, *, has_keys: bool = False) -> RenderableType:
-    """What is shown. The line of the keys comes second, where no table can push it off the screen."""
+def render(
+    answer: Any, history: History, view: View, *, has_keys: bool = False, rows: int = sys.maxsize
+) -> RenderableType:
+    """What is shown. The line of the keys comes second, where no table can push it off the screen. `rows`: of it, of
+    which no service beyond is seen, nor drawn each second."""
     middle = [keys_line(view), Text()] if has_keys else []
     if view.silence:
         middle.append(Text(f"{view.silence}: below is what it said last\n", style="red"))
-    tables = (gpus(answer, history), services(answer, history, view))
+    tables = (gpus(answer, history), services(answer, history, view, rows))
     return Group(head(answer), *middle, *tables, *memory(answer), *notes(answer))
 
 
@@ -209,19 +215,25 @@ def follow(live: Live, pressed: Keys, connection: NodeClient, options: argparse.
             view.silence = str(error)
         looks += 1
         if options.looks and looks >= options.looks:
-            live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
+            draw(live, pressed, view, answer, history)
             return
         if not stay(live, pressed, view, answer, history, options.interval):
             return
+
+
+def draw(live: Live, pressed: Keys, view: View, answer: Any, history: History) -> None:
+    rows = live.console.height if pressed.is_there else sys.maxsize
+    live.update(render(answer, history, view, has_keys=pressed.is_there, rows=rows), refresh=True)
 
 
 def stay(live: Live, pressed: Keys, view: View, answer: Any, history: History, seconds: float) -> bool:
     """Show one answer until it is time for the next look, or as long as it is held; False: the view ends."""
     until_s = time.monotonic() + seconds
     while True:
-        live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
-        left_s = until_s - time.monotonic()
-        if left_s <= 0 and not view.held:
-            return True
-        if not view.press(pressed.wait(max(left_s, 0.1))):
+        draw(live, pressed, view, answer, history)
+        left_s = HELD_S if view.held else max(0.0, until_s - time.monotonic())
+        heard = pressed.wait(left_s)
+        if not all(map(view.press, heard)):
             return False
+        if not heard and not view.held:
+            return True

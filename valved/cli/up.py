@@ -57,8 +57,8 @@ def configured_folder(config: Path | None) -> str:
 
 def arguments(options: argparse.Namespace, folder: Path) -> list[str]:
     """The valved command line that these options mean."""
-    argv = [sys.executable, "-P", "-m", "valved.main"] if sys.version_info >= (3, 11) else []
-    argv = argv or [sys.executable, "-m", "valved.main"]
+    argv = [sys.executable, "-P", "-m", "valved.entry"] if sys.version_info >= (3, 11) else []
+    argv = argv or [sys.executable, "-m", "valved.entry"]
     argv += ["--run-dir", str(folder)]
     if options.mode:
         argv += ["--mode", options.mode]

@@ -99,7 +99,10 @@ def short(name: str) -> str:
     if cell_len(name) <= MOST_NAME:
         return name
     half = MOST_NAME // 2
-    return f"{set_cell_size(name, half - 1).rstrip()}…{set_cell_size(name[::-1], half)[::-1].lstrip()}"
+    end = set_cell_size(name[::-1], half)[::-1].lstrip()
+    while end and not cell_len(end[0]):  # an accent of the last letter that was left out
+        end = end[1:]
+    return f"{set_cell_size(name, half - 1).rstrip()}…{end}"
 
 
 def role(value: int) -> str:

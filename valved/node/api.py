@@ -122,7 +122,7 @@ class Node:
         if mode is not None:
             self._brake.set_mode(mode, "SetPolicy")
             self._handover.keep(mode=mode)
-        self._handover.save_soon()
+        self._handover.save()  # who was answered reads no other setting after a crash
         return self.policy()
 
     def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:

@@ -172,7 +172,9 @@ class Brake:
 
 
 def _put(path: Path, by: str) -> None:
-    """An empty file says enough: a full disk still takes names."""
+    """An empty file says enough: a full disk still takes names. So does what is no file, and a pipe would wait."""
+    if path.exists() and not path.is_file():
+        return
     try:
         path.write_text(f"{by}\n", encoding="utf-8")
     except OSError as error:
@@ -184,9 +186,14 @@ def _put(path: Path, by: str) -> None:
 def _first_line(path: Path) -> str | None:
     """The author of the file, from its first line; None if there is no file."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=_open_at_once) as file:
             return file.readline(64).strip() or "a file"
     except FileNotFoundError:
         return None
     except OSError:  # out of descriptors, a file that is not there is no FileNotFoundError
         return "an unreadable file" if os.path.lexists(path) else None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes into would stop the loop."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -36,7 +36,7 @@ from valved.node.snapshot import COUNTERS, Snapshots, saved_client
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
-from valved.state.registry import Books, ClientEntry, ProcessClaim, ServiceEntry
+from valved.state.registry import Books, ClientEntry, ProcessClaim, ServiceEntry, is_number
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
@@ -154,8 +154,10 @@ class Handover:
         self.policy = saved
 
     def _restore_books(self, saved: SavedState, come_back_s: float) -> None:
-        self._books.next_client = max(saved.next_client, self._books.next_client)
-        self._books.next_service = max(saved.next_service, self._books.next_service)
+        books = self._books
+        next_services = (saved.next_service, *(service.id + 1 for service in saved.services))
+        books.next_service = max((books.next_service, *filter(is_number, next_services)))
+        books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
             self._journal.emit(
                 EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
@@ -222,6 +224,8 @@ class Handover:
 
     def _restore_service(self, saved: SavedService, clients: list[SavedClient]) -> None:
         """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
+        if not is_number(saved.id):
+            raise ValueError("valved gives no such number to a service")
         role = Role(saved.role)
         living = [client for client in clients if not self._processes.is_gone(client.process)]
         root = self._root(saved, living)

@@ -68,6 +68,9 @@ WORK = {
 }
 
 
+MOST_HOLDERS = 3  # each of a hundred jobs would name each of a hundred services
+
+
 def is_telling(event: Event) -> bool:
     """Whether an event explains anything: a process brings ten channels and more, which drown the decisions."""
     return event.kind not in (EventKind.CHANNEL_ADDED, EventKind.CHANNEL_GONE)
@@ -200,9 +203,10 @@ class Reporter:
         gated = [gpu for gpu in sorted(entry.compute_on) if self._gate.is_gated(gpu)]
         if not gated:
             return "running"
-        holders = sorted(set().union(*(self._gating.gpus[gpu].holders for gpu in gated)))
-        names = [self._name(ServiceId(holder)) for holder in holders]
-        *others, last = names or [STANDING[BRAKE_SERVICE]]
+        holders = set().union(*(self._gating.gpus[gpu].holders for gpu in gated))
+        first = sorted(holders, key=lambda holder: (holder not in STANDING, holder))  # the brake hides behind nobody
+        names = [self._name(ServiceId(holder)) for holder in first[:MOST_HOLDERS]] or [STANDING[BRAKE_SERVICE]]
+        *others, last = [*names, f"{len(first) - MOST_HOLDERS} more"] if first[MOST_HOLDERS:] else names
         who = f"{', '.join(others)} and {last} hold" if others else f"{last} holds"
         return f"stopped: {who} GPU {', '.join(map(str, gated))}"
 

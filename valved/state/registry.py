@@ -20,6 +20,12 @@ COME_BACK_SERVICE = ServiceId(0x7FFFFFFD)  # holds every GPU after a start, unti
 # They hold GPUs and are no online service.
 STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, COME_BACK_SERVICE})
 FIRST_SERVICE = 2
+LAST_NUMBER = 0x7EFFFFFF
+
+
+def is_number(number: int) -> bool:
+    """Whether a service or the next client may have it. A state file can name any."""
+    return FIRST_SERVICE <= number <= LAST_NUMBER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

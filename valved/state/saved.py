@@ -12,12 +12,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from valved import paths
-from valved.errors import AlreadyRunning
-from valved.fds import Fds, is_scarce, write_private
+from valved.errors import AlreadyRunning, told
+from valved.fds import Fds, is_scarce, read_file, write_private
 from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
@@ -161,10 +162,18 @@ def save(path: Path, state: SavedState) -> None:
 
 
 def load(path: Path) -> tuple[SavedState | None, str]:
-    """The predecessor's state, or why there is none. An unreadable file is set aside, never a reason not to start. One
-    that cannot be opened for want of a descriptor is no unreadable one (OSError): the next start may read it."""
+    """The predecessor's state, or why there is none; and what is wrong with it. An unreadable file is set aside, never
+    a reason not to start. One that cannot be opened for want of a descriptor is no unreadable one (OSError): the next
+    start may read it."""
+    problem = ""
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=SavedState)
+        data = read_file(path)
+        try:
+            state = msgspec.json.decode(data, type=SavedState)
+        except msgspec.ValidationError as error:  # values of another version, or a hand's
+            state = sensible(msgspec.json.decode(data))
+            problem = f"{path}: what makes no sense was left out: {error}"
+            keep_bad(path)
     except FileNotFoundError:
         return None, ""
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -172,17 +181,62 @@ def load(path: Path) -> tuple[SavedState | None, str]:
             raise
         with contextlib.suppress(OSError):
             path.replace(path.with_name(path.name + BAD))
-        return None, f"{path} is unreadable and was set aside: {error}"
+        return None, f"{path} is unreadable and was set aside: {told(error)}"
     if state.version != VERSION:
         keep_bad(path)
         return None, f"{path} is of version {state.version}, this valved reads {VERSION}: it was set aside"
-    return state, ""
+    return state, problem
+
+
+def sensible(said: object) -> SavedState:
+    """What of it can be read: a field, an entry of a map or a record of a list without sense costs itself alone.
+    ValidationError: it is no state at all, or does not say of which boot, driver and version."""
+    if not isinstance(said, dict):
+        raise msgspec.ValidationError("this is no state")
+    empty = {
+        "counters": {},
+        "refusals": {},
+        "gpus": [],
+        "services": [],
+        "clients": [],
+        "next_client": 1,
+        "next_service": 1,
+    }
+    return msgspec.convert({**empty, **_readable(said, SavedState)}, SavedState, str_keys=True)
+
+
+def _readable(said: dict[str, Any], kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    parts = {name: _part(said[name], hints[name]) for name in hints if name in said}
+    return {name: part for name, part in parts.items() if part is not msgspec.UNSET}
+
+
+def _part(value: Any, kind: Any) -> Any:
+    """UNSET: none of it makes sense."""
+    if _is_a(value, kind):
+        return value
+    within = get_args(kind)
+    if isinstance(value, list) and get_origin(kind) is list:
+        return [one for one in value if _is_a(one, within[0])]
+    if isinstance(value, dict) and get_origin(kind) is dict:
+        return {name: one for name, one in value.items() if _is_a({name: one}, kind)}
+    if isinstance(value, dict) and kind in (SavedPolicy, SavedMemory):
+        return _readable(value, kind)
+    return msgspec.UNSET
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def keep_bad(path: Path) -> None:
     """Parts of it made no sense: keep it for people, before the next save writes it anew."""
     with contextlib.suppress(OSError):
-        write_private(path.with_name(path.name + BAD), path.read_bytes())
+        write_private(path.with_name(path.name + BAD), read_file(path))
 
 
 class RunFolder:
@@ -265,7 +319,7 @@ class RunFolder:
     def _owner(self) -> int:
         """0: not known now. The file may name a valved that was killed, and its number may be a stranger's by now."""
         try:
-            pid = int((self.path / PID_FILE).read_text(encoding="ascii"))
+            pid = int(read_file(self.path / PID_FILE))
             files = (os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
             return pid if any(os.path.samestat(file, os.fstat(self._lock)) for file in files) else 0
         except (OSError, ValueError):

@@ -19,7 +19,7 @@ from valve_kube import names
 from valve_kube.access import find
 from valve_kube.client import ApiError, Json, KubeClient
 from valve_kube.errors import SchedulerError
-from valve_kube.options import option, whole
+from valve_kube.options import SUBCOMMAND, option, whole
 
 from valve_scheduler.cli import reporting
 from valve_scheduler.cli.coverage import coverage
@@ -98,7 +98,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     common.add_argument("--context", help="The context of the kubeconfig. Default: its current one.")
     common.add_argument("--json", action="store_true", help="Print one JSON document.")
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=SUBCOMMAND)
 
     def add(name: str, told: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common], help=told)

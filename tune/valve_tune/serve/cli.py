@@ -10,7 +10,7 @@ import torch
 
 from valve_tune.base import shared
 from valve_tune.base.weights import BadBase, read_folder
-from valve_tune.options import key_file, option, whole
+from valve_tune.options import TUNE_COMMAND, key_file, option, whole
 from valve_tune.serve import flags, fleet, jobs, publish
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
@@ -29,7 +29,7 @@ ABOUT_A_JOB = {
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="valve tune", description=__doc__)
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=TUNE_COMMAND)
     run = commands.add_parser("run", help="Train an adapter. The same command with the same --out resumes the job.")
     flags.add(run)
     run.set_defaults(run=jobs.run)
