@@ -113,7 +113,9 @@ def sandboxed(world, when, error, *calls):
     ids=str,
 )
 def test_files_that_a_sandbox_lets_nobody_ask_about_are_never_taken_for_lost(world, when, calls, error):
-    """Ours: a new link would follow the other without end, each with three descriptors. The driver's: it would run unseen."""
+    """Of ours a new link would follow the other without end, each with three descriptors. Without the driver's, work
+    would run unseen.
+    """
     daemon, puppet, client = sandboxed(world, when, error, *calls)
 
     client.expect(CHANNEL_ADD, h_channel=CHANNEL)
