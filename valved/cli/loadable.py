@@ -42,7 +42,7 @@ def obstacle(command: str, path: str | None = None, depth: int = 0) -> str:
 
 
 def _own_rights(fd: int) -> str:
-    """Why the kernel would say AT_SECURE: the ids change, also from root's to another user's, or the file has rights."""
+    """Why the kernel would say AT_SECURE: the ids change, also from root's to a user's, or the file has rights."""
     status = os.fstat(fd)
     if os.fstatvfs(fd).f_flag & os.ST_NOSUID:
         return ""
