@@ -13,7 +13,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #define SAID_MAX   16
 #define STDERR     2
@@ -25,17 +24,17 @@ static const char *said[SAID_MAX]; /* texts are literals, so equal texts have eq
 
 static struct {
 	uint32_t pid; /* a vfork child shares this memory, and arranges its own descriptors */
-	uint64_t dev, ino;
+	struct valve_file file;
 } listener;
 
 void valve_say_follow(void)
 {
-	struct stat file;
+	struct valve_file file;
 
-	if (listener.pid != (uint32_t)syscall(SYS_getpid) || syscall(SYS_fstat, STDERR, &file))
+	if (listener.pid != (uint32_t)syscall(SYS_getpid) || valve_file_of(STDERR, &file))
 		return;
-	store_relaxed(&listener.dev, file.st_dev);
-	store_relaxed(&listener.ino, file.st_ino);
+	store_relaxed(&listener.file.dev, file.dev);
+	store_relaxed(&listener.file.ino, file.ino);
 }
 
 void valve_say_reset_child(void)
@@ -52,10 +51,10 @@ void valve_say_start(void)
 
 static bool is_heard_there(void)
 {
-	struct stat file;
+	struct valve_file file;
 
-	return !syscall(SYS_fstat, STDERR, &file) && file.st_dev == load_relaxed(&listener.dev) &&
-	       file.st_ino == load_relaxed(&listener.ino);
+	return !valve_file_of(STDERR, &file) && file.dev == load_relaxed(&listener.file.dev) &&
+	       file.ino == load_relaxed(&listener.file.ino);
 }
 
 static bool write_line(const char *line, size_t length)

@@ -16,6 +16,8 @@ from fake_daemon import CHANNEL_ADD, LONG_S, NOTE, NOTE_UNKNOWN_DRIVER, OFFLINE,
 from rmkit import COMPUTE, Process
 
 POLL, NANOSLEEP, CLOCK_NANOSLEEP = 7, 35, 230  # of x86-64
+FSTAT, SENDMSG, FCNTL, NEWFSTATAT = 5, 46, 72, 262
+EPERM, ENOSYS = 1, 38
 GROUP, CHANNEL, ENGINE = 0x5C000008, 0x5C000009, 0x5C00000A
 
 
@@ -78,6 +80,56 @@ def test_a_trap_that_the_program_answers_never_ends_it(world, when):
     [session] = our_threads(program.pid)
     until(lambda: sleeps(session), "it waits")
     assert end(program) == 0
+
+
+def sandboxed(world, when, error, *calls):
+    """An offline process with a channel, and valved's view of it; the filter begins before its link, or after it."""
+    daemon = world.daemon(OFFLINE)
+    puppet = world.puppet(role="offline")
+    puppet.load()
+    if when == "before":
+        assert puppet.forbid(error, *calls) == 0
+    process = Process.begin(puppet)
+    client = daemon.client()
+    if when == "after":
+        assert puppet.forbid(error, *calls) == 0
+    process.group(GROUP)
+    process.channel(GROUP, CHANNEL)
+    process.alloc(CHANNEL, ENGINE, COMPUTE)
+    process.schedule(GROUP)
+    return daemon, puppet, client
+
+
+@pytest.mark.parametrize("error", [EPERM, ENOSYS])
+@pytest.mark.parametrize(
+    ("when", "calls"),
+    [
+        ("before", [FSTAT]),
+        ("after", [FSTAT]),
+        ("before", [FSTAT, NEWFSTATAT]),
+        ("after", [FSTAT, NEWFSTATAT]),
+        ("after", [FCNTL]),
+    ],
+    ids=str,
+)
+def test_files_that_a_sandbox_lets_nobody_ask_about_are_never_taken_for_lost(world, when, calls, error):
+    """Of ours a new link would follow the other without end, each with three descriptors. Without the driver's, work
+    would run unseen.
+    """
+    daemon, puppet, client = sandboxed(world, when, error, *calls)
+
+    client.expect(CHANNEL_ADD, h_channel=CHANNEL)
+    obeys(client, STOP)
+    assert daemon.clients.empty()
+    files = [os.readlink(file) for file in Path(f"/proc/{puppet.process.pid}/fd").iterdir()]
+    assert sum("eventfd" in file for file in files) == 2  # doorbell and order bell
+
+
+def test_a_process_that_may_say_nothing_any_more_never_counts_as_linked(world):
+    """valved would take it for one without channels, and let it run beside a service."""
+    _, _, client = sandboxed(world, "after", EPERM, SENDMSG)
+
+    assert client.gone.wait(LONG_S)
 
 
 def test_no_call_that_a_sandbox_would_have_to_allow_is_left_out(repository):

@@ -100,6 +100,45 @@ def test_offline_work_that_could_take_only_part_of_a_valveds_pages_never_runs_on
     until(lambda: any(call.startswith("disable") for call in world.gate_calls()), "it has stopped itself")
 
 
+UNSAID = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <fcntl.h>
+int access(const char *path, int how);
+long syscall(long number, long a, long b, long c, long d, long e, long f)
+{
+	static long (*real)(long, long, long, long, long, long, long);
+
+	if (!real)
+		*(void **)&real = dlsym(RTLD_NEXT, "syscall");
+	if (number != SYS_sendmsg || access(getenv("SHORT"), F_OK))
+		return real(number, a, b, c, d, e, f);
+	errno = ENOBUFS;
+	return -1;
+}
+"""
+
+
+@pytest.mark.parametrize("role", [ONLINE, OFFLINE], ids=["online", "offline"])
+def test_channels_that_the_kernel_had_no_memory_to_tell_of_are_never_forgotten(world, tmp_path, role):
+    file, settings = scarce(world, tmp_path, UNSAID)
+    puppet, client = (world.online if role == ONLINE else world.offline)(**settings)
+    file.touch()
+    fd = puppet.open("/dev/nvidiactl")
+    root = puppet.alloc(fd, 0, 0, 0, 0x41)
+    puppet.alloc(fd, root, root, 1, 0x80, params="00" * 56)
+    puppet.alloc(fd, root, 1, 2, 0x2080, params="00" * 4)
+    puppet.alloc(fd, root, 1, 0x10, 0xC86F, params="00" * 1024)
+    puppet.control_in_background(fd, root, 0x10, 0xA06F0103, params="010000")  # offline work waits for valved
+    assert client.none_of(CHANNEL_ADD)
+
+    file.unlink()
+
+    client.expect(CHANNEL_ADD, h_channel=0x10)
+
+
 # -- threads --
 
 ONE_AT_A_TIME = """

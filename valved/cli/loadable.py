@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -21,7 +22,7 @@ def obstacle(command: str, path: str | None = None, depth: int = 0) -> str:
     try:
         with open(found, "rb") as file:
             head = file.read(HEAD)
-            mode = os.fstat(file.fileno()).st_mode
+            rights = _own_rights(file.fileno())
     except OSError:
         return ""
     name = Path(found).name
@@ -30,13 +31,28 @@ def obstacle(command: str, path: str | None = None, depth: int = 0) -> str:
         return obstacle(words[0], path, depth + 1) if words else ""
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
         return ""
-    if mode & (stat.S_ISUID | stat.S_ISGID) and os.geteuid() != 0:
-        return f"{name} runs with rights of its own (set-user-id), and the loader ignores LD_PRELOAD"
+    if rights:
+        return f"{name} runs with rights of its own ({rights}), and the loader ignores LD_PRELOAD"
     loader = _interpreter(head)
     if not loader:
         return f"{name} is linked statically, and the shim cannot be loaded into it"
     if "musl" in loader:
         return f"{name} uses musl ({loader}), and the shim is built for glibc"
+    return ""
+
+
+def _own_rights(fd: int) -> str:
+    """Why the kernel would say AT_SECURE: the ids change, also from root's to a user's, or the file has rights."""
+    status = os.fstat(fd)
+    if os.fstatvfs(fd).f_flag & os.ST_NOSUID:
+        return ""
+    if status.st_mode & stat.S_ISUID and status.st_uid != os.getuid():
+        return "set-user-id"
+    if status.st_mode & stat.S_ISGID and status.st_mode & stat.S_IXGRP and status.st_gid != os.getgid():
+        return "set-group-id"
+    with contextlib.suppress(OSError):  # it has none
+        if os.getuid() != 0 and os.getxattr(fd, "security.capability"):
+            return "file capabilities"
     return ""
 
 

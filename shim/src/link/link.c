@@ -57,9 +57,10 @@ static int open_socket(uint64_t deadline_ns)
 	if (fd < 0)
 		return -errno;
 	fd = valve_own_high(fd);
-	do
-		err = wait_in_line(fd, &address, deadline_ns);
-	while ((err == -EAGAIN || err == -EINTR) && valve_milliseconds_left(deadline_ns));
+	err = valve_own_can_tell(fd) ? -EAGAIN : -ENOSYS;
+	while ((err == -EAGAIN || err == -EINTR) && (err = wait_in_line(fd, &address, deadline_ns)) &&
+	       valve_milliseconds_left(deadline_ns))
+		;
 	if (!err)
 		return fd;
 	syscall(SYS_close, fd);

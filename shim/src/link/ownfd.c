@@ -34,24 +34,59 @@ static int number_of(const struct valve_own_fd *own)
 	return (int)load_acquire(&own->number) - 1;
 }
 
-static bool has_mark(const struct valve_own_fd *own, int fd)
+/* libc asks by the one or by the other, so a sandbox that lets programs ask at all allows one of them. */
+int valve_file_of(int fd, struct valve_file *file)
 {
-	for (int looks = 0; looks < 2; looks++) { /* another file may take the number between file and mark */
-		uint32_t found = (uint32_t)syscall(SYS_fcntl, fd, F_GETSIG);
-		uint32_t next = load_acquire(&own->next_mark), mark = load_acquire(&own->mark);
+	int saved_errno = errno, err = 0;
+	struct stat found;
 
-		if (!mark || found == mark || (next && found == next))
-			return true;
-	}
-	return false;
+	if (syscall(SYS_fstat, fd, &found) &&
+	    (errno == EBADF || syscall(SYS_newfstatat, fd, "", &found, AT_EMPTY_PATH)))
+		err = -errno;
+	if (!err)
+		*file = (struct valve_file){.dev = found.st_dev, .ino = found.st_ino};
+	errno = saved_errno;
+	return err;
 }
 
+enum answer { NO, YES, UNKNOWN };
+
+static enum answer has_mark(const struct valve_own_fd *own, int fd)
+{
+	int saved_errno = errno;
+
+	for (int looks = 0; looks < 2; looks++) { /* another file may take the number between file and mark */
+		long found = syscall(SYS_fcntl, fd, F_GETSIG);
+		bool is_told = found >= 0 || errno == EBADF;
+		uint32_t next = load_acquire(&own->next_mark), mark = load_acquire(&own->mark);
+
+		errno = saved_errno;
+		if (!mark || !is_told)
+			return UNKNOWN;
+		if (found == mark || (next && found == next))
+			return YES;
+	}
+	return NO;
+}
+
+/* Where a sandbox keeps us from asking the one, the other must do. */
 static bool is_its_file(const struct valve_own_fd *own, int fd)
 {
-	struct stat now;
+	struct valve_file now = {0};
+	int err = fd < 0 ? -EBADF : valve_file_of(fd, &now);
 
-	return fd >= 0 && !syscall(SYS_fstat, fd, &now) && now.st_ino == load_relaxed(&own->ino) &&
-	       now.st_dev == load_relaxed(&own->dev) && has_mark(own, fd);
+	if (err == -EBADF ||
+	    (!err && (now.ino != load_relaxed(&own->ino) || now.dev != load_relaxed(&own->dev))))
+		return false;
+	return err ? has_mark(own, fd) == YES : has_mark(own, fd) != NO;
+}
+
+/* Of a file just made. Whoever can ask neither would take each of ours for lost, and make new ones without end. */
+bool valve_own_can_tell(int fd)
+{
+	struct valve_file file;
+
+	return !valve_file_of(fd, &file) || syscall(SYS_fcntl, fd, F_GETSIG) >= 0;
 }
 
 static bool is_ours(const struct valve_own_fd *own)
@@ -121,13 +156,13 @@ void valve_own_take(enum valve_own which, int fd)
 	struct valve_own_fd *own = &valve_shim.own[which];
 	int before = valve_own(which);
 	uint32_t mark = MARK + taken++ % MARKS;
-	struct stat file = {0};
+	struct valve_file file = {0};
 
-	syscall(SYS_fstat, fd, &file);
+	valve_file_of(fd, &file);
 	mark = syscall(SYS_fcntl, fd, F_SETSIG, mark) ? 0 : mark;
 	store_relaxed(&own->next_mark, mark);
-	store_relaxed(&own->dev, file.st_dev);
-	store_relaxed(&own->ino, file.st_ino);
+	store_relaxed(&own->dev, file.dev);
+	store_relaxed(&own->ino, file.ino);
 	if (before >= 0 && put_there(fd, before)) {
 		syscall(SYS_close, fd);
 	} else {

@@ -9,13 +9,21 @@
 
 enum valve_own { VALVE_OWN_LINK, VALVE_OWN_DOORBELL, VALVE_OWN_ORDER, VALVE_OWNS };
 
+/* Which file a number is. */
+struct valve_file {
+	uint64_t dev, ino;
+};
+
 struct valve_own_fd {
 	uint32_t number;          /* and 1; 0: none */
 	uint32_t mark, next_mark; /* 0: none. While another file takes the number both are ours */
 	uint64_t dev, ino;
 };
 
-int valve_own(enum valve_own which); /* its number now, or -1: there is none, or it was closed */
+int valve_file_of(
+        int fd, struct valve_file *file); /* 0, -EBADF, or -errno where a sandbox does not say. errno stays */
+bool valve_own_can_tell(int fd);          /* whether a number is ours: else there can be no link */
+int valve_own(enum valve_own which);      /* its number now, or -1: there is none, or it was closed */
 /* The same, or for a thread whose table is one of its own a number for now, which the caller closes */
 int valve_own_borrow(enum valve_own which, bool *is_borrowed);
 void valve_own_take(enum valve_own which, int fd); /* under link_lock. Takes it over */

@@ -38,9 +38,16 @@ static struct valve_reply *take_reply(uint32_t seq)
 	return NULL;
 }
 
+/* By a sandbox that began after the link was made. A descriptor that cannot be passed is none of that. */
+static bool is_forbidden(int err)
+{
+	return err == -EPERM || err == -EACCES || err == -ENOSYS;
+}
+
 /*
- * Precondition: link_lock is held. Where the kernel passes no descriptor, valved is told its number (link.h). `is_kept`: the
- * caller keeps it open until it has an answer; or it is a file of the application, and valved sees whether it is the right one.
+ * Precondition: link_lock is held. What cannot be said is said later, or there is no link: valved would take a process that is
+ * linked and tells of no channel for one that has none. Where the kernel passes no descriptor, valved is told its
+ * number (link.h). `is_kept`: the caller keeps it open until it has an answer; or it is a file of the application, and valved sees whether it is the right one.
  */
 int valve_link_post(int link, void *message, uint32_t bytes, const int *fds, uint32_t count, bool is_kept)
 {
@@ -48,7 +55,11 @@ int valve_link_post(int link, void *message, uint32_t bytes, const int *fds, uin
 
 	if (err == -ETOOMANYREFS && is_kept && may_lend())
 		err = valve_packet_lend(link, message, bytes, fds, count, mark_for(message));
-	return err == -ETOOMANYREFS ? -EAGAIN : err; /* descriptors under way are limited, too */
+	if (err == -ETOOMANYREFS || err == -ENOBUFS || err == -ENOMEM)
+		return -EAGAIN; /* descriptors under way are limited, too, and so is the kernel's memory for a packet */
+	if (is_forbidden(err))
+		valve_own_hang_up();
+	return is_forbidden(err) || (err == -EBADF && !count) ? -ENOTCONN : err;
 }
 
 /* To that valved alone. */
