@@ -188,7 +188,7 @@ struct valve_region {
 	uint32_t abi;
 	uint32_t bytes;
 	uint32_t features;
-	uint32_t slot_count;
+	uint32_t slot_count; /* that any thread counts in, as given out: rises, each before its first count */
 	uint32_t slot_offset;
 	uint32_t gap_offset;
 	uint32_t gap_count;

@@ -356,3 +356,23 @@ def test_a_launch_leaves_errno_alone(world):
     done = subprocess.run([program], env=world.environment(), capture_output=True, text=True, timeout=200, check=False)
 
     assert f"{os.EX_OK} 1234 1234" == done.stdout.strip()
+
+
+def test_a_launch_never_counts_where_valved_does_not_look(world):
+    """valved adds up the slots that the header counts, and reads no more of them at each wake than threads count in."""
+    puppet, client = world.online()
+
+    puppet.launch(3)
+    assert (client.region.slot_count, client.submitted()) == (1, 3)
+    puppet.launch_in_threads(8, 5)
+    assert (client.region.slot_count, client.submitted()) == (9, 43)
+
+    world.daemons[0].close()
+    client.gone.wait()
+    puppet.launch_in_threads(3, 2)  # on pages of its own
+    heir = world.daemon(ONLINE).client()
+    until(lambda: heir.region.magic, "the region is filled")
+    assert (heir.region.slot_count, heir.submitted()) == (12, 49)
+
+    puppet.launch_in_threads(260, 1)
+    assert (heir.region.slot_count, heir.submitted()) == (256, 309)

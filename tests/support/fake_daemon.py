@@ -267,9 +267,9 @@ class Client:
         return bool(self.region.magic) or self.gone.is_set()
 
     def slots(self) -> list[tuple[int, int]]:
-        """(tid, submitted) of each claimed slot."""
+        """(tid, submitted) of each claimed slot, as far as valved looks."""
         found = []
-        for index in range(SLOTS):
+        for index in range(self.region.slot_count):
             submitted, tid = struct.unpack_from("<QI", self.region_memory, PAGE + index * 64)
             if tid or submitted:
                 found.append((tid, submitted))

@@ -29,6 +29,9 @@ from valved.cli.run import start_time
 from valved.model.ids import Role
 
 PR_SET_PDEATHSIG = 1
+SYS_MEMBARRIER, REGISTER_GLOBAL_EXPEDITED = 324, 1 << 2
+WATCHING, IDLE = 1, 2  # enum valve_watcher
+THREADS = 4  # of an engine that launch: slots that its shim has given out
 BUSY_NS = 2_000_000  # one burst of GPU work
 ROOT, DEVICE, SUBDEVICE, VASPACE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0x90F1, 0xA06C, 0xC86F
 ALLOC = 0xC0000000 | 32 << 16 | 0x46 << 8 | 0x2B
@@ -52,6 +55,7 @@ class Player:
         if epoch % 2 and epoch != self.rung_epoch:
             self.rung_epoch = epoch
             self.region["busy"] = 1
+            self.region["watcher_state"] = WATCHING
             self.region["launch_ns"] = time.monotonic_ns()
             os.eventfd_write(self.doorbell, 1)
 
@@ -63,6 +67,7 @@ class Player:
         self.region["idle_ns"] = now_ns
         self.region["watcher_ns"] = now_ns
         self.region["busy"] = 0
+        self.region["watcher_state"] = IDLE
         self.region["idle_seq"] = seq + 2
 
 
@@ -80,6 +85,7 @@ class BenchCrowd:
     def __enter__(self) -> BenchCrowd:
         online, offline = self._sizes
         work = [self._be_offline] * offline + [self._be_online] * online
+        register_for_fences()  # its launches are the crowd's, and a fence of valved's reaches them here
         for number, be in enumerate(work):
             self._children.append(_fork(lambda sock, be=be, n=number: be(sock, n)))  # type: ignore[misc]
         connection = NodeClient(self._run_dir)  # gRPC only after the last fork
@@ -143,6 +149,7 @@ def _fork(be: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         return pid, ours
     try:
         ours.close()
+        register_for_fences()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the bench may be killed: its processes end, too
         theirs.recv(64)
         be(theirs)
@@ -150,10 +157,16 @@ def _fork(be: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         os._exit(1)
 
 
+def register_for_fences() -> None:
+    """As each shim does, so that valved's fence before a wake costs here what it costs there."""
+    ctypes.CDLL(None).syscall(SYS_MEMBARRIER, REGISTER_GLOBAL_EXPEDITED, 0, 0)
+
+
 def _player(fds: Sequence[int]) -> Player:
     control, region, doorbell, order = fds
     player = Player(control=control_page(control), region=region_page(region), doorbell=doorbell)
-    fill_region(player.region)
+    fill_region(player.region, features=link.Feature.GAPS | link.Feature.PLAIN_COUNT)
+    player.region["slot_count"] = THREADS
     player.finish()
     for fd in (control, region, order):
         os.close(fd)

@@ -209,9 +209,10 @@ static int region_state(const struct valve_region *region)
 	return 1;
 }
 
+/* The number of slots rises, too: read before them, and after what the caller compares with. */
 static uint64_t sum_submitted(const struct valve_region *region)
 {
-	uint32_t offset = load_relaxed(&region->slot_offset), count = load_relaxed(&region->slot_count);
+	uint32_t offset = load_relaxed(&region->slot_offset), count = load_full(&region->slot_count);
 	uint64_t sum = 0;
 
 	if (count > VALVE_SLOTS || offset % 64 || offset + count * 64ull > VALVE_REGION_BYTES)

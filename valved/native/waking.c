@@ -79,14 +79,16 @@ static void see_launcher(const struct valve_client *client, const struct valve_w
 {
 	struct valve_view view;
 	uint64_t heard_ns;
+	bool is_idle;
 
 	valve_client_view((struct valve_client *)client, &view, false); /* without gaps it changes nothing */
 	heard_ns = view.watcher_ns > rule->watch_since_ns ? view.watcher_ns : rule->watch_since_ns;
 	if (!view.submitted && !view.watcher_ns)
 		heard_ns = now; /* a client without a launch has no watcher yet, and nothing to prove */
-	waking_rouse(client);
-	valve_wake_launcher(seen, rule, now, view.filled && view.submitted == view.idle_submitted,
-	                    view.idle_ns < now ? view.idle_ns : now, heard_ns);
+	is_idle = view.filled && view.submitted == view.idle_submitted;
+	if (!is_idle) /* each adding up of a client's counters costs */
+		waking_rouse(client);
+	valve_wake_launcher(seen, rule, now, is_idle, view.idle_ns < now ? view.idle_ns : now, heard_ns);
 }
 
 static void see_all(const struct service *service, uint64_t now, struct valve_wake_seen *seen)

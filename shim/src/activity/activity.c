@@ -20,11 +20,22 @@ static struct valve_slot *slot_at(uint32_t index)
 	return (struct valve_slot *)(void *)(first + (size_t)index * sizeof(struct valve_slot));
 }
 
+/* valved adds up no more slots than the header says: each is in before its thread counts there. */
+static void show_slots(uint32_t count)
+{
+	uint32_t *shown = &VALVE_REGION->slot_count;
+	uint32_t old = load_relaxed(shown); /* the swap decides */
+
+	while (old < count && !swap_if(shown, &old, count))
+		;
+}
+
 /* A slot whose thread has ended, once all were given out. Its count stays: the sum only ever rises. */
 static struct valve_slot *inherit_slot(uint32_t tid)
 {
 	long pid = syscall(SYS_getpid);
 
+	show_slots(VALVE_SLOTS);
 	for (uint32_t i = 0; i < VALVE_SLOTS - 1; i++) {
 		struct valve_slot *slot = slot_at(i);
 		uint32_t owner = load_relaxed(&slot->tid);
@@ -47,6 +58,7 @@ static struct valve_slot *claim_slot(void)
 			struct valve_slot *slot = slot_at(index);
 
 			store_relaxed(&slot->tid, tid);
+			show_slots(index + 1);
 			return slot;
 		}
 	return inherit_slot(tid);
@@ -109,15 +121,20 @@ void valve_ring(void)
 
 /*
  * The pages and the bell have just changed hands. Launches of other threads meanwhile were counted in a page that is gone,
- * read its closed word, or rang where no bell was yet: one count and one ring speak for all of them. A thread that
- * never launched owns no slot.
+ * read its closed word, or rang where no bell was yet: one count and one ring speak for all of them. A slot that was given
+ * out meanwhile was shown there, too. A thread that never launched owns no slot.
  */
 void valve_speak_for_the_past(void)
 {
-	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE || !load_acquire(&valve_shim.next_slot))
+	uint32_t given = load_acquire(&valve_shim.next_slot);
+
+	show_slots(given < VALVE_SLOTS - 1 ? given : VALVE_SLOTS);
+	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE || !given)
 		return;
-	if (!valve_submitted())
+	if (!valve_submitted()) {
+		show_slots(VALVE_SLOTS);
 		add_full(&slot_at(VALVE_SLOTS - 1)->submitted, 1);
+	}
 	store_relaxed(&VALVE_REGION->rung_epoch, 0); /* even: no epoch that is rung */
 	valve_ring();
 }

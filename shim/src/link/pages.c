@@ -84,7 +84,7 @@ static void fill_region(struct valve_region *fresh, uint32_t role)
 	fresh->features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
 	                  VALVE_FEATURE_MEMORY | VALVE_FEATURE_GRANT |
 	                  (valve_shim.must_fence ? 0 : VALVE_FEATURE_PLAIN_COUNT);
-	fresh->slot_count = VALVE_SLOTS;
+	fresh->slot_count = old->slot_count; /* of those given out meanwhile: valve_speak_for_the_past */
 	fresh->slot_offset = VALVE_SLOT_OFFSET;
 	fresh->gap_offset = VALVE_GAP_OFFSET;
 	fresh->gap_count = VALVE_GAPS;
