@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from training_books import begin, blobs, push
-from valve_router.training.ledger import FleetBooks
+from valve_router.training.ledger import KEPT, FleetBooks
 from valve_router.training.records import Gone, LedgerRefused
 
 
@@ -73,3 +73,76 @@ def test_a_router_that_starts_on_the_same_folder_never_drops_what_another_is_wri
     starting[0].join()
 
     assert blobs(tmp_path) == [b"a1"]
+
+
+def published(ledger, count, now=0.0):
+    """`count` versions, by one trainer; the blob of each."""
+    found = []
+    for turn in range(count):
+        one = ledger.join("j", "a", now)
+        push(ledger, one, [ledger.take("j", one.trainer, one.version, now)], 100, content=b"push %d" % turn, now=now)
+        ledger.publish("j", one.version, b"version %d" % turn, now)
+        found.append(ledger.version("j", one.version + 1))
+    return found
+
+
+def test_versions_never_fill_the_disk_and_the_last_ones_are_always_there(tmp_path):
+    """Each version of each job was kept for ever."""
+    ledger = begin(tmp_path, rounds=20, batches=1)
+    names = published(ledger, 8)
+    assert blobs(tmp_path) == [b"version %d" % turn for turn in range(8 - KEPT, 8)]
+    assert [ledger.read(name) for name in names[-KEPT:]] == blobs(tmp_path)
+    with pytest.raises(Gone):
+        ledger.read(names[-KEPT - 1])  # a trainer that is late joins again
+    with pytest.raises(LedgerRefused):
+        ledger.publish("j", 0, b"another", 1.0)
+    ledger.close()
+    again = FleetBooks(tmp_path)
+    assert blobs(tmp_path) == [b"version %d" % turn for turn in range(8 - KEPT, 8)]
+    assert again.read(again.join("j", "a", 0.0).start) == b"version 7"
+
+
+def test_a_version_that_comes_again_is_never_dropped_as_an_old_one(tmp_path):
+    """An average may be the same bytes as one before; and two jobs may have one blob."""
+    ledger = begin(tmp_path, rounds=20, batches=1)
+    for turn in range(6):
+        one = ledger.join("j", "a", 0.0)
+        push(ledger, one, [ledger.take("j", one.trainer, one.version, 0.0)], 100, content=b"push %d" % turn)
+        ledger.publish("j", one.version, b"same", 0.0)
+    assert blobs(tmp_path) == [b"same"]
+    assert ledger.read(ledger.join("j", "a", 0.0).start) == b"same"
+
+
+def test_what_an_older_router_kept_for_ever_is_swept_at_the_start(tmp_path, monkeypatch):
+    ledger = begin(tmp_path, rounds=20, batches=1)
+    monkeypatch.setattr(FleetBooks, "_drop", lambda *_: None)
+    published(ledger, 6)
+    ledger.close()
+    monkeypatch.undo()
+    assert len(blobs(tmp_path)) > KEPT
+    FleetBooks(tmp_path).close()
+    assert blobs(tmp_path) == [b"version %d" % turn for turn in range(6 - KEPT, 6)]
+
+
+def test_a_blob_that_the_disk_has_damaged_is_never_sent(tmp_path):
+    ledger = begin(tmp_path, batches=2)
+    one = ledger.join("j", "a", 0.0)
+    push(ledger, one, [ledger.take("j", one.trainer, one.version, 0.0)], 100, content=b"a1")
+    blob = ledger.join("j", "a", 1.0).push
+    for damaged in (b"", b"a", b"a2", b"a1\x00"):
+        (tmp_path / "blobs" / blob).write_bytes(damaged)
+        with pytest.raises(LedgerRefused, match="is not what was pushed") as refused:
+            ledger.read(blob)
+        assert not isinstance(refused.value, Gone)
+
+
+def test_trainers_that_join_again_and_again_never_fill_the_ledger(tmp_path):
+    ledger = begin(tmp_path)
+    first = ledger.join("j", "a", 0.0)
+    for _ in range(50):
+        last = ledger.join("j", "a", 0.0)
+    ledger.sweep(1000.0)
+    assert last.trainer == first.trainer + 50
+    with sqlite3.connect(tmp_path / "training.sqlite3") as db:
+        assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 0
+    assert ledger.join("j", "a", 1000.0).trainer == last.trainer + 1  # no number comes again

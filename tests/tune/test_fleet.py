@@ -232,7 +232,7 @@ class Adds:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_answers_are_lost_every_micro_batch_is_in_the_version_once(seed, monkeypatch):
-    monkeypatch.setattr("valve_tune.serve.fleet.AWAY_S", 0.0)
+    monkeypatch.setattr("valve_tune.serve.patience.FIRST_S", 0.0)
     monkeypatch.setattr("valve_tune.serve.fleet.WAIT_S", 0.0)
     router = Played(seed, 30)
 
@@ -297,7 +297,7 @@ def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed
         FleetWorker(link, Slow(link), job="j", name="a", say=said.append).run()
         assert not [text for text in said if "gone" in text]
         with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
-            assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 2  # one for each version
+            assert db.execute("SELECT MAX(id) FROM trainers").fetchone()[0] == 2  # one for each version
     finally:
         router.kill()
 
@@ -468,7 +468,7 @@ class Idle:  # a router that has nothing for this trainer, or is away
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_trainer_that_has_nothing_to_do_never_misses_that_it_was_cancelled(is_away, monkeypatch):
-    monkeypatch.setattr("valve_tune.serve.fleet.AWAY_S", 0.0)
+    monkeypatch.setattr("valve_tune.serve.patience.FIRST_S", 0.0)
     monkeypatch.setattr("valve_tune.serve.fleet.WAIT_S", 0.0)
     router = Idle(is_away)
 

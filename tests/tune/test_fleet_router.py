@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from test_fleet import Adds, Idle, Router, model, worked
-from valve_tune.serve.fleet import FleetWorker, RouterAway, RouterLink, publisher
+from valve_tune.serve.fleet import FleetWorker, publisher
 from valve_tune.serve.folder import FolderError, JobFolder
+from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
+from valve_tune.train.job import Stopped
 
 __all__ = ["model", "worked"]  # fixtures
 
@@ -24,11 +26,15 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
+    def rules(self, monkeypatch) -> None:
+        for module in ("fleet", "patience"):
+            monkeypatch.setattr(f"valve_tune.serve.{module}.time", self)
+
 
 def test_a_pause_is_never_taken_for_a_router_that_is_away(monkeypatch):
     """It was away for a second, the owner paused for days, and the first question after that failed once more."""
     clock, tries = Clock(), []
-    monkeypatch.setattr("valve_tune.serve.fleet.time", clock)
+    clock.rules(monkeypatch)
 
     class Shaky(Idle):
         def ask(self, path, asked):
@@ -46,7 +52,7 @@ def test_a_pause_is_never_taken_for_a_router_that_is_away(monkeypatch):
 
 
 def test_a_router_that_is_away_for_too_long_still_ends_the_trainer(monkeypatch):
-    monkeypatch.setattr("valve_tune.serve.fleet.time", Clock())
+    Clock().rules(monkeypatch)
     with pytest.raises(FolderError, match="the router is away"):
         FleetWorker(Idle(True), Adds(), job="j", name="a", say=lambda text: None).run()
 
@@ -61,7 +67,7 @@ def test_a_router_that_starts_after_its_trainers_never_ends_them(worked, monkeyp
             raise RouterAway("connection refused")
         return {"done": True, "job": "out", **Idle(False).ask("join", {})}
 
-    monkeypatch.setattr("valve_tune.serve.fleet.AWAY_S", 0.0)
+    monkeypatch.setattr("valve_tune.serve.patience.FIRST_S", 0.0)
     run = FleetWorker.run
     monkeypatch.setattr(RouterLink, "blob", lambda *_: b"")
 
@@ -103,6 +109,90 @@ def test_a_damaged_blob_is_never_trained_on_nor_averaged(tmp_path):
         router.kill()
 
 
+class Answers(Idle):
+    """A router that answers all but one question. `gone`: it says that it has given the trainer up."""
+
+    def __init__(self, fails: str, gone: bool) -> None:
+        super().__init__(False)
+        self.fails, self.gone, self.paths = fails, gone, []
+
+    def fail(self, path):
+        self.paths.append(path)
+        if path == self.fails:
+            raise GivenUp("given up") if self.gone else RouterAway("500 disk full")
+
+    def ask(self, path, asked):
+        self.fail(path)
+        if path == "take" and self.fails == "take":
+            return {"wait": True}
+        return {"average": [{"blob": "b", "tokens": 1}]} if path == "take" else super().ask(path, asked)
+
+    def send(self, path, said, document):
+        self.fail(path)
+        return {"version": 1}
+
+    def blob(self, name):
+        if name:
+            self.fail("blob")
+        return b""
+
+
+class Averages(Adds):
+    def averaged(self, parts):
+        return b"average"
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("fails", ["take", "blob", "publish"])
+def test_a_router_that_answers_all_but_one_question_is_never_asked_for_ever(fails, gone, monkeypatch):
+    """Each `join` that it answered made it a router that is well: the rest was asked once a second, without a word."""
+    clock, told = Clock(), []
+    clock.rules(monkeypatch)
+    router = Answers(fails, gone)
+    with pytest.raises(FolderError, match=f"{fails} failed"):
+        FleetWorker(router, Averages(), job="j", name="a", say=lambda text: None, trouble=told.append).run()
+    assert 600 < clock.now_s - 100 < 700
+    assert 10 <= router.paths.count(fails) <= 40
+    assert [fails in text and "asking again" in text for text in told] == [True] * len(told)
+    assert 2 <= len(told) <= 5
+
+
+def test_a_trouble_that_is_over_is_never_still_told(monkeypatch):
+    clock, told = Clock(), []
+    clock.rules(monkeypatch)
+    router = Answers("take", False)
+
+    def ask() -> None:
+        if clock.now_s > 200:
+            router.fails = ""
+        if "publish" in router.paths:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        FleetWorker(router, Averages(), job="j", name="a", say=lambda text: None, trouble=told.append, ask=ask).run()
+    assert "take failed 3 times" in told[0]
+    assert told[-1] == ""
+
+
+def test_a_trainer_that_stood_still_for_hours_never_takes_two_failures_for_a_router_that_is_away(monkeypatch):
+    """Its process was frozen after the first one."""
+    clock, router = Clock(), Answers("take", True)
+    clock.rules(monkeypatch)
+
+    def ask() -> None:
+        if router.paths.count("take") == 2:
+            router.fails = ""
+        if "publish" in router.paths:
+            raise Stopped
+
+    def frozen(seconds: float) -> None:
+        clock.now_s += 1e5
+
+    clock.sleep = frozen
+    with pytest.raises(Stopped):
+        FleetWorker(router, Averages(), job="j", name="a", say=lambda text: None, ask=ask).run()
+
+
 def test_an_average_that_is_refused_for_itself_never_goes_round_for_ever(monkeypatch):
     """Another one's average that was first is refused once: then there is a new version. One that is too large is
     refused each time."""
@@ -116,10 +206,6 @@ def test_an_average_that_is_refused_for_itself_never_goes_round_for_ever(monkeyp
             if self.asked > 20:
                 pytest.fail("it is sent again and again")
             raise FolderError("413 too large")
-
-    class Averages(Adds):
-        def averaged(self, parts):
-            return b"average"
 
     with pytest.raises(FolderError, match="413"):
         FleetWorker(Refuses(False), Averages(), job="j", name="a", say=lambda text: None).run()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from command import Command
@@ -12,6 +16,8 @@ from valve_tune.serve.cli import main
 from valve_tune.serve.engines import RunningEngine
 from valve_tune.serve.folder import JobFolder
 from valve_tune.serve.gap import GapProbe
+from valve_tune.serve.publish import copied, new_version
+from valve_tune.train import checkpoint
 from valve_tune.train.spec import JobSpec
 
 
@@ -259,3 +265,50 @@ def test_a_version_goes_to_every_service_and_one_that_refuses_keeps_it_from_no_o
     finally:
         refuses.close()
         third.close()
+
+
+def leftover(home: Path, pid: int) -> Path:
+    left = home / f".chat-v7.{pid}"
+    left.mkdir(parents=True)
+    (left / "adapter_config.json").write_text("{}")
+    return left
+
+
+def test_what_a_killed_publish_has_begun_is_never_left_and_a_living_ones_never_taken(job):
+    """A process is killed within its copy; another one of a former Valve, which takes no lock, is still at it."""
+    folder = job[1]
+    home = folder.path / "published"
+    dead = subprocess.Popen(["sleep", "600"])
+    dead.kill()
+    dead.wait()
+    with subprocess.Popen(["sleep", "600"]) as living:
+        mine, its = leftover(home, dead.pid), leftover(home, living.pid)
+        own = leftover(home, os.getpid())  # a number comes again
+        new_version(folder, "chat", folder.path)
+        living.kill()
+        assert (mine.exists(), own.exists(), its.exists()) == (False, False, True)
+    copied(folder.path, home / "chat-v9")
+    assert sorted(path.name for path in home.iterdir()) == ["chat-v1", "chat-v9"]
+
+
+def test_two_that_publish_at_once_never_take_one_number_nor_each_others_work(job, monkeypatch):
+    """The second begins while the first is within its copy."""
+    folder = job[1]
+    seconds, write = [], checkpoint.write_file
+
+    def slow(path: Path, content: bytes) -> None:
+        if not seconds:
+            code = (
+                "import sys; from pathlib import Path; from valve_tune.serve.folder import JobFolder; "
+                "from valve_tune.serve.publish import new_version; "
+                "f = JobFolder(sys.argv[1]); print('begins', flush=True); print(new_version(f, 'chat', f.path).name)"
+            )
+            argv = [sys.executable, "-c", code, str(folder.path)]
+            seconds.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+            assert seconds[0].stdout.readline() == "begins\n"
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_file", slow)
+    assert new_version(folder, "chat", folder.path).name == "chat-v1"
+    assert seconds[0].communicate(timeout=200)[0] == "chat-v2\n"
+    assert sorted(path.name for path in (folder.path / "published").iterdir()) == ["chat-v1", "chat-v2"]

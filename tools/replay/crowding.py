@@ -208,10 +208,13 @@ def _claims(grouped: dict[tuple[str, str], list[CrowdedPair]]) -> list[Claim]:
     def words(keys: Sequence[tuple[str, str]]) -> str:
         return ", ".join(f"{pair} ({half})" for half, pair in keys)
 
+    def judged(claim: str, keys: Sequence[tuple[str, str]]) -> Claim:
+        return at_most(claim, "all", [len(keys)] if grouped else [], 0, words(keys))
+
     return [
-        at_most("pairs let in whose memory alone costs a mark", "all", len(let_in), 0, words(let_in)),
-        at_most("the same, told by a service beside a job", "all", len(beside), 0, words(beside)),
-        at_most("pairs refused that cost nothing", "all", len(wrong), 0, words(wrong)),
+        judged("pairs let in whose memory alone costs a mark", let_in),
+        judged("the same, told by a service beside a job", beside),
+        judged("pairs refused that cost nothing", wrong),
     ]
 
 

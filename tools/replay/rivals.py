@@ -117,7 +117,7 @@ def _claims(sweep: Sweep, values: Mapping[str, Sequence[Tried]]) -> list[Claim]:
     ):
         scores = {value: score(some, marks)[0] for value, some in values.items()}
         best = max(scores, key=lambda value: scores[value])
-        share = scores[used] / scores[best] if scores[best] > 0 else 1.0
+        share = [scores[used] / scores[best]] if scores[best] > 0 else []
         name = f"score of the value on the pages over the best, {words}"
         claims.append(at_least(name, sweep.rival, share, NEAR, f"{used}; best is {best}"))
     return claims

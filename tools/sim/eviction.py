@@ -331,15 +331,15 @@ def claims_of(result: EvictionResult) -> tuple[Claim, ...]:
     ours, fifo = Which(policy=PRODUCT), Which(policy="fifo")
     losses, cuts = result.over_seeds(fifo, "loss"), result.over_seeds(ours, "reduction")
     median = result.median_over_seeds(ours, "reduction")
-    middle = median.low if median else 0.0
+    middle = [median.low] if median else []
     claims = [at_least("median cell: loss cut against FIFO, same allocator", "eviction", middle, MEDIAN_CUT)]
     hurt = {key: cuts[key].low for key, loss in losses.items() if loss.mean > WORTH_A_CUT}
     name = f"worst cell where FIFO loses over {WORTH_A_CUT:.0%}: loss cut"
-    if not hurt:
+    if losses and not hurt:
         return (*claims, not_judged(name, "eviction", LEAST_CUT, "FIFO loses so much in no cell"))
     missed = sorted((key for key in hurt if hurt[key] < LEAST_CUT), key=lambda key: hurt[key])
     note = "; ".join(_why(result, key) for key in missed)
-    return (*claims, at_least(name, "eviction", min(hurt.values()), LEAST_CUT, note))
+    return (*claims, at_least(name, "eviction", hurt.values(), LEAST_CUT, note))
 
 
 def _why(result: EvictionResult, key: tuple[int, float]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,22 +166,54 @@ class Claim:
     ok: bool
     note: str = ""
 
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not judged" if self.ok else "VOID"
+        return "holds" if self.ok else "MISSED"
+
+    def cells(self) -> tuple[str, str, str]:
+        """What was found, the bound and the verdict, for a page."""
+        value = "-" if self.value is None else f"{self.value:.3g}"
+        return value, f"{self.bound:g}", self.verdict if self.ok else f"**{self.verdict}**"
+
     def line(self) -> str:
         """The line that `--json` prints."""
         value = None if self.value is None else round(self.value, 4)
         return json.dumps({"claim": self.claim, "pair": self.pair, "value": value, "bound": self.bound, "ok": self.ok})
 
 
-def at_most(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
-    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value <= bound, note=note)
+def at_most(claim: str, pair: str, found: float | Iterable[float], bound: float, note: str = "") -> Claim:
+    """Of several figures the largest. Of none, or of one that is no number, nothing can be said."""
+    figures = _figures(found)
+    if not figures:
+        return void(claim, pair, bound, note or NOTHING)
+    return Claim(claim=claim, pair=pair, value=max(figures), bound=bound, ok=max(figures) <= bound, note=note)
 
 
-def at_least(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
-    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value >= bound, note=note)
+def at_least(claim: str, pair: str, found: float | Iterable[float], bound: float, note: str = "") -> Claim:
+    """As `at_most`, with the smallest."""
+    figures = _figures(found)
+    if not figures:
+        return void(claim, pair, bound, note or NOTHING)
+    return Claim(claim=claim, pair=pair, value=min(figures), bound=bound, ok=min(figures) >= bound, note=note)
+
+
+NOTHING = "nothing was there to judge"
+
+
+def _figures(found: float | Iterable[float]) -> list[float]:
+    figures = list(found) if isinstance(found, Iterable) else [found]
+    return figures if all(map(math.isfinite, figures)) else []
+
+
+def most(found: Iterable[float]) -> list[float]:
+    """The largest alone, for a mark that one case has to reach."""
+    return sorted(found)[-1:]
 
 
 def void(claim: str, pair: str, bound: float, note: str) -> Claim:
-    """Measured, and too noisy to say: never a pass."""
+    """Not measured, or too noisy to say: never a pass."""
     return Claim(claim=claim, pair=pair, value=None, bound=bound, ok=False, note=note)
 
 

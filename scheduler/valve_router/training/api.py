@@ -79,10 +79,16 @@ class TrainingApi:
         self._ledger.close()
 
     async def _sweep(self) -> None:
+        """While this process was away or stood still, or where the clock was set, no trainer was silent."""
+        heard_since_s = last_s = time.time()
         while True:
             await asyncio.sleep(SWEEP_S)
+            now_s = time.time()
+            if not 0 <= now_s - last_s <= self._settings.training_silent_s / 2:
+                heard_since_s = now_s
+            last_s = now_s
             try:
-                for trainer in await asyncio.to_thread(self._ledger.sweep, time.time()):
+                for trainer in await asyncio.to_thread(self._ledger.sweep, now_s, heard_since_s):
                     self._over(trainer, 0.0)
             except Exception:  # a full disk, say: the next sweep may do better
                 log.exception("giving up silent trainers failed")

@@ -43,8 +43,10 @@ CREATE TABLE IF NOT EXISTS versions (
 CREATE TABLE IF NOT EXISTS rounds (job TEXT PRIMARY KEY, begun_s REAL NOT NULL, limit_s REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS batches_of ON batches (job, version, trainer, kept);
 """
-NEEDED = """
-SELECT blob FROM versions UNION SELECT blob FROM pushes WHERE id IN (
+KEPT = 3  # versions of a job: the one that is trained on, and two for whoever is late or wants one back
+NEEDED = f"""
+SELECT blob FROM versions JOIN jobs ON jobs.name = versions.job WHERE versions.version > jobs.version - {KEPT}
+UNION SELECT blob FROM pushes WHERE id IN (
   SELECT MAX(pushes.id) FROM pushes JOIN jobs ON jobs.name = pushes.job AND jobs.version = pushes.version
   GROUP BY pushes.job, pushes.name)
 """
@@ -80,7 +82,8 @@ class FleetBooks:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # on a full disk SQLite has rolled back already
+                    self._db.execute("ROLLBACK")
                 raise
 
     # jobs
@@ -164,11 +167,11 @@ class FleetBooks:
                 given_up=given_up,
             )
 
-    def sweep(self, now_s: float) -> list[int]:
-        """Give up trainers that were silent; returns them."""
+    def sweep(self, now_s: float, heard_since_s: float = 0.0) -> list[int]:
+        """Give up trainers that were silent; returns them. None could be heard before `heard_since_s`."""
         with self._change() as db:
-            text = "SELECT id FROM trainers WHERE is_valid AND seen_s < ?"
-            silent = [row["id"] for row in db.execute(text, (now_s - self._silent_s,))]
+            _set_back(db, now_s)
+            silent = _silent(db, now_s - self._silent_s) if now_s - heard_since_s > self._silent_s else []
             for trainer in silent:
                 _give_up(db, trainer)
             return silent
@@ -241,8 +244,9 @@ class FleetBooks:
             text = "UPDATE batches SET version = ?, trainer = NULL WHERE job = ? AND version = ? AND kept IS NULL"
             db.execute(text, (version + 1, job, version))
             _queue(db, job, version + 1, now_s)
+            old = _start(db, job, version + 1 - KEPT)
             self._put(beside, name)
-        self._drop([part["blob"] for part in parts])
+        self._drop([part["blob"] for part in parts] + [old] * bool(old))
         return version + 1
 
     def version(self, job: str, version: int) -> str:
@@ -261,7 +265,7 @@ class FleetBooks:
         if not DIGEST.fullmatch(blob):
             raise LedgerRefused(f"no blob {blob[:64]}")
         try:
-            return (self._blobs / blob).read_bytes()
+            return _whole(self._blobs / blob)
         except FileNotFoundError:
             with self._lock:
                 if blob in self._needed():
@@ -295,11 +299,27 @@ class FleetBooks:
         return {row["blob"] for row in self._db.execute(NEEDED)}
 
     def _drop(self, blobs: Iterable[str]) -> None:
-        """Those that no trainer begins at or averages any more. A row may name one that another has dropped. Another
-        router of this folder (an update) may be between a blob and its row: a change of ours waits for that."""
+        """Those that nothing needs. A change waits for another router here that is between a blob and its row."""
         with self._change():
             for blob in set(blobs) - self._needed():
                 (self._blobs / blob).unlink(missing_ok=True)
+
+
+def _whole(path: Path) -> bytes:
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != path.name:
+        raise LedgerRefused(f"blob {path.name} in {path.parent} is not what was pushed: its job cannot go on")
+    return content
+
+
+def _set_back(db: sqlite3.Connection, now_s: float) -> None:
+    """What was seen later than now was seen before the clock was set back."""
+    for table, seen in (("trainers", "seen_s"), ("rounds", "begun_s")):
+        db.execute(f"UPDATE {table} SET {seen} = ? WHERE {seen} > ?", (now_s, now_s))
+
+
+def _silent(db: sqlite3.Connection, since_s: float) -> list[int]:
+    return [row["id"] for row in db.execute("SELECT id FROM trainers WHERE is_valid AND seen_s < ?", (since_s,))]
 
 
 def _queue(db: sqlite3.Connection, job: str, version: int, now_s: float) -> None:
@@ -376,5 +396,5 @@ def _valid(db: sqlite3.Connection, trainer: int) -> str:
 
 
 def _give_up(db: sqlite3.Connection, trainer: int) -> None:
-    db.execute("UPDATE trainers SET is_valid = 0 WHERE id = ?", (trainer,))
+    db.execute("DELETE FROM trainers WHERE id = ?", (trainer,))  # no number comes again
     db.execute("UPDATE batches SET trainer = NULL WHERE trainer = ? AND kept IS NULL", (trainer,))

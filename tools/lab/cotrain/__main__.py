@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     for name, text in pages.items():
         (options.out / name).write_text(text, encoding="utf-8")
     for claim in judged:
-        print(f"{'holds ' if claim.ok else 'MISSED'} {claim.claim}, {claim.pair}: {claim.value} ({claim.bound:g})")
+        print(f"{claim.verdict:6} {claim.claim}, {claim.pair}: {claim.value} ({claim.bound:g})")
     return 0 if all(claim.ok for claim in judged) else EXIT_MISSED
 
 

@@ -6,6 +6,7 @@ are those of a service with short answers, scaled to each rate; every policy get
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,10 +239,11 @@ def narrow(group: Mapping[str, Cell]) -> bool:
 
 
 def loss(cells: Sequence[Cell], policy: str, machine: str, goal_ms: float) -> float:
-    """From the lightest to the heaviest load at which the service alone keeps the target, as a share."""
+    """From the lightest to the heaviest load at which the service alone keeps the target, as a share. What keeps
+    nothing at the lightest has nothing to lose: that is no number."""
     kept = [g for g in judged(cells) if g["separate"].machine == machine and g["separate"].goal_ms == goal_ms]
     if not kept or not kept[0][policy].kept_tokens:
-        return 1.0
+        return math.nan
     return 1.0 - kept[-1][policy].kept_tokens / kept[0][policy].kept_tokens
 
 

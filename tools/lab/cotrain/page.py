@@ -83,12 +83,13 @@ def claims_table(claims: Sequence[Claim]) -> str:
         row(
             one.claim,
             one.pair,
-            f"{one.value or 0.0:.3g}",
-            f"{one.bound:g}",
+            value,
+            bound,
             one.note,
-            "holds" if one.ok else "**MISSED**",
+            verdict,
         )
         for one in claims
+        for value, bound, verdict in [one.cells()]
     ]
     return table("Claims", ("claim", "in", "here", "bound", "paper", ""), rows)
 

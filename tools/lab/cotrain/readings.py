@@ -152,7 +152,8 @@ the cause:
 - F12, loss from light to heavy load: met in {met} of {len(goals)} set-ups. On the step tables one request a second is
 heavy: a prompt of 332 tokens takes 100 ms and an answer two seconds and more, so idle time, in which most of the light
 load's tokens are trained, is gone. A target missed at the heaviest load counts as a loss of all.
-- F15, where temporal sharing or a second stream loses no more than FlexLLM: they train in that idle time, too.
+- F15, where temporal sharing or a second stream loses no more than FlexLLM: they train in that idle time, too. Where
+one misses its target at the lightest load already, it has nothing to lose, and F15 is void.
 - ours with the same tiles, over FlexLLM under {flexllm.NARROW_MS:g} ms: {span(leads(narrow, flexllm.OURS), 2)}, where
 1.15 is asked. Over `idle` FlexLLM adds {over_idle(flexllm.GREEDY)} tokens a second there and ours
 {over_idle(flexllm.OURS)}; the idle time that both have hides it in the ratio.

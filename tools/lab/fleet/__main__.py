@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BAD_INPUT
     judged = found.claims()
     for claim in judged:
-        print(f"{'holds ' if claim.ok else 'MISSED'} {claim.claim}, {claim.pair}: {claim.value} ({claim.bound:g})")
+        print(f"{claim.verdict:6} {claim.claim}, {claim.pair}: {claim.value} ({claim.bound:g})")
     if not options.quick:
         options.out.mkdir(parents=True, exist_ok=True)
         name = " ".join(part for part in (options.table or "fleet", options.only) if part)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             wanted = [(one.table, one.name) for one in cells.settings(str(options.traces or ""))]
             for name, text in page(found, reading(found), wanted).items():
                 (options.out / name).write_text(text, encoding="utf-8")
-    return 0 if all(claim.ok for claim in judged) else EXIT_MISSED
+    return 0 if judged and all(claim.ok for claim in judged) else EXIT_MISSED
 
 
 def simulated(options: argparse.Namespace) -> Found:

@@ -48,7 +48,7 @@ class Found:
 
     def claims(self) -> list[Claim]:
         freed = freed_claims(list(self.freed)) if self.freed else []
-        return [*self.proofs, *claims(self.cells), *freed]
+        return [*self.proofs, *(claims(self.cells) if self.cells else []), *freed]
 
 
 def page(found: Found, reading: str, wanted: Sequence[tuple[str, str]] = ()) -> dict[str, str]:

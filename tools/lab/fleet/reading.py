@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from textwrap import fill
 
 from valve_tools.lab.fleet.cells import LEAST, Cell, by_setting, ratio
@@ -192,9 +193,9 @@ def _printed(cells: Sequence[Cell]) -> str:
 
 
 def _freed(found: Found) -> str:
-    if not found.freed:
+    if all(isnan(best_other(one)) for one in found.freed):
         return ""
-    shares = [one.gpus[PACKED] / max(best_other(one), 1e-9) for one in found.freed]
+    shares = [one.gpus[PACKED] / best for one in found.freed if not isnan(best := best_other(one))]
     spread = [one.gpus[PACKED] - one.gpus["spread, granted"] for one in found.freed]
     late = max(one.late[PACKED] for one in found.freed)
     return (

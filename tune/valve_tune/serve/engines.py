@@ -23,7 +23,7 @@ class EngineError(Exception):
     """What the engine answered, or that it did not."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """urllib would send the key on to wherever an answer points, and the order as a plain question."""
 
     def redirect_request(self, *_: Any) -> None:
@@ -35,7 +35,7 @@ class RunningEngine:
         """`token` is what the service was started with (--api-key), if it was."""
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(NoRedirect)
         if not self.url.startswith(("http://", "https://")):
             raise EngineError(f"{url}: must begin with http:// or https://")
         bases = [entry for entry in self._models() if not entry.get("parent")]

@@ -9,21 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import http.client
-import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -36,6 +31,8 @@ from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, FolderError, JobFolder
 from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.keeper import EngineKeeper
+from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
+from valve_tune.serve.patience import AsksRouter, PatientLink
 from valve_tune.serve.publish import FILES, copied, token_in
 from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
@@ -45,64 +42,8 @@ from valve_tune.train.report import Answer, End, Outcome
 from valve_tune.train.spec import JobSpec
 
 WAIT_S = 0.2  # until a trainer that may not train asks again
-AWAY_S = 1.0
-GIVE_UP_S = 600.0  # a router that is away for so long
+SLICE_S = 1.0  # of a longer wait: then a cancel is heard
 OVER = "over"
-
-
-class RouterAway(Exception):
-    """It does not answer, and what was asked may have happened or not."""
-
-
-class GivenUp(Exception):
-    """The router took this trainer for dead, or what it asked for is over."""
-
-
-class RouterLink:
-    def __init__(self, url: str, token: str = "") -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise FolderError(f"--router {url}: not a URL such as http://127.0.0.1:8100")
-        self._url, self._token = url.rstrip("/") + "/route/training/", token
-
-    def ask(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        return self._told(path, json.dumps(asked).encode(), "application/json")
-
-    def send(self, path: str, said: dict[str, Any], document: bytes) -> dict[str, Any]:
-        body = json.dumps(said).encode() + b"\n" + document  # a line of a head has 8,190 bytes, and numbers may be more
-        return self._told(path, body, "application/octet-stream")
-
-    def _told(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
-        answer = self._call(path, body, {"Content-Type": kind})
-        try:
-            found: dict[str, Any] = json.loads(answer)
-        except ValueError:  # a proxy, say, that answers in place of a router that is away
-            raise RouterAway(f"{self._url}{path}: answered {answer[:80]!r}") from None
-        return found
-
-    def blob(self, name: str) -> bytes:
-        """A blob has the name of its content, so a damaged one is seen, and nothing is trained on it or averaged."""
-        content = self._call(f"blob/{name}", None, {}) if name else b""
-        if name and hashlib.sha256(content).hexdigest() != name:
-            raise FolderError(f"{self._url}blob/{name}: is not what was pushed; is the router's --training disk whole?")
-        return content
-
-    def _call(self, path: str, body: bytes | None, heads: dict[str, str]) -> bytes:
-        request = urllib.request.Request(self._url + path, data=body, headers=heads)
-        if self._token:
-            request.add_header("Authorization", f"Bearer {self._token}")
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                content: bytes = answer.read()
-                return content
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
-            if error.code == 410:
-                raise GivenUp(text) from None
-            if error.code >= 500:
-                raise RouterAway(text) from None
-            raise FolderError(f"{self._url}{path}: {error.code} {text}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RouterAway(str(error)) from None
 
 
 class FleetWorker:
@@ -110,7 +51,7 @@ class FleetWorker:
 
     def __init__(
         self,
-        link: RouterLink,
+        link: AsksRouter,
         trainer: Any,
         *,
         job: str,
@@ -122,48 +63,56 @@ class FleetWorker:
         is_paused: Callable[[], bool] = lambda: False,
         ask: Callable[[], None] = lambda: None,
         offer: dict[str, Any] | None = None,
+        trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`ask` waits while the owner pauses this trainer, and raises at its end: also if it has nothing to do.
-        `offer`: the job, for a router that does not know it yet."""
-        self._link, self._trainer = link, trainer
+        `offer`: the job, for a router that does not know it yet. `trouble` hears what lasts, and "" when it is over."""
+        self._beside, self._trainer = link, trainer
+        self._link = PatientLink(link, self._told)
         self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
         self._moved, self._say, self._is_paused = moved, say, is_paused
-        self._ask, self._offer = ask, offer
+        self._ask, self._offer, self._trouble = ask, offer, trouble
         self._refused = -1  # the version of which the router refused this trainer's average
         self._number = 0
-        self._is_unsure = False
+        self._is_unsure, self._begun = False, ""
         self.version = -1
         self._took_s = 0.0
         self._silent_s = 60.0
 
     def run(self) -> int:
         """Until the job is done: its last version."""
-        away_since: float | None = None
         while True:
-            asked = time.monotonic()
-            self._ask()
-            if away_since is not None:
-                away_since += time.monotonic() - asked  # a pause is the owner's, and nobody asked the router in it
+            self._heard()
             try:
                 if self._is_unsure:
                     self._settle()
                 if self._number == 0:
                     self._join()
-                away_since = None
                 with self._alive(self._number):
                     said = self._once()
                 if said == OVER:
                     return self.version
             except GivenUp as error:
-                self._say(f"what this trainer had is gone ({error}); going on from its last push")
-                self._number = 0
-                time.sleep(WAIT_S)
+                self._number = 0  # goes on from its last push
+                self._wait(self._link.after(error))
             except RouterAway as error:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > GIVE_UP_S:
-                    raise FolderError(f"the router is away: {error}") from None
                 self._is_unsure = True
-                time.sleep(AWAY_S)
+                self._wait(self._link.after(error))
+
+    def _heard(self) -> None:
+        began = time.monotonic()
+        self._ask()
+        self._link.paused(time.monotonic() - began)
+
+    def _wait(self, seconds: float) -> None:
+        while seconds > 0:
+            time.sleep(min(seconds, SLICE_S))
+            seconds -= SLICE_S
+            self._heard()
+
+    def _told(self, text: str) -> None:
+        self._say(text or "the router answers again")
+        self._trouble(text)
 
     @contextlib.contextmanager
     def _alive(self, trainer: int) -> Iterator[None]:
@@ -175,7 +124,7 @@ class FleetWorker:
             while not over.wait(self._silent_s / 4):
                 with contextlib.suppress(RouterAway, GivenUp, FolderError):  # the next word of the work meets it, too
                     if not self._is_paused():
-                        self._link.ask("seen", {"trainer": trainer})
+                        self._beside.ask("seen", {"trainer": trainer})
 
         threading.Thread(target=tell, name="fleet-alive", daemon=True).start()
         try:
@@ -204,7 +153,10 @@ class FleetWorker:
                 self._moved(joined["version"], joined.get("kept", 0))  # an older router does not count
             self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
-        self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
+        begun = f"version {self.version}: {joined['steps']} steps of this round are kept"
+        if begun != self._begun:  # once, however often it joins
+            self._say(begun)
+        self._begun = begun
 
     def _once(self) -> str:
         asked = {"job": self._job, "trainer": self._number, "version": self.version, "replica": self._replica}
@@ -281,7 +233,10 @@ def command(options: argparse.Namespace) -> int:
         except (BadBase, NotShared, BadTarget, BadAdapter, FolderError, Hopeless, OSError) as error:
             end, message = End.FAILED, str(error)
         outcome = Outcome(end=end, step=folder.status().step, message=message)
-        folder.say(state_after(outcome, folder), outcome.step, message)
+        try:
+            folder.say(state_after(outcome, folder), outcome.step, message)
+        except OSError as error:  # a full disk has ended the job, and takes no word of it either
+            message = f"{message}; its state could not be written ({error.strerror})"
     if end is not End.DONE:
         print(f"valve tune: {folder.path}: {message}", file=sys.stderr)
         return INTERRUPTED if end is End.STOPPED else 1
@@ -321,6 +276,7 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
         say=partial(print, flush=True),
         is_paused=lambda: control.answer() is Answer.PAUSE,
         ask=trainer.ask,
+        trouble=lambda text: folder.say("running", folder.status().step, text),
         offer={"job": job, "tokens": mean, "digest": digest, **said},
     )
     with stand(spec, trainer.model.weights):

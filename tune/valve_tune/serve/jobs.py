@@ -90,7 +90,7 @@ def ls(_: argparse.Namespace) -> int:
 
 def watch(options: argparse.Namespace) -> int:
     """Shows each step until the job ends; ends itself where no process works on it."""
-    folder, shown = registry.find(options.job), 0
+    folder, shown, told = registry.find(options.job), 0, ""
     last = folder.spec().max_steps
     while True:
         status, state = folder.status(), state_of(folder)
@@ -103,6 +103,9 @@ def watch(options: argparse.Namespace) -> int:
             age = f", {duration(time.time() - status.updated)} ago" if status.updated else ""
             print(f"{state} at step {status.step}{age}{f': {status.message}' if status.message else ''}")
             return ENDS.get(state, 1)
+        if status.message not in ("", told):  # what holds it up
+            print(status.message, flush=True)
+        told = status.message
         time.sleep(LOOK_S)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,18 +103,46 @@ def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str
     """A whole copy under the next number, or nothing. What the service has `loaded` may be of another job's folder."""
     if not NAME.fullmatch(name):
         raise FolderError(f"{name}: a name has up to 100 letters, digits, ., - and _")
-    home = folder.path / "published"
-    home.mkdir(exist_ok=True)
-    taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
     sums = None if source == folder.path else _sums(source)
-    return copied(source, home / f"{name}-v{max(taken, default=0) + 1}", sums)
+    with _alone(folder.path / "published") as home:
+        taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
+        return _copied(source, home / f"{name}-v{max(taken, default=0) + 1}", sums)
 
 
-def copied(source: Path, target: Path, sums: dict[str, str] | None = None) -> Path:
-    """A whole copy, or nothing. Of a checkpoint only what was written as it, by its `sums`."""
+def copied(source: Path, target: Path) -> Path:
+    """A whole copy, or nothing."""
+    with _alone(target.parent):
+        return _copied(source, target)
+
+
+@contextlib.contextmanager
+def _alone(home: Path) -> Iterator[Path]:
+    """One process at a time publishes from a job. So what another has begun here is of one that was killed."""
+    home.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(home, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            yield home
+            return
+        for left in home.glob(".*-v*.*"):
+            if not _lives(left.suffix[1:]):  # of a former Valve, which takes no lock
+                shutil.rmtree(left, ignore_errors=True)
+        yield home
+    finally:
+        os.close(descriptor)
+
+
+def _lives(pid: str) -> bool:
+    return not pid.isdecimal() or (int(pid) != os.getpid() and Path("/proc", pid).exists())
+
+
+def _copied(source: Path, target: Path, sums: dict[str, str] | None = None) -> Path:
+    """Of a checkpoint only what was written as it, by its `sums`."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.mkdir(parents=True)
+        beside.mkdir()
         for each in FILES:
             content = (source / each).read_bytes()
             if sums is not None and hashlib.sha256(content).hexdigest() != sums.get(each):

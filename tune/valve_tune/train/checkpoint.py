@@ -86,8 +86,11 @@ def found(out: Path) -> list[tuple[int, Path]]:
 
 def sums(folder: Path) -> dict[str, str]:
     """The checksum of each file as it was written. OSError or ValueError: nobody knows."""
-    found = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(found, dict):
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict) or not found:  # of no file would be whole without any
         raise ValueError(f"{folder / MANIFEST}: holds no checksums")
     return found
 
