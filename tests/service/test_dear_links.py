@@ -81,16 +81,19 @@ def claim(server):
     server.call(lambda: server.world.node.launch(os.getpid(), start_time, Role.ONLINE, "chat"))
 
 
+def make_dear(server, peer):
+    lane = peer.lane
+    server.call(lambda: server.link.dear.took_of_loop(lane.account, MUCH_NS, is_awaited=lane.is_awaited))
+
+
 @pytest.fixture(params=["a service", "no service"])
-def may_cost(request, server):
-    """How many packets of this process may cost the loop."""
-    if request.param == "no service":
-        return 0
-    claim(server)
-    return 1
+def whose(request, server):
+    if request.param == "a service":
+        claim(server)
 
 
-def test_the_packets_of_a_client_never_cost_the_loop_more_than_one_of_a_service(server, may_cost, costs):
+@pytest.mark.usefixtures("whose")
+def test_the_packets_of_a_client_never_cost_the_loop_more_than_one(server, costs):
     sock, _, fds = server.welcome()
     handled, handle = [], server.world.register.handle
 
@@ -108,12 +111,13 @@ def test_the_packets_of_a_client_never_cost_the_loop_more_than_one_of_a_service(
     assert handled == [str(number) for number in range(TIMES)]
     sock.close()
     server.until(lambda: not server.link.peers)
-    assert costs.by_loop == may_cost
+    assert costs.by_loop == 1
     for fd in fds:
         os.close(fd)
 
 
-def test_answers_never_cost_the_loop_more_than_one_of_a_service_and_come_in_order(server, may_cost, costs):
+@pytest.mark.usefixtures("whose")
+def test_answers_to_a_client_never_cost_the_loop_more_than_one_and_come_in_order(server, costs):
     sock, _, fds = server.welcome()
     costs.are_due = True
     arrived = []
@@ -129,7 +133,7 @@ def test_answers_never_cost_the_loop_more_than_one_of_a_service_and_come_in_orde
     server.until(lambda: len(arrived) == TIMES)
     server.call(lambda: peer_of(server).close())
     assert is_closed(sock)
-    assert costs.by_loop == may_cost
+    assert costs.by_loop == 1
     for fd in fds:
         os.close(fd)
 
@@ -140,7 +144,7 @@ def dear(request, server):
     if request.param == "a service":
         claim(server)
     sock, _, fds = server.welcome()
-    server.call(lambda: server.link.dear.took_of_loop(peer_of(server).lane.account, MUCH_NS))
+    make_dear(server, peer_of(server))
     assert server.call(lambda: peer_of(server).lane.is_aside)
     yield
     sock.close()
@@ -170,7 +174,7 @@ def test_a_client_is_never_given_up_for_what_its_socket_would_have_held(server, 
     sock, _, fds = server.welcome()
     peer, passed = peer_of(server), [os.open(os.devnull, os.O_RDONLY)] * MAX_FDS
     if is_dear:
-        server.call(lambda: server.link.dear.took_of_loop(peer.lane.account, MUCH_NS))
+        make_dear(server, peer)
 
     server.call(lambda: [peer.send(LinkType.ACK, Ack(), seq, tuple(passed)) for seq in range(1, 41)])
 

@@ -261,6 +261,7 @@ def test_copies_that_could_not_all_be_made_never_stay_open():
 def test_nobody_is_called_malformed_for_what_valved_had_no_descriptor_for(server):
     sock, welcome, _ = server.welcome()
     body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+    server.rest()
     with left(0):
         say(sock, LinkType.RM_CLIENT, body, [sock.fileno()])
         server.until(lambda: welcome.client not in server.world.books.clients)

@@ -88,6 +88,10 @@ class Server:
         assert isinstance(packet.body, Welcome)
         return sock, packet.body, fds
 
+    def rest(self):
+        """No thread has anything to do for a link: descriptors that it sent are closed."""
+        self.until(lambda: not any(peer.lane._under_way for peer in self.link._peers))
+
     def until(self, condition):
         deadline = threading.Event()
         for _ in range(int(PATIENCE_S / 0.002)):

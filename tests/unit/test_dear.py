@@ -98,7 +98,7 @@ def test_a_link_never_comes_back_to_the_loop_while_a_thread_is_at_it(loop, secon
     """The loop would close the number that the thread reads from."""
     accounts, jobs = DearAccounts(loop), Jobs(loop)
     lane = LinkLane(accounts, "account", is_awaited=True)
-    accounts.took_of_loop("account", MUCH_NS)
+    accounts.took_of_loop("account", MUCH_NS, is_awaited=True)
     assert lane.is_aside
 
     jobs.give(lane, "read", jobs.slow)
@@ -137,9 +137,25 @@ def paid(thread_time, seconds, lanes, each_ns):
     return paid_ns
 
 
-def test_a_link_of_no_service_never_costs_the_loop_a_packet(loop):
-    """Its first may cost what a million epolls do."""
-    assert LinkLane(DearAccounts(loop), "account").is_aside
+def test_a_link_of_no_service_never_costs_the_loop_a_packet_before_it_was_welcomed(loop):
+    """Its first may cost what a million epolls do. Later the loop sends it orders to give memory back: no hop more."""
+    lane = LinkLane(DearAccounts(loop), "account")
+    assert lane.is_aside
+
+    lane.is_new = False
+
+    assert not lane.is_aside
+
+
+def test_what_others_cost_the_loop_never_puts_services_aside(loop):
+    accounts = DearAccounts(loop)
+    others, service = LinkLane(accounts, "account"), LinkLane(accounts, "service", is_awaited=True)
+    others.is_new = False
+
+    accounts.took_of_loop("another", MUCH_NS, is_awaited=False)
+
+    assert others.is_aside
+    assert not service.is_aside
 
 
 def test_an_account_never_waits_for_threads_that_dear_ones_keep_busy(loop):
@@ -198,12 +214,17 @@ def test_an_interrupt_while_the_loop_handles_a_packet_never_puts_a_service_aside
     assert not told
 
 
+@pytest.mark.parametrize("is_awaited", [True, False])
 @pytest.mark.parametrize("accounts", [1, 20])
 @pytest.mark.parametrize("each_ns", [USUAL_NS + 500_000, 4_900_000, LOOP_BURST_NS, 10 * LOOP_BURST_NS])
-def test_the_loop_never_pays_services_more_than_their_share(loop, thread_time, seconds, each_ns, accounts):
+def test_the_loop_never_pays_all_services_or_all_others_more_than_their_share(
+    loop, thread_time, seconds, each_ns, accounts, is_awaited
+):
     """However many one tenant has, and whatever it chooses that a packet costs."""
     dear = DearAccounts(loop)
-    lanes = [LinkLane(dear, number, is_awaited=True) for number in range(accounts)]
+    lanes = [LinkLane(dear, number, is_awaited=is_awaited) for number in range(accounts)]
+    for lane in lanes:
+        lane.is_new = False  # it was welcomed
 
     paid_ns = paid(thread_time, seconds, lanes, each_ns)
 

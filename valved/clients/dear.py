@@ -3,9 +3,10 @@
 Whoever writes to a socket, reads from it or ends it wakes what waits for the other end, and a client can let millions
 of epolls wait there: some 0.1 us each, of the thread that does it. So:
 
-- The loop handles links of services, which are awaited or were welcomed as such. Threads handle all others.
-- What a packet of a service takes of the loop beyond the usual, all services owe together: 10 ms, and a thousandth of
-  the loop. While that is used up, threads handle their links, too.
+- The loop handles links of services, which are awaited or were welcomed as such. What their packets take beyond the
+  usual, all services owe together: 10 ms, and a thousandth of the loop. While that is used up, threads handle them.
+- Threads handle a link of anybody else until it was welcomed. Then the loop does, and all others owe as services do;
+  while that is used up, or the account owes something for its own part, threads do.
 - A thread has one job of an account at a time, and new links come first. What a job takes beyond the usual its account
   owes: a second, and a sixtieth of a core. Accounts that owe something keep no thread from the others.
 
@@ -54,32 +55,28 @@ class DearAccounts:
         self._told = told
         self._dear = Worker(loop, Helpers("valved-dear", DEAR_THREADS))
         self._others = Worker(loop, Helpers("valved-aside", THREADS))
-        self._of_loop = Bucket(
-            share=LOOP_SHARE,
-            burst_ns=LOOP_BURST_NS,
-            left_ns=LOOP_BURST_NS,
-            seen_ns=0,
-            most_owed_ns=LONGEST_NS * LOOP_SHARE,
-        )
+        self._of_loop = {is_awaited: _of_loop() for is_awaited in (True, False)}
         self._of_each = Buckets(CORE_SHARE, CORE_BURST_NS, LONGEST_NS * CORE_SHARE)
         self._waiting: dict[Hashable, _Waiting] = {}
         self._slow: deque[Hashable] = deque(maxlen=MOST_KEPT)  # that was told
 
-    @property
-    def loop_is_used_up(self) -> bool:
-        return self._of_loop.left_ns < LOOP_BURST_NS and self._of_loop.wait_ns(time.monotonic_ns()) > 0
+    def has_used_up(self, *, is_awaited: bool) -> bool:
+        """What all services, or all others, may have of the loop."""
+        bucket = self._of_loop[is_awaited]
+        return bucket.left_ns < bucket.burst_ns and bucket.wait_ns(time.monotonic_ns()) > 0
 
     def owes(self, account: Hashable) -> bool:
         return self._of_each.taken_ns(account, time.monotonic_ns()) > OWES_NS
 
-    def took_of_loop(self, account: Hashable, ns: int) -> None:
+    def took_of_loop(self, account: Hashable, ns: int, *, is_awaited: bool) -> None:
         """A packet of it took so much of the loop's own time."""
         if ns <= USUAL_NS:
             return
-        was_used_up = self.loop_is_used_up
-        self._of_loop.take(ns - USUAL_NS, time.monotonic_ns())
-        if self.loop_is_used_up and not was_used_up:
-            self._told(account, f"a packet took {ns / 1e6:.1f} ms, so threads handle the links of all services for now")
+        had_used_up = self.has_used_up(is_awaited=is_awaited)
+        self._of_loop[is_awaited].take(ns - USUAL_NS, time.monotonic_ns())
+        if self.has_used_up(is_awaited=is_awaited) and not had_used_up:
+            whose = "services" if is_awaited else "others"
+            self._told(account, f"a packet took {ns / 1e6:.1f} ms, so threads handle the links of all {whose} for now")
         self.took(account, ns)
 
     def took(self, account: Hashable, ns: int) -> None:
@@ -132,6 +129,11 @@ class DearAccounts:
         then(result, error)
 
 
+def _of_loop() -> Bucket:
+    most_owed_ns = LONGEST_NS * LOOP_SHARE
+    return Bucket(share=LOOP_SHARE, burst_ns=LOOP_BURST_NS, left_ns=LOOP_BURST_NS, seen_ns=0, most_owed_ns=most_owed_ns)
+
+
 class LinkLane:
     """Where one link's packets are handled: on the loop, or aside of it."""
 
@@ -145,11 +147,15 @@ class LinkLane:
     @property
     def is_aside(self) -> bool:
         """Also while a thread has a job of this link, so that the loop ends no socket that a thread uses."""
-        return self._under_way > 0 or not self.is_awaited or self._accounts.loop_is_used_up
+        accounts, is_awaited = self._accounts, self.is_awaited
+        if self._under_way > 0 or accounts.has_used_up(is_awaited=is_awaited):
+            return True
+        return not is_awaited and (self.is_new or accounts.owes(self.account))
 
     def took(self, began_ns: int) -> None:
         """By the loop, since time.thread_time_ns() was that."""
-        self._accounts.took_of_loop(self.account, time.thread_time_ns() - began_ns)
+        ran_ns = time.thread_time_ns() - began_ns
+        self._accounts.took_of_loop(self.account, ran_ns, is_awaited=self.is_awaited)
 
     def do(self, job: Job, then: Then) -> None:
         """Aside. `then` on the loop."""

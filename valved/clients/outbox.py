@@ -23,8 +23,14 @@ SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
 MOST_FDS = 1024  # duplicates of ours: the caller that handed them in may close its own
 ASIDE_FDS = 4096  # more, where a thread sends: what the socket would hold waits here as well
+LONG_NS = 1_000_000  # of a thread, for packets of one link: others of its account wait
 PATIENCE_S = 5.0  # a peer that takes nothing for so long is stopped, frozen or hostile
 _SO_SNDBUFFORCE = 32
+
+
+Arrived = Callable[[], object]
+Unsent = tuple[bytes, list[int]]
+Item = tuple[bytes, list[int], Arrived | None]
 
 
 def widen(sock: socket.socket) -> None:
@@ -41,9 +47,17 @@ def send_on(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
     sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-Arrived = Callable[[], object]
-Unsent = tuple[bytes, list[int]]
-Item = tuple[bytes, list[int], Arrived | None]
+def send_some(sock: socket.socket, packets: Sequence[Unsent]) -> tuple[int, OSError | None]:
+    """How many were sent, and why not the next; one at least, and no more once that has taken long."""
+    until_ns = time.monotonic_ns() + LONG_NS
+    for number, (packet, fds) in enumerate(packets):
+        if number and time.monotonic_ns() > until_ns:
+            return number, None
+        try:
+            send_on(sock, packet, fds)
+        except OSError as error:
+            return number, error
+    return len(packets), None
 
 
 class Outbox:
@@ -55,7 +69,7 @@ class Outbox:
         self._broken = broken
         self._lane = lane
         self._queue: deque[Item] = deque()
-        self._handed: Item | None = None  # the first of them, with a thread aside
+        self._handed: list[Item] = []  # the first of them, with a thread aside
         self._bytes = self._fds = 0
         self._timer: asyncio.TimerHandle | None = None
         self._taken = 0  # packets that left the queue, ever
@@ -82,7 +96,7 @@ class Outbox:
         self._stop_writing()
         unsent = [(packet, fds) for packet, fds, _ in self._queue]
         self._queue.clear()
-        return unsent[1:] if self._handed else unsent
+        return unsent[len(self._handed) :]
 
     def _send(self, packet: bytes, fds: Sequence[int]) -> None:
         began_ns = time.thread_time_ns()
@@ -144,40 +158,48 @@ class Outbox:
 
     def _is_sent(self) -> None:
         """The first of the queue."""
+        arrived = self._pop()
+        if arrived is not None:
+            arrived()
+
+    def _pop(self) -> Arrived | None:
         packet, fds, arrived = self._queue.popleft()
         self._taken += 1
         self._bytes -= len(packet)
         self._fds -= len(fds)
         for fd in fds:  # ours to begin with: closing them waits for nobody
             os.close(fd)
-        if arrived is not None:
-            arrived()
+        return arrived
 
     def _break(self) -> None:
         self._stop_writing()
         self._broken("its socket is broken")
 
     def _hand_over(self) -> None:
-        """The first of the queue to a thread. The link may be closed meanwhile, but its lane keeps the socket open."""
-        if self._handed is None:
-            self._handed = packet, fds, _ = self._queue[0]
-            self._lane.do(partial(send_on, self._sock, packet, fds), self._come_back)
+        """The queue to a thread. The link may be closed meanwhile, but its lane keeps the socket open."""
+        if not self._handed:
+            self._handed = list(self._queue)
+            packets = [(packet, fds) for packet, fds, _ in self._handed]
+            self._lane.do(partial(send_some, self._sock, packets), self._come_back)
 
-    def _come_back(self, _: None, error: Exception | None) -> None:
-        handed, self._handed = self._handed, None
-        if not self._queue or self._queue[0] is not handed:  # closed
-            for fd in handed[1] if handed is not None else ():
+    def _come_back(self, result: tuple[int, OSError | None] | None, error: Exception | None) -> None:
+        handed, self._handed = self._handed, []
+        if not self._queue or self._queue[0] is not handed[0]:  # closed
+            for fd in [fd for _, fds, _ in handed for fd in fds]:
                 os.close(fd)
-        elif isinstance(error, BlockingIOError | InterruptedError):
+            return
+        sent, failed = result or (0, error)
+        arrived = [self._pop() for _ in range(sent)]
+        if isinstance(failed, BlockingIOError | InterruptedError):
             self._loop.add_writer(self._sock, self._flush)
-        elif error is not None:
+        elif failed is not None:
             self._break()
+        elif self._queue:
+            self._hand_over()
         else:
-            self._is_sent()
-            if self._queue:
-                self._hand_over()
-            else:
-                self._stop_writing()
+            self._stop_writing()
+        for tell in filter(None, arrived):  # last: it may send more, or close the link
+            tell()
 
     def _stop_writing(self) -> None:
         if self._queue or self._timer is not None:
