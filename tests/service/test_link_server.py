@@ -28,7 +28,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.arrivals import PENDING_PER_PROCESS
-from valved.clients.dear import DearAccounts, LinkLane
+from valved.clients.dear import CORE_BURST_NS, DearAccounts, LinkLane
 from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
 from valved.machine.helpers import Closer
@@ -217,6 +217,27 @@ def test_a_packet_that_waits_in_valved_never_counts_as_arrived():
     box.close()
     ours.close()
     assert read + sum(1 for _ in iter(lambda: len(peer.recv(2048)), 0)) == count
+    peer.close()
+    loop.close()
+
+
+def test_a_peer_is_never_given_up_for_packets_that_wait_for_a_thread(monkeypatch):
+    """Whoever shares its account may have used up what threads do for it: for a minute, and it reads all the while."""
+    monkeypatch.setattr(outbox, "PATIENCE_S", 0.001)
+    loop, broken, looks, look = asyncio.new_event_loop(), [], [], outbox.Outbox._look
+    monkeypatch.setattr(outbox.Outbox, "_look", lambda box, taken: (looks.append(taken), look(box, taken)))
+    ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    accounts = DearAccounts(loop)
+    accounts.took("account", 60 * CORE_BURST_NS)
+    box = outbox.Outbox(loop, ours, broken.append, LinkLane(accounts, "account"))
+
+    assert box.send(b"packet", ())
+    while len(looks) < 2 and not broken:
+        loop.run_until_complete(asyncio.sleep(0.001))
+
+    assert not broken
+    box.close()
+    ours.close()
     peer.close()
     loop.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -160,3 +161,52 @@ def test_memory_for_a_trial_that_valved_cannot_fetch_never_ends_the_link_and_is_
 
     assert len(again.scratch.get(timeout=LONG_S).fds) == 1
     assert engine.wrong_pages(address, H, TAG) == 0
+
+
+NO_MEMORY = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <fcntl.h>
+int access(const char *path, int how);
+int close(int fd);
+long syscall(long number, long a, long b, long c, long d, long e, long f)
+{
+	static long (*real)(long, long, long, long, long, long, long);
+
+	if (!real)
+		*(void **)&real = dlsym(RTLD_NEXT, "syscall");
+	if (number != SYS_sendmsg || access(getenv("SHORT"), F_OK))
+		return real(number, a, b, c, d, e, f);
+	close(open(getenv("REFUSED"), O_CREAT | O_WRONLY, 0600));
+	errno = ENOBUFS;
+	return -1;
+}
+"""
+
+
+def test_a_handle_is_never_kept_back_where_the_kernel_had_no_memory_to_say_it_by_number(
+    kv_world, tmp_path, monkeypatch
+):
+    """valved would wait for the end of its order, and a service for the memory."""
+    source, library = tmp_path / "more.c", tmp_path / "more.so"
+    source.write_text(NO_MEMORY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", source, "-o", library, "-ldl"], check=True)
+    short, refused = tmp_path / "short", tmp_path / "refused"
+    monkeypatch.setenv("SHORT", os.fspath(short))
+    monkeypatch.setenv("REFUSED", os.fspath(refused))
+    made = kv_world(OFFLINE)
+    made.more = FEATURE_FETCH
+    pool = made.begin()
+    engine, client = made.engine(preload=os.fspath(library))
+    engine.alloc(4 * H, ELASTIC)
+    number = made.range_of(pool).range
+    pool.order(client, QUARANTINE, number, [Entry(1)])
+
+    short.touch()
+    with ThreadPoolExecutor() as threads:
+        names = threads.submit(pool.create, client, number, [1])
+        until(refused.exists, "the answer was refused")
+        short.unlink()
+        assert len(names.result()) == 1

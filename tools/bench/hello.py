@@ -81,29 +81,28 @@ def _loop_ns(valved: int) -> tuple[int, int]:
 
 
 def _ask(path: str, packet: bytes) -> tuple[float, int, bytes]:
-    """How long the answer took, in ms, and when the packet was sent. It waits in the kernel's queue as a shim does
-    (shim/src/link/link.c)."""
+    """How long the answer took, in ms, and when it began to ask: the wait in the kernel's queue, as a shim waits there
+    (shim/src/link/link.c), is for valved."""
     began = time.monotonic_ns()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, WAIT)
         while sock.connect_ex(path):
             pass
-        said = time.monotonic_ns()
         sock.send(packet)
         answer = sock.recv(link.MAX_PACKET)
-        return (time.monotonic_ns() - began) / 1e6, said, answer
+        return (time.monotonic_ns() - began) / 1e6, began, answer
 
 
 def _sample(run_dir: Path, valved: int, parent: socket.socket) -> None:
     parent.recv(1)
     trivial_ms, _, _ = _ask(str(run_dir / "trivial.sock"), b"x")
     before = _loop_ns(valved)
-    hello_ms, said_ns, answer = _ask(str(run_dir / "link.sock"), hello_of(Role.ONLINE))
+    hello_ms, began_ns, answer = _ask(str(run_dir / "link.sock"), hello_of(Role.ONLINE))
     ran, waited = (after - early for after, early in zip(_loop_ns(valved), before, strict=True))
     welcome = link.parse(answer)
     if welcome.type is not LinkType.WELCOME:
         raise RuntimeError(str(welcome.body))
-    parent.send(ANSWER.pack(hello_ms, (welcome.sent_ns - said_ns) / 1e6, trivial_ms, ran / 1e6, waited / 1e6))
+    parent.send(ANSWER.pack(hello_ms, (welcome.sent_ns - began_ns) / 1e6, trivial_ms, ran / 1e6, waited / 1e6))
     parent.recv(1)
 
 

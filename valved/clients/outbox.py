@@ -133,7 +133,7 @@ class Outbox:
         self._timer = self._loop.call_later(PATIENCE_S, self._look, taken)
 
     def _look(self, taken: int) -> None:
-        if self._taken == taken:
+        if self._taken == taken and not self._handed:  # else it waits for a thread, maybe for what others made it owe
             self._broken("it does not read")
         else:
             self._watch(self._taken)

@@ -45,9 +45,21 @@ static bool is_forbidden(int err)
 }
 
 /*
- * Precondition: link_lock is held. What cannot be said is said later, or there is no link: valved would take a process that is
- * linked and tells of no channel for one that has none. Where the kernel passes no descriptor, valved is told its
- * number (link.h). `is_kept`: the caller keeps it open until it has an answer; or it is a file of the application, and valved sees whether it is the right one.
+ * What cannot be said is said later (-EAGAIN), or there is no link: valved would take a process that is linked and tells of no
+ * channel for one that has none. Descriptors under way are limited, too, and so is the kernel's memory for a packet.
+ */
+static int unsaid(int err, uint32_t count)
+{
+	if (err == -ETOOMANYREFS || err == -ENOBUFS || err == -ENOMEM)
+		return -EAGAIN;
+	if (is_forbidden(err))
+		valve_own_hang_up();
+	return is_forbidden(err) || (err == -EBADF && !count) ? -ENOTCONN : err;
+}
+
+/*
+ * Precondition: link_lock is held. Where the kernel passes no descriptor, valved is told its number (link.h). `is_kept`: the
+ * caller keeps it open until it has an answer; or it is a file of the application, and valved sees whether it is the right one.
  */
 int valve_link_post(int link, void *message, uint32_t bytes, const int *fds, uint32_t count, bool is_kept)
 {
@@ -55,11 +67,7 @@ int valve_link_post(int link, void *message, uint32_t bytes, const int *fds, uin
 
 	if (err == -ETOOMANYREFS && is_kept && may_lend())
 		err = valve_packet_lend(link, message, bytes, fds, count, mark_for(message));
-	if (err == -ETOOMANYREFS || err == -ENOBUFS || err == -ENOMEM)
-		return -EAGAIN; /* descriptors under way are limited, too, and so is the kernel's memory for a packet */
-	if (is_forbidden(err))
-		valve_own_hang_up();
-	return is_forbidden(err) || (err == -EBADF && !count) ? -ENOTCONN : err;
+	return unsaid(err, count);
 }
 
 /* To that valved alone. */
@@ -156,7 +164,7 @@ int valve_link_lend(void *message, uint32_t bytes, uint16_t type, const int *fds
 	if (link < 0)
 		err = -ENOTCONN;
 	else if (reply)
-		err = valve_packet_lend(link, message, bytes, fds, count, mark_for(message));
+		err = unsaid(valve_packet_lend(link, message, bytes, fds, count, mark_for(message)), count);
 	if (err && reply)
 		reply->seq = 0;
 	valve_unlock(&valve_shim.link_lock);
