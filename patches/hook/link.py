@@ -167,9 +167,9 @@ class Link:
         return self.owner is not None
 
     def _bury(self) -> None:
-        if self.owner is None or self.owner() is not None:
-            return
-        with self._lock:
+        with self._lock:  # the look, too: whoever waited for the lock may find the next engine's wishes
+            if self.owner is None or self.owner() is not None:
+                return
             self.owner = self.wanted = self.layout = self.session = self.on_tick = self.told_mode = None
             self.sessions = Sessions()
 
@@ -292,8 +292,9 @@ class Link:
     def _tick(self) -> None:
         """What an engine does in here must not end the thread: its hint would run out."""
         try:
-            if self.on_tick is not None:
-                self.on_tick()
+            on_tick = self.on_tick  # an engine's thread may take it away
+            if on_tick is not None:
+                on_tick()
         except Exception:
             if not self._has_failed:
                 log.exception("valve: a look at the idle engine failed; the engine goes on")

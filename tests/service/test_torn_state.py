@@ -86,6 +86,22 @@ def test_a_value_without_sense_never_costs_more_than_its_own_record(first, path)
     assert second.service_of(second.online(name="new")) not in (0, chat)
 
 
+def test_a_cooldown_that_valved_refuses_never_costs_the_mode(first):
+    """Its numbers are of the right types: another version, or a hand, takes other ones."""
+    first.node.set_policy(Mode.OBSERVE, {}, 0)
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    said["policy"]["cooldown"] = [0, 0, 0, 0.0, 0]
+    file.write_text(json.dumps(said))
+
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    take_over(second, second.config, first.folder)
+
+    assert second.brake.mode is Mode.OBSERVE
+    assert second.gating.settings.cooldown == first.gating.settings.cooldown
+    assert any("policy" in event.reason for event in second.events(EventKind.NOTED))
+
+
 @pytest.mark.parametrize("name", ["version", "boot_id", "driver"])
 def test_a_state_of_which_nobody_knows_what_it_is_about_is_set_aside(first, name):
     first.handover.save()

@@ -146,6 +146,7 @@ class Handover:
             self._senseless.append(f"{what}: {type(error).__name__}: {error}")
 
     def _restore_policy(self, saved: SavedPolicy) -> None:
+        self.keep(mode=saved.mode)  # also where the cooldown makes no sense
         if saved.cooldown is not None:
             start, floor, ceiling, factor, window = saved.cooldown
             self._gating.settings.cooldown = CooldownSettings(

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
-from valve_hook.link import BlockLayout, Link, Tensor
+from valve_hook.link import Attach, BlockLayout, Link, Tensor
 from valve_hook.shared import Lifecycle
 from valve_hook.vllm import calls, check
 from valve_hook.vllm.progress import Progress
@@ -90,6 +90,37 @@ def test_two_engines_of_a_process_never_heed_one_table(node, link, monkeypatch):
     assert isinstance(second._valve, Progress)
     assert first._valve.reconciler.session.number == 1
     assert first._valve.reconciler.withheld.nonzero()[0].tolist() == list(range(1, 40))
+
+
+class LateLock:
+    """A lock that was another thread's until now."""
+
+    def __init__(self, meanwhile):
+        self.meanwhile = meanwhile
+
+    def __enter__(self):
+        self.meanwhile()
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_the_end_of_an_engine_never_takes_the_wishes_of_the_next_one(tmp_path):
+    """Built anew while the link's thread waits for the lock to forget the first: it had no table ever after."""
+    link, first, second = Link(build="test", path=tmp_path / "nobody"), Engine(), Engine()
+    wanted = Attach(engine="toy", mode=Mode.FULL, blocks=64, block_tokens=4, rows=1, row_blocks=1, ranks=1)
+    link.owner = weakref.ref(first)
+    del first
+    gc.collect()
+
+    def build_second():
+        link.owner, link.wanted = weakref.ref(second), wanted
+
+    link._lock = LateLock(build_second)
+    link._bury()
+
+    assert link.owner() is second
+    assert link.wanted is wanted
 
 
 class Page:

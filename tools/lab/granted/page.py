@@ -71,7 +71,7 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
     return [
         at_most("requests over target, where alone at most 0.3 %", "%", _each(light, "misses"), 1.0),
         at_most(
-            "more requests over target elsewhere",
+            ELSEWHERE,
             "points",
             [cell.misses - cell.misses_alone for cell in rest],
             0.5,
@@ -91,18 +91,20 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
     ]
 
 
+ELSEWHERE = "more requests over target elsewhere"
 LOOSE = 1.5
 """A few generated minutes under one seed: bounds are half as large again, and half of the cells do."""
 
 
 def loosely(cells: Sequence[CellResult]) -> list[Claim]:
-    """The claims once more: that nothing broke, and no more. Marks are asked of the second formula alone."""
+    """The claims once more: that nothing broke, and no more. Marks are asked of the second formula alone. Of more
+    requests over target elsewhere nothing is asked: each generated load keeps its target alone."""
     found = []
     for one in claims(cells):
         value: list[float] = [] if one.value is None else [one.value]
         if one.claim.startswith("gain") or one.claim.startswith("longest"):
             found.append(one)
-        elif one.claim.endswith("random clients"):
+        elif one.claim.endswith("random clients") or one.claim == ELSEWHERE:
             continue
         elif one.pair == "share of cells":
             found.append(at_least(one.claim, one.pair, value, 0.5))
