@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -51,8 +52,10 @@ def test_a_program_that_drops_the_shim_for_its_rights_never_passes(compiled, tmp
     program = compiled("rights", "gcc")
     (tmp_path / "shows.c").write_text(SHOWS)
     subprocess.run(["gcc", "-o", program, tmp_path / "shows.c"], check=True)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if not mode & stat.S_IXOTH:
+            folder.chmod(mode | 0o011)
     if rights == "capability":
         os.setxattr(program, "security.capability", CAPABILITY)
     elif rights != "nothing":

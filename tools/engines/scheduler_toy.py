@@ -49,13 +49,17 @@ class ToyPool:
         return True
 
 
+class Scheduler(SimpleNamespace):
+    """The link knows an engine without keeping it."""
+
+
 def scheduler_of(pool: ToyPool, blocks: BlockManager) -> Any:
     manager = SimpleNamespace(
         block_pool=pool,
         coordinator=SimpleNamespace(single_type_managers=[blocks]),
         evict_blocks=lambda blocks: None,
     )
-    return SimpleNamespace(
+    return Scheduler(
         kv_cache_manager=manager,
         block_size=16,
         max_num_running_reqs=REQUESTS,
