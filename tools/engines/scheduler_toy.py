@@ -49,7 +49,7 @@ class ToyPool:
         return True
 
 
-class Scheduler(SimpleNamespace):
+class KnownWeakly(SimpleNamespace):
     """The link knows an engine without keeping it."""
 
 
@@ -59,7 +59,7 @@ def scheduler_of(pool: ToyPool, blocks: BlockManager) -> Any:
         coordinator=SimpleNamespace(single_type_managers=[blocks]),
         evict_blocks=lambda blocks: None,
     )
-    return Scheduler(
+    return KnownWeakly(
         kv_cache_manager=manager,
         block_size=16,
         max_num_running_reqs=REQUESTS,
