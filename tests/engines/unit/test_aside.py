@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults import Fault
-from kv_node import KvNode, wait_for
+from kv_node import wait_for
 from toy_world import close, hooked, run
 from valve_hook.vllm.aside import Aside
 
@@ -12,11 +12,7 @@ FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in ran
 LONG = ("long", list(range(100)), 6)  # 25 blocks of 4 tokens, and two more for its answer
 
 
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=8)
-    yield node
-    node.stop()
+COLUMNS = 8
 
 
 def shrunken(node, blocks=20):

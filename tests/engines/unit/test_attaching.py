@@ -16,20 +16,7 @@ from valve_hook.shared import Region
 from valve_hook.vllm import calls, check
 from valve_hook.wire import Mode
 
-
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=8)
-    yield node
-    node.stop()
-
-
-@pytest.fixture
-def link(node):
-    link = Link(build="test", path=node.path, retry_s=0.02)
-    link.start()
-    yield link
-    link.close()
+COLUMNS = 8
 
 
 @pytest.fixture

@@ -28,14 +28,6 @@ def offline(monkeypatch):
     monkeypatch.setenv("VALVE_ROLE", "offline")
 
 
-@pytest.fixture
-def link(node):
-    link = Link(build="test", path=node.path, retry_s=0.02)
-    link.start()
-    yield link
-    link.close()
-
-
 def test_without_a_daemon_nothing_is_hooked(tmp_path, monkeypatch):
     monkeypatch.delenv("VALVE_RUN_DIR", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

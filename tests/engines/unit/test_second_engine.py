@@ -6,7 +6,7 @@ import gc
 import weakref
 
 import pytest
-from kv_node import KvNode, wait_for
+from kv_node import wait_for
 from toy_engine import ToyScheduler
 from valve_hook.link import Attach, BlockLayout, Link, Tensor
 from valve_hook.shared import Lifecycle
@@ -14,20 +14,7 @@ from valve_hook.vllm import calls, check
 from valve_hook.vllm.progress import Progress
 from valve_hook.wire import Mode
 
-
-@pytest.fixture
-def node(tmp_path):
-    node = KvNode(tmp_path, columns=8)
-    yield node
-    node.stop()
-
-
-@pytest.fixture
-def link(node):
-    link = Link(build="test", path=node.path, retry_s=0.02)
-    link.start()
-    yield link
-    link.close()
+COLUMNS = 8
 
 
 def layout(blocks, base=0):
