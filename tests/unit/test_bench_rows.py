@@ -2,8 +2,9 @@
 
 import pytest
 from valve_tools.bench import daemon, route, rungs
-from valve_tools.bench.command import registry, show, unasked
+from valve_tools.bench.command import main, registry, show, unasked
 from valve_tools.bench.row import row_of
+from valve_tools.bench.told import TOLD
 
 SAMPLES = [1.0, 2.0, 30.0]
 
@@ -66,3 +67,13 @@ def test_what_the_emulated_driver_takes_is_never_subtracted_from_what_valved_is_
 
     assert (whole.p50, whole.budget, whole.ok) == (5.0, 4.0, False)
     assert (driver.p50, driver.budget) == (2.0, None)
+
+
+def test_no_benchmark_is_listed_as_a_bare_name_and_none_that_is_not_there(capsys):
+    """`valve bench --list` printed names alone."""
+    assert main(["--list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(registry())
+    assert set(TOLD) == set(registry())
+    assert [line for line in lines if len(line.split()) < 5 or not line.endswith(".") or len(line) > 118] == []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from rich.console import Console
 from rich.padding import Padding
 from valve_tools.bench.row import Row
+from valve_tools.bench.told import TOLD
 from valve_tools.demo.endings import perform
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
@@ -90,11 +91,11 @@ def chosen(argv: list[str]) -> int:
         "names", nargs="*", metavar="NAME", help="The benchmarks to run. Default: all but rungs, sparse and tune-idle."
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object per figure and line.")
-    parser.add_argument("--list", action="store_true", help="Name the benchmarks and run none.")
+    parser.add_argument("--list", action="store_true", help="Say what each benchmark measures, and run none.")
     options = parser.parse_args(argv)
     benches = registry()
     if options.list:
-        print("\n".join(benches))
+        print("\n".join(f"{name:{max(map(len, benches))}}  {TOLD[name]}" for name in benches))
         return 0
     unknown = [name for name in options.names if name not in benches]
     if unknown:
