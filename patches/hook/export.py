@@ -7,8 +7,8 @@ changes nothing.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -49,4 +49,6 @@ def export(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(export(Path(sys.argv[1]).resolve()))
+    parser = argparse.ArgumentParser(prog="python -m valve_hook.export", description=__doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="Lay the plugin out in this folder, made where it is missing.")
+    print(export(Path(parser.parse_args().folder).resolve()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import subprocess
 
 import msgspec
 import pytest
-from manual_commands import ROOT, Shown, commands, fault, shown
+from manual_commands import ROOT, Shown, commands, fault, parser_for, shown
 
 from valved.config import Config, effective, load_config
 
@@ -90,6 +91,20 @@ def test_a_command_is_found_wherever_a_page_shows_it():
         Shown("page", ("make", "build"), True),
         Shown("page", ("valve", "top", "--looks", "1"), True),
     }
+
+
+def below(*words):
+    """The commands of a parser."""
+    (found,) = [action for action in parser_for(words)[0]._actions if isinstance(action, argparse._SubParsersAction)]
+    return [(*words, name) for name in found.choices]
+
+
+@pytest.mark.parametrize("command", [*below("valve"), *below("valve", "cluster"), *below("valve", "route")])
+def test_no_command_is_missing_from_the_page_of_commands(command):
+    """`valve cluster report` and `valve demo memory` stood on none."""
+    *words, name = command
+
+    assert re.search(rf"`{' '.join(words)} (?:[^`]*[ |])?{name}\b", TEXTS["docs/cli.md"])
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -100,8 +100,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=SUBCOMMAND)
 
-    def add(name: str, told: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common], help=told)
+    def add(name: str, told: str, epilog: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=told, epilog=epilog)
 
     add(
         "status",
@@ -157,7 +157,11 @@ def _add_profiling(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         default="",
         help="The namespace of the profile. Default: the one in the file, else the kubeconfig's.",
     )
-    runs = add("measure", "Run the workload after -- at several memory limits and print its profile.")
+    runs = add(
+        "measure",
+        "Run the workload after -- at several memory limits and print its profile.",
+        "Then -- and the workload's own benchmark. {mib} in it becomes the limit, {share} its share of the card.",
+    )
     runs.add_argument("name", metavar="NAME", help="The name of the OfflineProfile.")
     runs.add_argument(
         "--limits",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from valve_hook import VERSION
 from valve_hook.export import export
 
@@ -62,3 +63,13 @@ def test_a_run_folder_that_cannot_be_written_falls_back_to_the_users_cache(tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     assert run.engine_hook(tmp_path / "file") == tmp_path / "cache" / "valve" / f"hook-{VERSION}"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
+def test_a_question_for_help_never_makes_a_folder_of_that_name(words, code, tmp_path):
+    argv = [sys.executable, "-m", "valve_hook.export", *words]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert "usage: python -m valve_hook.export" in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
