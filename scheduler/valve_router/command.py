@@ -332,7 +332,7 @@ def table_of(status: dict[str, Any]) -> Table:
     answered = ", ".join(f"{count} x {code}" for code, count in requests.items()) or "none yet"
     title = f"requests: {answered}; tried again {status['retries']}, broken off {status['broken']}"
     if status["wanted"] is not None:
-        title += f"; {status['wanted']} replicas would be enough"
+        title += f"; {status['wanted']} of {len(status['replicas'])} replicas would be enough"
     table = Table(title=title, title_justify="left")
     for name in ("replica", "state", "now", "served", "failed", "gap ms", "error"):
         table.add_column(name, justify="left" if name in ("replica", "state") else "right")
