@@ -293,9 +293,9 @@ def _until_told(arguments: argparse.Namespace, settings: RouterSettings, serve: 
         await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if ready.is_set():
-            whose = (
-                f"the pods of service {arguments.service}" if settings.service else f"{len(settings.replicas)} replicas"
-            )
+            count = len(settings.replicas)
+            replicas = f"{count} replica{'' if count == 1 else 's'}"
+            whose = f"the pods of service {arguments.service}" if settings.service else replicas
             print(f"valve route: {whose} {where}", flush=True)
         await serving
 

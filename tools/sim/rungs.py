@@ -1,7 +1,7 @@
 """The ways in which the product takes memory from an offline process, as settings of a simulated world.
 
 What a way asks of the engines comes from the product (`valved.kv.rungs`, `valved.config`). What taking a handle costs
-is measured: docs/memory.md, one column of 1 GiB in handles of 16 MiB, own share and driver time.
+is measured: docs/results/memory.md, one column of 1 GiB in handles of 16 MiB, own share and driver time.
 """
 
 from __future__ import annotations

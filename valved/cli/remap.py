@@ -18,7 +18,7 @@ PRICES: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 """Per cent of mean TTFT over the service alone at each load: median and ends of the interval. Measured by `valve bench
 rungs` on the emulated GPU with a reclaim for every third request, on a machine too busy to tell 2.5 % apart
-(docs/memory.md has the table and the run)."""
+(docs/memory.md has the table, docs/results/memory.md the run)."""
 
 
 def lines(memory: Any) -> list[str]:
