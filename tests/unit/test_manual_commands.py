@@ -7,9 +7,12 @@ import importlib.util
 import re
 import subprocess
 
+import kubernetes_validate
 import msgspec
 import pytest
+import yaml
 from manual_commands import ROOT, Shown, commands, fault, parser_for, shown
+from valve_scheduler.webhook.admission import AdmissionSettings, mutate_offline
 
 from valved.config import Config, effective, load_config
 
@@ -141,3 +144,25 @@ def test_every_file_of_settings_that_the_manual_shows_is_read_by_valved(tmp_path
         load_config(file, {})
 
     assert len(files) >= 2
+
+
+def test_the_pod_that_brings_the_plugin_of_an_engine_is_valid_and_passes_the_webhook():
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/engines.md"], re.DOTALL)
+    spec = yaml.safe_load(block)["spec"]
+    metadata = {"name": "p", "namespace": "default", "labels": {"valve.gpu/role": "offline"}}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, "1.36", strict=True
+    )
+
+    spec["containers"][0]["resources"] = {"limits": {"valve.gpu/harvested-gpu": "1"}}
+    admitted = mutate_offline({"metadata": {**metadata, "uid": "u"}, "spec": spec}, AdmissionSettings())["spec"]
+
+    (engine,) = admitted["containers"]
+    assert {"name": "PYTHONPATH", "value": "/hook"} in engine["env"]
+    assert admitted["initContainers"][0]["command"][:3] == ["python", "-m", "valve_hook.export"]
+
+
+@pytest.mark.parametrize("page", MANUAL)
+def test_every_yaml_of_the_manual_can_be_read(page):
+    for block in re.findall(r"```yaml\n(.*?)```", TEXTS[page], re.DOTALL):
+        assert list(yaml.safe_load_all(block))
