@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from help_texts import parser_of
-from valve_tools.bench.told import TOLD
+from valve_tools.bench.command import TOLD
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)

@@ -2,9 +2,8 @@
 
 import pytest
 from valve_tools.bench import daemon, route, rungs
-from valve_tools.bench.command import main, registry, show, unasked
+from valve_tools.bench.command import TOLD, main, registry, show, unasked
 from valve_tools.bench.row import row_of
-from valve_tools.bench.told import TOLD
 
 SAMPLES = [1.0, 2.0, 30.0]
 

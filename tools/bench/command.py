@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from rich.console import Console
 from rich.padding import Padding
 from valve_tools.bench.row import Row
-from valve_tools.bench.told import TOLD
 from valve_tools.demo.endings import perform
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
@@ -24,6 +23,49 @@ MODULES = (
 EXIT_OVER_BUDGET = 3
 EXIT_UNKNOWN = 2
 OPT_IN = ("rungs", "tune")  # modules that run for a quarter of an hour, or need what is not installed: only when named
+
+CLUSTER = "Needs make cluster-tools."
+TOLD = {  # `--list` prints it beside the name
+    "hotpath": "What the shim adds to a launch while nothing changes.",
+    "gate-sleep": "From an online launch to the driver call that stops offline work, with threads that sleep.",
+    "gate-spin": "The same with threads that spin. Needs a core for each of four threads.",
+    "gate-8gpu": "How long it takes to stop eight GPUs, with the stock driver and with the driver patch.",
+    "daemon-cost": "What valved costs a node with 164 processes, idle and at 1,000 edges a second.",
+    "once-per-request": "How often a request is preempted: 10,000 bursty requests of an engine with hints.",
+    "hello": "How long a new online process waits for its welcome, alone and beside hostile processes.",
+    "demo-interference": "What offline work costs an online service, and what it gets.",
+    "select": "How long it takes to choose what an offline engine loses.",
+    "reservation": "Reclaims in the worst hour, and the memory that offline work keeps of a clairvoyant's.",
+    "eviction": "The tokens that the cheapest victims save, compared with the oldest.",
+    "granting": "What the policy of granted time costs a step of an engine.",
+    "grant-gate": "What one pause of granted time costs on the rung `gate`.",
+    "grant-slice": "What one pause of granted time costs on the rung `timeslice`.",
+    "reclaim": "How long a GiB takes from an offline to an online engine, by size of handle and layout.",
+    "hook": "What the engine hook adds to a step of 1,024 requests, and how long it takes over a loss.",
+    "telemetry": "How often 1,000 nodes of eight GPUs write their reports.",
+    "pod-start": f"What the injection of the shim adds to a pod's start. {CLUSTER}",
+    "failover": f"How long nothing is placed when the leading scheduler dies. {CLUSTER}",
+    "extender-size": "What a placement costs the extender with 100, 1,000 and 5,000 nodes.",
+    "extender-pods": "What a placement costs the extender with up to 40,000 offline pods.",
+    "controller-nodes": "What the controller keeps in memory, by nodes.",
+    "controller-round": "What a round of the controller costs with 500 kinds of jobs that wait.",
+    "cluster-memory": f"The most memory that each process of the scheduler ever holds. {CLUSTER}",
+    "webhook-review": "What the review of a pod of megabytes costs the webhook.",
+    "webhook-memory": "The memory of the webhook while it reviews such pods.",
+    "webhook-beside": "How long an ordinary pod waits beside such reviews.",
+    "extender-filter": f"The answer to a filter call of kube-scheduler, over 1,000 nodes. {CLUSTER}",
+    "extender-prioritize": f"The answer to a prioritize call. {CLUSTER}",
+    "bind": f"The answer to a bind call. {CLUSTER}",
+    "bind-rate": f"Pods bound a second, compared with an extender that decides nothing. {CLUSTER}",
+    "extender-rss": f"The memory of the extender in that run. {CLUSTER}",
+    "requeue": f"From room on a node to the bind of a pod that waited for it. {CLUSTER}",
+    "cluster-pause": f"How long until all nodes have heard of a pause of the cluster. {CLUSTER}",
+    "route": "The router, compared with a bare pass-through.",
+    "plan": "The CPU time of one decision of the router's planner.",
+    "rungs": "What each way to take KV memory costs a service. Runs only where named.",
+    "sparse": "The same for `sparse` alone: a quarter of an hour. Runs only where named.",
+    "tune-idle": "The share of idle time in which a finetuning job computes. Needs .venv-tune, and to be named.",
+}
 
 Bench = Callable[[], Iterable[Row]]
 

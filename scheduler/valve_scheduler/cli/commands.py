@@ -146,7 +146,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_profiling(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_profiling(add: Callable[..., argparse.ArgumentParser]) -> None:
     profile = add("profile", "Store a throughput curve that you bring in a file.")
     profile.add_argument(
         "--from", dest="file", type=Path, required=True, metavar="FILE", help="The OfflineProfile, as a YAML file."
