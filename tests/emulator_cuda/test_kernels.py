@@ -12,7 +12,7 @@ from cuda_driver import INVALID_VALUE, NOT_FOUND, Cuda
 from emulated import on_gpu
 
 INVALID_IMAGE = 200
-INCLUDE = Path(__file__).resolve().parents[2] / "tools" / "emulator" / "cuda"
+INCLUDE = Path(__file__).resolve().parents[2] / "tools" / "emulator" / "cuda" / "kernels"
 PTX = b"""//
 .version 8.0
 .target sm_90

@@ -11,7 +11,8 @@ from valve_tools.emulator.node import NO_LATENCY, Options, environment, node
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM = ROOT / "tools" / "emulator" / "cuda"
-INCLUDES = [f"-I{folder}" for folder in (ROOT / "proto" / "abi", ROOM.parent, ROOM)]
+PARTS = ("", "graphs", "kernels", "memory")
+INCLUDES = [f"-I{folder}" for folder in (ROOT / "proto" / "abi", ROOM.parent, *(ROOM / part for part in PARTS))]
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-fno-omit-frame-pointer", *INCLUDES]
 DEADLINE_S = 200  # only ends a hung test
 

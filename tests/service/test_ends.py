@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import errno
 
-import pytest
-from memory_world import KvWorld
+from memory_world import kv_world
 
 from valved.config import Config, MemoryTable
 from valved.model.ids import Remap, Role
 
 CONFIG = Config(memory=MemoryTable(handle_mib=2, remap=Remap.COOPERATIVE))
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=CONFIG, handles=20)
-    yield world
-    world.check()
+world = kv_world(CONFIG)
 
 
 def without_descriptors(world, monkeypatch):

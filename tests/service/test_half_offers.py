@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 
-import pytest
-from memory_world import KvWorld
+from memory_world import kv_world
 
 from valved.config import Config, MemoryTable
 from valved.model.events import EventKind
@@ -14,13 +13,7 @@ from valved.model.ids import Remap, Role
 MEMORY = MemoryTable(
     handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=1, headroom_max_mib=1, tau_s=1.0, tau_min_s=0.2, keep_s=0.2
 )
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=80)
-    yield world
-    world.check()
+world = kv_world(Config(memory=MEMORY), handles=80)
 
 
 def test_an_offer_that_is_refused_half_way_never_leaves_a_column_in_part(world):

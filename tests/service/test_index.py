@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from memory_world import KvWorld
+from memory_world import kv_world
 
 from valved.config import Config, MemoryTable
 from valved.model.ids import Remap, Role
 
 MEMORY = MemoryTable(handle_mib=2, pool_mib=40, remap=Remap.HELPER, headroom_min_mib=8, headroom_max_mib=8)
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=20)
-    yield world
-    world.check()
+world = kv_world(Config(memory=MEMORY))
 
 
 def test_no_index_is_made_while_no_reclaim_is_near(world):

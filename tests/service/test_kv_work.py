@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from memory_world import BASE, Hook, KvWorld
+from memory_world import BASE, Hook, kv_world
 
 from valved.config import Config, MemoryTable
 from valved.machine.helpers import Worker
@@ -17,13 +17,7 @@ from valved.model.memory import KvTensor
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=8, headroom_max_mib=8)
 STRIDE = 1 << 19
 TENSOR = KvTensor(base_addr=BASE, block_stride_bytes=STRIDE, block_bytes=STRIDE)
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=40)
-    yield world
-    world.check()
+world = kv_world(Config(memory=MEMORY), handles=40)
 
 
 def begun(world, slots=4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from memory_walk import beside
-from memory_world import BASE, Hook, KvWorld
+from memory_world import BASE, Hook, kv_world
 
 from valved.abi.kv_link import KvNeed
 from valved.abi.link import LinkType
@@ -17,13 +17,7 @@ from valved.model.memory import KvTensor, ReservationAction
 from valved.state.registry import MEMORY_SERVICE
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, pool_mib=40)
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=20)
-    yield world
-    world.check()
+world = kv_world(Config(memory=MEMORY))
 
 
 @pytest.fixture

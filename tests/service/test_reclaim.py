@@ -6,7 +6,7 @@ import errno
 
 import numpy as np
 import pytest
-from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
+from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of, kv_world
 from node_world import Shares
 
 from valved.abi.kv_link import KvHow, KvMode, KvOp
@@ -20,13 +20,7 @@ from valved.state import saved as state
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2)
 CONFIG = Config(memory=MEMORY)
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=CONFIG, handles=20)
-    yield world
-    world.check()
+world = kv_world(CONFIG)
 
 
 def reclaims(world):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Attacked, Node, under_pressure
-from memory_world import BASE, MIB, Hook, KvWorld, Shim
+from memory_world import BASE, MIB, Hook, KvWorld, Shim, kv_world
 from msgspec.structs import replace
 from scarce import left
 
@@ -26,13 +26,7 @@ MEMORY = MemoryTable(
     handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
 )
 CONFIG = Config(memory=MEMORY, quota=QuotaTable(clients_per_uid=1000))
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=CONFIG, handles=20)
-    yield world
-    world.check()
+world = kv_world(CONFIG)
 
 
 def reclaims(world):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from memory_world import KvWorld
+from memory_world import kv_world
 
 from valved.config import Config, MemoryTable
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
 MEMORY = MemoryTable(handle_mib=2, pool_mib=64, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8)
-
-
-@pytest.fixture
-def world(tmp_path):
-    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=32)
-    yield world
-    world.check()
+world = kv_world(Config(memory=MEMORY), handles=32)
 
 
 def two(world):

@@ -9,8 +9,11 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
+import pytest
 from lent_fds import is_lent, lend
 from node_world import World
 
@@ -35,7 +38,7 @@ from valved.abi.kv_link import (
     KvTableMessage,
 )
 from valved.abi.link import Feature, LinkType
-from valved.config import MIB
+from valved.config import MIB, Config
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor
 
@@ -570,3 +573,15 @@ class KvWorld(World):
 
     def settle(self, ms=50):
         self.run(ms)
+
+
+def kv_world(config: Config, handles: int = 20) -> Callable[[Path], Iterator[KvWorld]]:
+    """The fixture `world` of a file of tests: its books add up after each of them."""
+
+    @pytest.fixture
+    def world(tmp_path):
+        world = KvWorld(tmp_path, config=config, handles=handles)
+        yield world
+        world.check()
+
+    return world

@@ -24,14 +24,13 @@ CLASS_LINES = 250
 OVERGROWN: dict[str, int] = {}
 OVERLONG = {
     "shim/src/link/session.c": 480,
-    "tools/emulator/cuda/step.c": 420,
+    "tools/emulator/cuda/kernels/step.c": 420,
     "tools/gpu/native/helper.c": 430,
     "tools/sim/world.py": 460,
     "valved/machine/ports.py": 480,
     "valved/native/internal.h": 440,
 }
-CROWDED = {"tools/emulator/cuda": 54}
-CROWDED_LINES = {"tools/emulator/cuda": 8_200}
+CROWDED: dict[str, int] = {}
 
 
 def over(found: Mapping[str, int], cap: int, overgrown: Mapping[str, int], what: str) -> Iterator[str]:
@@ -61,7 +60,7 @@ def crowded_rooms() -> Iterator[str]:
             files[room] += 1
             lines[room] += lines_of(path)
     yield from over(files, ROOM_FILES, CROWDED, "files")
-    yield from over(lines, ROOM_LINES, CROWDED_LINES, "lines")
+    yield from over(lines, ROOM_LINES, {}, "lines")
 
 
 def lines_of(path: Path) -> int:

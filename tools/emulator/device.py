@@ -7,7 +7,7 @@
 
 Every call goes through `libcuda.so.1` as the process finds it, so whatever is preloaded in front of it sees a launch
 per step and an allocation per array. Memory is what is mapped at its address: remapping shows, a hole ends the
-process. cuda/step.h says what must not happen while a step is parked."""
+process. cuda/kernels/step.h says what must not happen while a step is parked."""
 
 from __future__ import annotations
 

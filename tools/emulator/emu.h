@@ -36,8 +36,8 @@
  * active, bumps ack and waits on grant; at the end of work, pending falls before active does. On
  * process death the server clears active and pending itself.
  *
- * Native steps. Threads that cannot look at grant (a CPU engine's model step, cuda/step.c) enter the park table and
- * count in active. When the server revokes a channel it sends EMU_PARK_SIGNAL to each of its threads there; the handler
+ * Native steps. Threads that cannot look at grant (a CPU engine's model step, cuda/kernels/step.c) enter the park table
+ * and count in active. When the server revokes a channel it sends EMU_PARK_SIGNAL to each of its threads there; the handler
  * does what any executor does: lower active, bump ack at 0, wait on grant, raise active, look at grant again. A late
  * signal finds grant 1 and returns. libfakenv knows which threads there are and keeps the signal out of masks.
  */
