@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from valve_tools.replay import cluster as cluster_page
 from valve_tools.replay import eviction as eviction_page
+from valve_tools.replay import fleet as fleet_page
 from valve_tools.replay.command import EXPERIMENTS, main
 from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.question import Question, bounds_of, machine_of
@@ -196,8 +197,10 @@ def test_an_error_of_the_lab_itself_is_not_called_bad_input(monkeypatch):
         main(["pairs", "--seeds", "3", "--fresh", "--json"])
 
 
-def test_a_smoke_run_is_small_and_says_so(tmp_path):
-    """A minute of the fleet experiment's six hours: its least fleet."""
+def test_a_smoke_run_is_small_and_says_so(tmp_path, monkeypatch):
+    """A minute of the fleet experiment's six hours: its least fleet, here under two of its settings."""
+    every = fleet_page.settings
+    monkeypatch.setattr(fleet_page, "settings", lambda base: every(base)[:2])
     asked = ["fleet", "--hours", "0.02", "--seeds", "1", "--jobs", "1", "--fresh", "--json", "--out", str(tmp_path)]
 
     assert main(asked) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from valve_tools.replay import cluster as cluster_page
@@ -16,8 +17,9 @@ from valve_tools.replay.pair_results import PairOutcome, Results
 from valve_tools.replay.report import claims_table, write
 from valve_tools.replay.rerender import render
 from valve_tools.replay.svg import grouped_bars, look_of, tornado
-from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
+from valve_tools.sim.cluster import ClusterPlan, ClusterResult, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
+from valve_tools.sim.cluster_schedulers import SCHEDULERS
 from valve_tools.sim.combinations import COMBINATIONS, OURS, SHIPPED
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
 from valve_tools.sim.machine import MODEL_ERROR
@@ -50,14 +52,34 @@ def test_the_eviction_page_shows_every_policy_and_both_allocators(tmp_path):
     assert_rendered_alike(tmp_path, "eviction")
 
 
-def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
-    plan = ClusterPlan(demands=(1.0,), judged_demand=1.0, load=LoadSettings(nodes=2))
-    report = cluster_page.report(run_cluster(None, (1,), plan=plan), (1,))
+SMALL_FLEET = ClusterPlan(demands=(1.0,), judged_demand=1.0, load=LoadSettings(nodes=2))
+
+
+@pytest.fixture(scope="module")
+def small_week() -> ClusterResult:
+    return run_cluster(None, (1,), plan=SMALL_FLEET)
+
+
+def test_a_small_week_runs_under_every_scheduler_and_is_the_same_again(small_week):
+    again = run_cluster(None, (1,), plan=replace(SMALL_FLEET, schedulers=("full",)))
+
+    def without_clock(result):
+        return [
+            replace(one, decision_p50_ms=0.0, decision_p99_ms=0.0) for one in result.weeks if one.scheduler == "full"
+        ]
+
+    assert without_clock(small_week) == without_clock(again)
+    assert [one.scheduler for one in small_week.weeks] == list(SCHEDULERS)
+    assert all(0 <= one.saved_of_fleet <= one.gain <= one.fleet_idle + 0.01 for one in small_week.weeks)
+
+
+def test_the_cluster_page_shows_every_scheduler_at_every_demand(small_week, tmp_path):
+    report = cluster_page.report(small_week, (1,))
     write(report, tmp_path)
 
     assert [table.title.split(" ")[0] for table in report.tables] == ["Demand", "GPUs", "Predicted"]
     assert report.title == "Cluster: a week of 16 GPUs"
-    assert set(plan.schedulers) == {row[0] for row in report.tables[0].rows}
+    assert set(SCHEDULERS) == {row[0] for row in report.tables[0].rows}
     assert (tmp_path / "cluster.html").read_text().count("<svg") == 3
     assert_rendered_alike(tmp_path, "cluster")
 

@@ -1,4 +1,4 @@
-"""A hundred made-up nodes that fail, pause, flap and lie, with the product's controller and extender, on virtual time:
+"""Fifty made-up nodes that fail, pause, flap and lie, with the product's controller and extender, on virtual time:
 no storm of evictions, no GPU given twice, and all capacity is back afterwards."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import nodes_view, pods_view, policies_view, profiles_view, workloads_view
 
 Json = dict[str, Any]
-NODES, CARDS, JOBS, PODS_OF_A_JOB = 100, 2, 4, 32
+NODES, CARDS, JOBS, PODS_OF_A_JOB = 50, 2, 4, 16
 STEP_S = 60.0
 RULES = MonitorSettings()
 PAUSE = {"metadata": {"name": "valve-pause", "uid": "uid-pause"}, "spec": {"paused": True}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from reports import harvest_node
 from valve_kube.objects import node_report
 from valve_scheduler.controller.monitor import MonitorSettings
 from valve_scheduler.placement.rank import PlacementSettings
-from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, run_cluster, saved_over
+from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (
     MINUTES,
@@ -497,19 +497,3 @@ def test_claims_are_judged_at_one_demand_by_the_worse_end_over_the_seeds():
     assert claims["saved, full model over oracle"].verdict == "VOID"  # no week ran the oracle
     assert claims["GPUs saved over fleet"].note.startswith("saved of fleet, mean: full 0.3")
     assert claims["SLA missed, share of job-hours"].note == ""
-
-
-def test_a_small_week_runs_under_every_scheduler_and_is_the_same_again():
-    plan = ClusterPlan(demands=(1.0,), judged_demand=1.0, load=LoadSettings(nodes=3))
-    first = run_cluster(None, (1,), plan=plan)
-    again = run_cluster(None, (1,), plan=replace(plan, schedulers=("full",)))
-
-    def without_clock(result):
-        return [
-            replace(one, decision_p50_ms=0.0, decision_p99_ms=0.0) for one in result.weeks if one.scheduler == "full"
-        ]
-
-    assert without_clock(first) == without_clock(again)
-    assert [one.scheduler for one in first.weeks] == list(SCHEDULERS)
-    assert all(0 <= one.saved_of_fleet <= one.gain <= one.fleet_idle + 0.01 for one in first.weeks)
-    assert drawn_services(3)[0].name == "drawn-0"

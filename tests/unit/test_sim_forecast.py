@@ -19,6 +19,7 @@ from valve_tools.sim import forecast as experiment
 from valve_tools.sim.cluster_load import WINDOWS
 from valve_tools.sim.cluster_reports import KeptIdle
 from valve_tools.sim.cluster_run import WeekTally
+from valve_tools.sim.cluster_schedulers import PRODUCT
 
 PAGES = Path(__file__).parents[2] / "docs" / "results" / "cluster"
 
@@ -126,8 +127,13 @@ def test_a_seed_that_misses_the_mark_is_never_hidden_by_the_others() -> None:
 
 
 def test_a_small_run_has_every_policy_and_makes_the_same_page_again(tmp_path: Path) -> None:
-    tasks = experiment.tasks_of(None, (1,), experiment.plan_of(nodes=1))
-    outcomes = [one for task in tasks for one in experiment.run_task(task)]
+    """Of the rules only the first two have a week of their own here; the others' rows are copies of it."""
+    first, *_ = experiment.tasks_of(None, (1,), experiment.plan_of(nodes=1))
+    told = replace(first.part.plan, schedulers=(PRODUCT, *experiment.RIVALS))
+    rivals = [run for run in experiment.RUNS if run[0] in experiment.RIVALS or run[1] == experiment.SCARCE]
+    own = (*first.runs[:2], *rivals)
+    outcomes = experiment.run_task(replace(first, part=replace(first.part, plan=told), runs=own))
+    outcomes += [replace(outcomes[0], policy=policy) for policy in list(experiment.RULES)[2:]]
     made = page.report(outcomes, (1,), 2, experiment.settings_digest(), "0" * 16)
     paths = write(made, tmp_path)
 
@@ -138,4 +144,17 @@ def test_a_small_run_has_every_policy_and_makes_the_same_page_again(tmp_path: Pa
     assert "![Frontier" in (tmp_path / "forecast.md").read_text()
     render(tmp_path / "forecast.json", tmp_path / "again")
     assert all((tmp_path / "again" / path.name).read_text() == path.read_text() for path in paths)
-    assert experiment.run_task(replace(tasks[0], runs=tasks[0].runs[:2])) == outcomes[:2]
+    assert experiment.run_task(replace(first, runs=first.runs[:1])) == outcomes[:1]
+
+
+@pytest.mark.parametrize("policy", experiment.RULES)
+def test_every_rule_says_a_share_for_every_gpu_and_has_a_week(policy: str) -> None:
+    rng = np.random.default_rng(1)
+    seen = KeptIdle(hour=rng.random((3, 8)), day=rng.random((3, 8)), buckets=rng.random((144, 3, 8)).astype(np.float32))
+    said = experiment.RULES[policy](seen)
+
+    assert said.shape == (3, 8)
+    assert said.dtype == np.float64
+    assert ((said >= 0) & (said <= 1)).all()
+    weeks = [run for task in experiment.tasks_of(None, (1,), experiment.plan_of(nodes=1)) for run in task.runs]
+    assert weeks.count((policy, experiment.AMPLE)) == 1
