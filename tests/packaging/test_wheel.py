@@ -30,10 +30,14 @@ PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 
 @pytest.fixture(scope="module")
 def wheels(repository, tmp_path_factory) -> dict[str, Path]:
+    """In the folders of `make build`, under its lock: nothing that is built is compiled again."""
     folder = tmp_path_factory.mktemp("wheels")
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*build, str(repository), str(repository / "tools")], check=True, env={**os.environ, "PATH": path})
+    for source, built in ((repository, "wheel"), (repository / "tools", "tools-wheel")):
+        (repository / "build").mkdir(exist_ok=True)
+        make = [*PIP, "wheel", "--no-deps", "--no-build-isolation", f"-Cbuild-dir={repository / 'build' / built}"]
+        lock = ["flock", "-o", str(repository)]
+        subprocess.run([*lock, *make, "-w", str(folder), str(source)], check=True, env={**os.environ, "PATH": path})
     return {found.name.split("-")[0]: found for found in folder.glob("*.whl")}
 
 

@@ -11,7 +11,7 @@ from valve_tools.lab.cotrain import shared
 from valve_tools.lab.cotrain.cells import Cell
 from valve_tools.lab.cotrain.readings import behind, prose, shared_reading, span
 
-FLEXLLM = Path(__file__).resolve().parents[2] / "docs" / "results" / "cotrain" / "flexllm.md"
+FLEXLLM = Path(__file__).resolve().parents[3] / "docs" / "results" / "cotrain" / "flexllm.md"
 
 
 def ratios(mine: str) -> list[float]:

@@ -1,6 +1,6 @@
 """Golden traces: every event of small worlds, compared as text. A refactor leaves them as they are.
 
-After a wanted change: `VALVE_GOLDEN=write pytest tests/unit/test_sim_golden.py`, and read the difference.
+After a wanted change: `VALVE_GOLDEN=write pytest tests/unit/lab/test_sim_golden.py`, and read the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from valved.model.memory import ReservationRule
 from valved.policy.reservation import ReservationSettings
 
 EVENTS = ("arrive", "launch", "done", "gate", "wake", "offline", "take", "give", "kill", "preempt")
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "sim"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sim"
 ROWS = [(20.0, 500, 3), (21.0, 3000, 2), (200.0, 100, 4), (207.0, 60, 2), (420.0, 6000, 2)]
 TIGHT = Settings(memory_utilization=0.5)
 PUBLISHED = partial(OurMemory, settings=ReservationSettings(rule=ReservationRule.MIAD, hold_share=0.8))

@@ -547,7 +547,7 @@ def test_status_says_how_memory_is_taken_from_each_process_and_what_was_let_run(
 
 
 def test_the_prices_that_status_shows_are_those_of_the_page():
-    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
     for rung, prices in remap.PRICES.items():
         cells = " | ".join(f"{at:+.1f} % ({low:+.1f} to {high:+.1f})" for at, low, high in prices)
 

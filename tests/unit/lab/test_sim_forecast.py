@@ -21,7 +21,7 @@ from valve_tools.sim.cluster_reports import KeptIdle
 from valve_tools.sim.cluster_run import WeekTally
 from valve_tools.sim.cluster_schedulers import PRODUCT
 
-PAGES = Path(__file__).parents[2] / "docs" / "results" / "cluster"
+PAGES = Path(__file__).parents[3] / "docs" / "results" / "cluster"
 
 
 def test_a_published_figure_is_never_of_a_forecast_that_the_product_does_not_have() -> None:

@@ -23,7 +23,7 @@ from valve_scheduler.controller.workloads import new_workload, owner_of, status_
 from valve_scheduler.placement.reach import Beyond
 
 Json = dict[str, Any]
-CRDS = Path(__file__).parents[2] / "helm/valve/files/crds"
+CRDS = Path(__file__).parents[3] / "helm/valve/files/crds"
 SETTINGS = MonitorSettings()
 LONG_NODE = "n" * 240
 

@@ -16,7 +16,7 @@ from valve_scheduler.placement.promise import TEXTS, YOUNG_TEXT
 from valve_scheduler.placement.reach import CLOSED, NEVER, PEAKS, TOO_BUSY
 from valve_scheduler.webhook.admission import AdmissionSettings, mutate_offline
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MANUAL = (ROOT / "docs/cluster.md").read_text()
 
 

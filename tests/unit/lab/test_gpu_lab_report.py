@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from valve_tools.gpu import catalog, report
 from valve_tools.gpu.outcome import Figure, LabRow, LabVerdict
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def row(name="D4", *, dry_run=False, date="2031-01-02", **more):

@@ -67,7 +67,7 @@ def test_a_folder_without_layer_times_and_a_malformed_row_are_refused(tmp_path: 
 
 
 def test_the_error_on_every_page_is_the_one_that_was_measured():
-    page = Path(__file__).resolve().parents[2] / "docs" / "results" / "replay" / "machine.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "results" / "replay" / "machine.md"
     cells = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| H100 | ")]
     rows = [row for row in cells if len(row) == 11]
     decoding = {gpus: [float(row[5]) for row in rows if row[2] == gpus] for gpus in ("1", "8")}
