@@ -1,6 +1,7 @@
 """Everything the controller writes is taken by the API server: judged by the schemas of our CRDs, at maximum sizes."""
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,17 @@ def strict(node: Any) -> Any:
     return found
 
 
-SCHEMAS = {path.stem: schema(path.stem) for path in CRDS.glob("*.yaml")}
+@functools.cache
+def judge(kind: str, part: str) -> jsonschema.Draft202012Validator:
+    """The schema itself is judged once."""
+    judged = schema(kind)["properties"][part]
+    jsonschema.Draft202012Validator.check_schema(judged)
+    return jsonschema.Draft202012Validator(judged)
 
 
 def check(kind: str, **parts: Any) -> None:
     for part, value in parts.items():
-        jsonschema.validate(value, SCHEMAS[kind]["properties"][part])
+        judge(kind, part).validate(value)
 
 
 def owner_with(evictions: list[float], nodes: int) -> Owner:
