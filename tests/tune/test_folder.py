@@ -35,7 +35,7 @@ def by_a_wish(path: Path) -> None:
 
 @pytest.mark.parametrize("write", [by_forced_write, by_replacing, by_a_wish])
 def test_a_full_disk_is_never_told_without_the_file(write, tmp_path):
-    """`valve tune: [Errno 28] No space left on device`: a failed write names no file, and there may be several disks."""
+    """`valve tune: [Errno 28] No space left on device`: a failed write names no file, and disks may be several."""
     with pytest.raises(OSError, match="No space left") as failed:
         write(tmp_path / module.WANTED)
     assert failed.value.errno == errno.ENOSPC
