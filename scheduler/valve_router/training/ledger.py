@@ -5,7 +5,6 @@ of it is handed out: what is kept is averaged, and what still waits goes into th
 out with a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is
 kept once. A trainer that was given up (it was silent, or another came under its name) has a number that is no longer
 valid: what it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
-
 `now_s` is wall time: it must go on over a restart of the router.
 """
 
@@ -180,19 +179,14 @@ class FleetBooks:
 
     def seen(self, trainer: int, now_s: float) -> None:
         with self._change() as db:
-            self._see(db, trainer, now_s)
-
-    def _see(self, db: sqlite3.Connection, trainer: int, now_s: float) -> str:
-        """Its name. One that waits asks five times a second, and each change is forced to disk."""
-        db.execute("UPDATE trainers SET seen_s = ?1 WHERE id = ?2 AND seen_s < ?1 - ?3", (now_s, trainer, self._late_s))
-        return _valid(db, trainer)
+            _see(db, trainer, now_s, self._late_s)
 
     # micro-batches
 
     def take(self, job: str, trainer: int, version: int, now_s: float) -> int | None:
         """The next micro-batch of this round, or None: nothing waits, its time is over, or it is over itself."""
         with self._change() as db:
-            self._see(db, trainer, now_s)
+            _see(db, trainer, now_s, self._late_s)
             if version != _job(db, job)["version"] or _is_due(db, job, now_s):
                 return None
             _begin(db, job, version, now_s)
@@ -206,7 +200,7 @@ class FleetBooks:
     def push(self, job: str, trainer: int, version: int, push: Push, now_s: float) -> bool:
         """Keep what the trainer has computed since its last push. False: this very push was kept already."""
         with self._written(push.blob) as (blob, beside), self._change() as db:
-            name = self._see(db, trainer, now_s)
+            name = _see(db, trainer, now_s, self._late_s)
             if version != _job(db, job)["version"]:
                 raise Gone(f"version {version} of {job} is over")
             text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
@@ -393,6 +387,12 @@ def _valid(db: sqlite3.Connection, trainer: int) -> str:
     if row is None:
         raise Gone("this trainer was given up")
     return str(row["name"])
+
+
+def _see(db: sqlite3.Connection, trainer: int, now_s: float, late_s: float) -> str:
+    """Its name. One that waits asks five times a second, and each change is forced to disk."""
+    db.execute("UPDATE trainers SET seen_s = ?1 WHERE id = ?2 AND seen_s < ?1 - ?3", (now_s, trainer, late_s))
+    return _valid(db, trainer)
 
 
 def _give_up(db: sqlite3.Connection, trainer: int) -> None:
