@@ -146,3 +146,17 @@ def test_trainers_that_join_again_and_again_never_fill_the_ledger(tmp_path):
     with sqlite3.connect(tmp_path / "training.sqlite3") as db:
         assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 0
     assert ledger.join("j", "a", 1000.0).trainer == last.trainer + 1  # no number comes again
+
+
+def test_trainers_that_wait_never_write_to_the_disk_at_each_question(tmp_path):
+    """Ten of them ask fifty times a second, and each change is forced to disk. None is given up for it."""
+    ledger = begin(tmp_path, silent_s=60.0)
+    one = ledger.join("j", "a", 1000.0)
+
+    before = ledger._db.total_changes
+    for tick in range(300):  # a minute
+        ledger.seen(one.trainer, 1000.0 + tick / 5)
+        assert ledger.sweep(1000.0 + tick / 5) == []
+    assert 0 < ledger._db.total_changes - before <= 30
+    assert ledger.sweep(1059.8 + 60.0) == []  # it may be silent for a minute
+    assert ledger.sweep(1059.8 + 62.1) == [one.trainer]

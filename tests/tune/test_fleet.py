@@ -19,7 +19,7 @@ import jobs
 import numpy as np
 import pytest
 import torch
-from command import HERE, Command, until
+from command import HERE, LONG_S, Command, until
 from jobs import Counting, job, model_folder
 from tiny import base, conversations
 from valve_tune.base.consent import NotShared
@@ -516,7 +516,7 @@ def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_pat
         until(lambda: router.job()["version"] >= 1, "the first average")
         router.kill()
         router.start()
-        said = {name: trainer.communicate(timeout=300)[0] for name, trainer in trainers.items()}
+        said = {name: trainer.communicate(timeout=LONG_S)[0] for name, trainer in trainers.items()}
     finally:
         for trainer in trainers.values():
             trainer.kill()

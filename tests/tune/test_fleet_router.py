@@ -9,6 +9,7 @@ from test_fleet import Adds, Idle, Router, model, worked
 from valve_tune.serve.fleet import FleetWorker, publisher
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
+from valve_tune.serve.publish import FILES
 from valve_tune.train.job import Stopped
 
 __all__ = ["model", "worked"]  # fixtures
@@ -211,6 +212,84 @@ def test_an_average_that_is_refused_for_itself_never_goes_round_for_ever(monkeyp
         FleetWorker(Refuses(False), Averages(), job="j", name="a", say=lambda text: None).run()
 
 
+def test_what_a_trainer_has_already_is_never_fetched_again_at_each_failure(monkeypatch):
+    """It joins after each one, and its version and its last push are as large as the adapter and its moments."""
+    Clock().rules(monkeypatch)
+    begun = []
+
+    class Failing(Answers):
+        def ask(self, path, asked):
+            if path != "join":
+                self.fail(path)
+                return {"number": 7} if self.paths.count("take") == 20 else {"done": True}
+            return {**Idle.ask(self, path, asked), "version": 1, "start": "v", "push": "p"}
+
+        def fail(self, path):
+            self.paths.append(path)
+            tries = self.paths.count("take")
+            if path == "take" and tries not in (20, 24):
+                raise RouterAway("500 disk full")
+
+    class Counts(Adds):
+        def begin(self, *given):
+            begun.append(given)
+            super().begin(b"", b"", 0, 0)
+
+    router = Failing("take", False)
+    monkeypatch.setattr("valve_tune.serve.patience.TRIES", 100)
+    FleetWorker(router, Counts(), job="j", name="a", say=lambda text: None).run()
+    assert router.paths.count("take") == 24
+    assert router.paths.count("push") == 1  # what it computed in between is beyond what it had
+    assert router.paths.count("blob") == 4
+    assert [len(given) for given in begun] == [4, 4, 4]
+
+
+class Engine:
+    """A keeper of an engine that has said what it has, or has not."""
+
+    def __init__(self, names):
+        self.names, self.handed = names, []
+
+    def uses(self):
+        return self.names
+
+    def hand(self, home):
+        self.handed.append(home)
+
+
+@pytest.mark.parametrize(
+    ("engines", "stay"),
+    [
+        ([], [5, 6, 7]),
+        ([{"chat-v2", "other-v1", "base"}, {"chat-v2", "chat-v4"}], [2, 4, 5, 6, 7]),
+        ([set(), None], [1, 2, 3, 4, 5, 6, 7]),
+    ],
+    ids=["no engine", "two engines", "one that has not answered"],
+)
+def test_versions_never_fill_the_disk_and_none_that_an_engine_has_is_ever_removed(tmp_path, engines, stay):
+    """An engine that restarts reads a version again, from the path that it had."""
+    folder = JobFolder(tmp_path / "out")
+
+    class Trainer:
+        class state:
+            @staticmethod
+            def finish() -> None:
+                for name in FILES:
+                    (folder.path / name).write_text("{}")
+
+    home = folder.path / "published"
+    for name in ("chat-v1.txt", "chat-v01", "other-v1", f".chat-v1.{1 << 30}"):  # not ours, or what a kill has left
+        (home / name).mkdir(parents=True)
+    publish = publisher(folder, Trainer, "chat", [Engine(names) for names in engines], 3)
+    for version in range(1, 8):
+        publish(version)
+    assert sorted(path.name for path in home.iterdir()) == sorted(
+        ["chat-v1.txt", "chat-v01", "other-v1", *(f"chat-v{number}" for number in stay)]
+    )
+    publish(7)  # the same command again
+    assert (home / "chat-v7").is_dir()
+
+
 def test_a_version_of_an_earlier_job_is_never_handed_to_an_engine(tmp_path):
     """The router's folder was lost and the same commands run again: chat-v1 is another adapter now, and an engine keeps
     what it computed under a name."""
@@ -219,6 +298,7 @@ def test_a_version_of_an_earlier_job_is_never_handed_to_an_engine(tmp_path):
 
     class Keeps:
         hand = handed.append
+        uses = staticmethod(set)
 
     class Wrote:
         class state:

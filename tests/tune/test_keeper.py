@@ -60,6 +60,17 @@ class Scene:
         self.engine.close()
 
 
+def test_what_an_engine_has_is_never_taken_for_unused(scene):
+    """Versions that nothing uses are removed from the disk. What an engine has is known only once it has said so."""
+    assert scene.keeper.uses() is None
+    scene.engine.adapters["chat-v0"] = str(scene.version(0))  # by another command
+    scene.give(1)
+    scene.until(lambda: scene.keeper.uses() == {"chat-v0", "chat-v1"}, "both are known")
+    scene.stop()
+    scene.keeper.hand(scene.version(2))
+    assert scene.keeper.uses() == {"chat-v0", "chat-v1", "chat-v2"}
+
+
 def test_an_engine_that_restarts_never_stays_without_its_versions(scene):
     for number in (1, 2, 3):
         scene.give(number)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import LONG_S, Command
 from fake_engine import FakeEngine
 from valve_tune.serve.cli import main
 from valve_tune.serve.engines import RunningEngine
@@ -310,5 +310,5 @@ def test_two_that_publish_at_once_never_take_one_number_nor_each_others_work(job
 
     monkeypatch.setattr(checkpoint, "write_file", slow)
     assert new_version(folder, "chat", folder.path).name == "chat-v1"
-    assert seconds[0].communicate(timeout=200)[0] == "chat-v2\n"
+    assert seconds[0].communicate(timeout=LONG_S)[0] == "chat-v2\n"
     assert sorted(path.name for path in (folder.path / "published").iterdir()) == ["chat-v1", "chat-v2"]

@@ -77,7 +77,6 @@ def their_losses(spec: JobSpec, folder: Path, tmp_path: Path) -> list[float]:
     return [sum(found[at : at + ACCUMULATED]) for at in range(0, len(found), ACCUMULATED)]
 
 
-@pytest.mark.timeout(1800)  # only ends a hung test: two trainers, 200 steps each
 def test_each_of_200_losses_is_that_of_trl_and_peft(tmp_path: Path) -> None:
     folder = jobs.model_folder(tmp_path / "base")
     spec = jobs.job(

@@ -11,6 +11,7 @@ from valve_tools.lab.cotrain import flexllm, harli, llmstation, shared
 from valve_tools.lab.fleet import claims as fleet
 from valve_tools.lab.fleet import freed, proofs
 from valve_tools.lab.granted import page as granted
+from valve_tools.lab.granted.__main__ import told
 from valve_tools.replay import crowding, rivals
 from valve_tools.sim import cluster, eviction
 from valve_tools.sim.metrics import at_least, at_most, most
@@ -62,6 +63,16 @@ def test_no_claim_of_a_page_ever_holds_on_an_empty_table(page):
     claims = PAGES[page]()
     assert claims
     assert [one.claim for one in claims if one.ok] == []
+
+
+def test_a_claim_on_nothing_is_never_printed_as_missed(capsys):
+    """The lab of granted time printed MISSED, and its page said VOID of the same claim."""
+    told([at_most("a", "p", [], 1.0), at_most("b", "p", 2.0, 1.0), at_most("c", "p", 0.5, 1.0)])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["VOID", "a:"],
+        ["MISSED", "b:"],
+        ["holds", "c:"],
+    ]
 
 
 def test_what_gave_up_requests_everywhere_is_never_the_best_rival():

@@ -147,7 +147,7 @@ def report(demo: TuneDemo, undisturbed: Path) -> int:
     ours, theirs = ((folder / ADAPTER).read_bytes() for folder in (demo.out, undisturbed))
     is_same, falls = ours == theirs, last < first
     print(f"loss: {first:.3f} in the first {few} steps, {last:.3f} in the last {few}")
-    print(f"harvested since the restart: {harvested:.0%} of the time (the rest: stopped for the service)")
+    print(f"harvested since the restart: {harvested:.0%} of the time (else: stopped, or no core was free)")
     print(f"adapter: {len(ours)} bytes, sha256 {hashlib.sha256(ours).hexdigest()[:16]}")
     print(f"the undisturbed run's adapter is {'the same, byte for byte' if is_same else 'DIFFERENT'}")
     return 0 if is_same and falls else 1

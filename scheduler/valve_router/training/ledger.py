@@ -5,7 +5,6 @@ of it is handed out: what is kept is averaged, and what still waits goes into th
 out with a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is
 kept once. A trainer that was given up (it was silent, or another came under its name) has a number that is no longer
 valid: what it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
-
 `now_s` is wall time: it must go on over a restart of the router.
 """
 
@@ -58,7 +57,7 @@ class FleetBooks:
     def __init__(self, folder: Path, silent_s: float = 60.0) -> None:
         self._blobs = folder / "blobs"
         self._blobs.mkdir(parents=True, exist_ok=True)
-        self._silent_s = silent_s
+        self._silent_s, self._late_s = silent_s, silent_s / 30  # so often at most is written that one was heard
         self._lock = threading.Lock()
         self._db = sqlite3.connect(
             folder / "training.sqlite3", timeout=30, check_same_thread=False, isolation_level=None
@@ -171,23 +170,23 @@ class FleetBooks:
         """Give up trainers that were silent; returns them. None could be heard before `heard_since_s`."""
         with self._change() as db:
             _set_back(db, now_s)
-            silent = _silent(db, now_s - self._silent_s) if now_s - heard_since_s > self._silent_s else []
+            since_s = now_s - self._silent_s
+            found = db.execute("SELECT id FROM trainers WHERE is_valid AND seen_s < ?", (since_s - self._late_s,))
+            silent = [row["id"] for row in found] if since_s > heard_since_s else []
             for trainer in silent:
                 _give_up(db, trainer)
             return silent
 
     def seen(self, trainer: int, now_s: float) -> None:
         with self._change() as db:
-            _valid(db, trainer)
-            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+            _see(db, trainer, now_s, self._late_s)
 
     # micro-batches
 
     def take(self, job: str, trainer: int, version: int, now_s: float) -> int | None:
         """The next micro-batch of this round, or None: nothing waits, its time is over, or it is over itself."""
         with self._change() as db:
-            _valid(db, trainer)
-            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+            _see(db, trainer, now_s, self._late_s)
             if version != _job(db, job)["version"] or _is_due(db, job, now_s):
                 return None
             _begin(db, job, version, now_s)
@@ -201,7 +200,7 @@ class FleetBooks:
     def push(self, job: str, trainer: int, version: int, push: Push, now_s: float) -> bool:
         """Keep what the trainer has computed since its last push. False: this very push was kept already."""
         with self._written(push.blob) as (blob, beside), self._change() as db:
-            name = _valid(db, trainer)
+            name = _see(db, trainer, now_s, self._late_s)
             if version != _job(db, job)["version"]:
                 raise Gone(f"version {version} of {job} is over")
             text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
@@ -218,7 +217,6 @@ class FleetBooks:
             text = "INSERT INTO pushes (job, version, name, blob, tokens, steps) VALUES (?, ?, ?, ?, ?, ?)"
             kept = db.execute(text, (job, version, name, blob, push.tokens, push.steps)).lastrowid
             db.execute(f"UPDATE batches SET kept = ? WHERE job = ? AND {named}", (kept, job, numbers))
-            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
             self._put(beside, blob)
         if last is not None:
             self._drop([last["blob"]])
@@ -318,10 +316,6 @@ def _set_back(db: sqlite3.Connection, now_s: float) -> None:
         db.execute(f"UPDATE {table} SET {seen} = ? WHERE {seen} > ?", (now_s, now_s))
 
 
-def _silent(db: sqlite3.Connection, since_s: float) -> list[int]:
-    return [row["id"] for row in db.execute("SELECT id FROM trainers WHERE is_valid AND seen_s < ?", (since_s,))]
-
-
 def _queue(db: sqlite3.Connection, job: str, version: int, now_s: float) -> None:
     """Fill the round up; what an earlier one left over is in it already."""
     row, left = _job(db, job), _counted(db, job, version)["waiting"]
@@ -393,6 +387,12 @@ def _valid(db: sqlite3.Connection, trainer: int) -> str:
     if row is None:
         raise Gone("this trainer was given up")
     return str(row["name"])
+
+
+def _see(db: sqlite3.Connection, trainer: int, now_s: float, late_s: float) -> str:
+    """Its name. One that waits asks five times a second, and each change is forced to disk."""
+    db.execute("UPDATE trainers SET seen_s = ?1 WHERE id = ?2 AND seen_s < ?1 - ?3", (now_s, trainer, late_s))
+    return _valid(db, trainer)
 
 
 def _give_up(db: sqlite3.Connection, trainer: int) -> None:

@@ -26,11 +26,11 @@ Steps have 2 % noise, host gaps are log-normal. Planners are told data sheet fig
 
 
 SETTING_HARLI = f"""\
-Two cards; prompts are made elsewhere; target {harli.TARGET.step_ms:g} ms a step; {harli.WINDOWS} windows of
-{harli.SECONDS:g} s of the Azure conversation trace with all its requests, as in the paper. Separate decodes
-everything on one card and trains on the other; the others serve half of the requests on each card. Tokens a
-second and card. Micro-batch 2 x 1,024. The Ada is a roofline; the A100 is the layer table of the 80 GB card,
-rows that memory bounds stretched to 1.56 TB/s, Qwen by parameters.
+Two cards; prompts are made elsewhere; target {harli.TARGET.step_ms:g} ms a step, for planners that count credit also
+the longest gap between two tokens; {harli.WINDOWS} windows of {harli.SECONDS:g} s of the Azure conversation trace with
+all its requests, as in the paper. Separate decodes everything on one card and trains on the other; the others serve
+half of the requests on each card. Tokens a second and card. Micro-batch 2 x 1,024. The Ada is a roofline; the A100 is
+the layer table of the 80 GB card, rows that memory bounds stretched to 1.56 TB/s, Qwen by parameters.
 
 Not judged here: H5 (uncontrolled sharing slows decode by up to 40 %) is what the law `linear` is made of, so no run can
 confirm it; and of H9, that less than 100 MB are lost to fragments: nothing here allocates.

@@ -113,8 +113,9 @@ on a part of them as on all.
 - H6, H7: profiled up to 512 tokens and 64 sequences, asked up to 3,000 and 96. A batch of 96 on few processors is bound
 by work and not by memory, which no line through smaller batches says. Stage two has no intercept, so it says a slowdown
 where there is none: equal factors for every pair are no plane through the origin.
-- ours has no target for a step, as its readers' credit counts: P99 TPOT is over {goal:g} ms in {tokens} of {len(mine)}
-cells, and the P99 step in {len(over)}{f" ({span(over)} ms)" if over else ""}.
+- ours plans by its readers' credit, and keeps no gap between two tokens above {harli.TARGET.gap_ms:g} ms: P99 TPOT is
+over {goal:g} ms in {tokens} of {len(mine)} cells, and the P99 step in
+{len(over)}{f" ({span(over)} ms)" if over else ""}.
 
 `race` has a P99 TPOT over the target in {late} of {len(race)} cells: it counts step by step, and the gaps between steps
 add to its pauses.

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.lab.granted.page import claims, loosely, page
-from valve_tools.lab.granted.parts import PARTS, ROW, Task, figures, load_of, quick, sources
-from valve_tools.lab.granted.sweep import OURS, CellResult, split
+from valve_tools.lab.granted.parts import PARTS, quick, sources
+from valve_tools.lab.granted.parts import swept as sweep_of
+from valve_tools.lab.granted.sweep import CellResult, split
 from valve_tools.sim.metrics import Claim
 from valve_tools.sim.traces import TraceError, require_folder
 
@@ -57,15 +58,8 @@ def swept(options: argparse.Namespace) -> dict[str, Any]:
     parts = [part for part in PARTS if options.load in (None, part.label)]
     if not parts:
         raise TraceError(f"no load is named {options.load}; there are: {', '.join(part.label for part in PARTS)}")
-    target, gap, cost_ms = ROW
-    tasks, rows = [], []
-    for part in parts:
-        loads = tuple(load_of(folder, part, seed) for seed in range(1, max(options.seeds, options.row_seeds) + 1))
-        tasks.append(Task(loads=loads[: options.seeds]))
-        rows.append(Task(loads=loads[: options.row_seeds], costs=(cost_ms,), targets=(target,), gaps=(gap,)))
     return {
-        "cells": figures(tasks, options.jobs),
-        "row": [cell for cell in figures(rows, options.jobs) if cell.rule == OURS],
+        **sweep_of(folder, parts, options.seeds, options.row_seeds, options.jobs),
         "tuning": tuning,
         "claims": held,
         "sources": sources(),
@@ -85,7 +79,7 @@ def loose(pages: Path) -> int:
 
 def told(judged: Sequence[Claim]) -> None:
     for claim in judged:
-        print(f"{'holds ' if claim.ok else 'MISSED'} {claim.claim}: {claim.value} ({claim.bound})")
+        print(f"{claim.verdict:6} {claim.claim}: {claim.value} ({claim.bound})")
 
 
 def main(argv: list[str]) -> int:

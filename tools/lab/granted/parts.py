@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from valve_tools.lab.granted.engine import Bench, Load
-from valve_tools.lab.granted.sweep import COSTS_MS, GAPS_MS, TARGETS, CellResult, sweep
+from valve_tools.lab.granted.sweep import COSTS_MS, GAPS_MS, OURS, TARGETS, CellResult, sweep
+from valve_tools.replay.code import code_of
 from valve_tools.replay.work import Workers, silent, spread
 from valve_tools.sim.generator import generate
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
@@ -67,6 +68,7 @@ QUICK = (("chat", 1, 400.0), ("tiny", 1, 300.0), ("rollout", 1, 600.0))
 QUICK_COSTS_MS = (0.5, 4.0)
 ROW = (2.0, 100.0, 0.5)
 """Target, gap and cost of the row that more seeds are run for."""
+WRITERS = ("__init__.py", "__main__.py", "page.py")
 
 
 def load_of(folder: Path, part: Part, seed: int = 1) -> Load:
@@ -93,6 +95,17 @@ class Task:
         return sweep(self.loads, Bench.h100(), self.costs, self.targets, self.gaps)
 
 
+def swept(folder: Path, parts: Sequence[Part], seeds: int, row_seeds: int, jobs: int) -> dict[str, list[CellResult]]:
+    """All cells of these parts, and the row that more seeds are run for."""
+    target, gap, cost_ms = ROW
+    tasks, rows = [], []
+    for part in parts:
+        loads = tuple(load_of(folder, part, seed) for seed in range(1, max(seeds, row_seeds) + 1))
+        tasks.append(Task(loads=loads[:seeds]))
+        rows.append(Task(loads=loads[:row_seeds], costs=(cost_ms,), targets=(target,), gaps=(gap,)))
+    return {"cells": figures(tasks, jobs), "row": [cell for cell in figures(rows, jobs) if cell.rule == OURS]}
+
+
 def figures(tasks: Sequence[Task], jobs: int) -> list[CellResult]:
     found = spread(Task.run, tasks, silent, Workers(processes=jobs))
     return [cell for cells in found for cell in cells]
@@ -106,13 +119,13 @@ def quick() -> list[CellResult]:
 
 
 def sources() -> str:
-    """A hash of what decided and simulated."""
+    """A hash of what decided and simulated: another word about it, or another page of it, makes no figure stale."""
     import valve_hook.policy
     import valve_tools.lab.granted
 
     digest = hashlib.sha256()
     for package in (valve_hook.policy, valve_tools.lab.granted):
         for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
-            if path.name != "page.py":
-                digest.update(path.name.encode() + path.read_bytes())
+            if path.name not in WRITERS:
+                digest.update(path.name.encode() + code_of(path.read_text("utf-8")).encode())
     return digest.hexdigest()[:16]

@@ -17,12 +17,11 @@ class FolderControl:
     """Reads the byte that `valve tune pause` and others write; `stop` is the same process's own wish (Ctrl-C)."""
 
     def __init__(self, folder: JobFolder) -> None:
-        if not (folder.path / WANTED).exists() or not folder.wanted():
+        path = folder.path / WANTED
+        if not path.exists() or not path.stat().st_size:
             folder.want(GO)
-        descriptor = os.open(folder.path / WANTED, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
         try:
-            if os.fstat(descriptor).st_size == 0:
-                os.pwrite(descriptor, GO, 0)
             self._byte = mmap.mmap(descriptor, 1)
         finally:
             os.close(descriptor)

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.keeper import EngineKeeper
 from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
 from valve_tune.serve.patience import AsksRouter, PatientLink
-from valve_tune.serve.publish import FILES, copied, token_in
+from valve_tune.serve.publish import FILES, copied, drop_old, token_in
 from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
 from valve_tune.train.data import Rows
@@ -75,6 +75,9 @@ class FleetWorker:
         self._refused = -1  # the version of which the router refused this trainer's average
         self._number = 0
         self._is_unsure, self._begun = False, ""
+        self._stands_at: tuple[
+            str, ...
+        ] = ()  # version and push that are in the trainer, and nothing beyond; else empty
         self.version = -1
         self._took_s = 0.0
         self._silent_s = 60.0
@@ -146,17 +149,24 @@ class FleetWorker:
             self._offer = None  # a router that has forgotten the job is refused: it would begin at version 0
         joined = self._link.ask("join", {"job": self._job, "name": self._name})
         self._silent_s = joined["silent_s"]
-        with self._alive(joined["trainer"]):
-            start = self._link.blob(joined["start"])
-            if joined["version"] != self.version and joined["version"] > 0:
-                self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
-                self._moved(joined["version"], joined.get("kept", 0))  # an older router does not count
-            self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
+        stands_at = (joined["start"], joined["push"])
+        if joined["version"] != self.version or stands_at != self._stands_at:
+            with self._alive(joined["trainer"]):
+                self._begin(joined)
+        self._stands_at = stands_at
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
         begun = f"version {self.version}: {joined['steps']} steps of this round are kept"
         if begun != self._begun:  # once, however often it joins
             self._say(begun)
         self._begun = begun
+
+    def _begin(self, joined: dict[str, Any]) -> None:
+        self._stands_at = ()
+        start = self._link.blob(joined["start"])
+        if joined["version"] != self.version and joined["version"] > 0:
+            self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
+            self._moved(joined["version"], joined.get("kept", 0))  # an older router does not count
+        self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
 
     def _once(self) -> str:
         asked = {"job": self._job, "trainer": self._number, "version": self.version, "replica": self._replica}
@@ -164,6 +174,7 @@ class FleetWorker:
         self._took_s = 0.0
         if "number" in told:
             began = time.monotonic()
+            self._stands_at = ()
             self._trainer.compute(told["number"])
             self._took_s = time.monotonic() - began
             if self._trainer.steps_since_push >= self._push_steps:
@@ -214,7 +225,7 @@ def own_name(path: Path) -> str:
 
 def command(options: argparse.Namespace) -> int:
     from valve_tune.serve import flags
-    from valve_tune.train.job import Hopeless, Stopped
+    from valve_tune.train.job import Hopeless, Stopped, said
 
     values = flags.values(options)
     spec, rows = rows_of({**values, "max_steps": max(1, options.rounds * options.sync_steps)})
@@ -231,7 +242,7 @@ def command(options: argparse.Namespace) -> int:
         except torch.OutOfMemoryError as error:
             end, message = End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size"
         except (BadBase, NotShared, BadTarget, BadAdapter, FolderError, Hopeless, OSError) as error:
-            end, message = End.FAILED, str(error)
+            end, message = End.FAILED, said(error, spec.out)
         outcome = Outcome(end=end, step=folder.status().step, message=message)
         try:
             folder.say(state_after(outcome, folder), outcome.step, message)
@@ -259,7 +270,7 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     said = {"rounds": options.rounds, "round_batches": batches, "limit_s": 60.0 * options.sync_minutes}
     token = token_in(options.publish_token_file, "--publish-token-file")
     keepers = [EngineKeeper(url, token, job, partial(print, flush=True)) for url in options.publish_to]
-    publish = publisher(folder, trainer, job, keepers)
+    publish = publisher(folder, trainer, job, keepers, options.keep_versions)
 
     def moved(version: int, kept: int) -> None:  # a round that its time ended kept less than --sync-steps
         folder.say("running", kept // spec.gradient_accumulation_steps)
@@ -287,8 +298,11 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     return version
 
 
-def publisher(folder: JobFolder, trainer: Any, job: str, keepers: list[EngineKeeper]) -> Callable[[int], None]:
-    """A version of the fleet becomes a folder here, and an adapter of that name in this node's engines."""
+def publisher(
+    folder: JobFolder, trainer: Any, job: str, keepers: Sequence[EngineKeeper], keep: int = 0
+) -> Callable[[int], None]:
+    """A version of the fleet becomes a folder here, and an adapter of that name in this node's engines. The `keep`
+    newest folders stay, and those that an engine has; 0: all."""
 
     def publish(version: int) -> None:
         trainer.state.finish()  # the trainer has just taken the version up
@@ -299,6 +313,9 @@ def publisher(folder: JobFolder, trainer: Any, job: str, keepers: list[EngineKee
             raise FolderError(f"{home}: is another adapter, of an earlier job {job}; choose another --job or --out")
         for keeper in keepers:
             keeper.hand(home)
+        used = [keeper.uses() for keeper in keepers]
+        if keep and None not in used:
+            drop_old(home.parent, job, keep, set().union(*(names or () for names in used)))
 
     return publish
 
@@ -336,6 +353,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "stands for no limit.",
     )
     option(one, "--average", METHODS[0], "How the averages are made.", choices=METHODS[:2])
+    keep = "Keep so many versions in OUT/published, and those that an engine of --publish-to has. 0 stands for all."
+    option(one, "--keep-versions", 10, keep, type=whole(0))
     often = "Send the work after so many steps. A dead node costs no more."
     option(one, "--push-steps", 10, often, type=whole(1))
     one.add_argument(

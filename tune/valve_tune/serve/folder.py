@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from valve_tune.train.checkpoint import named
 from valve_tune.train.spec import HOW, LOOKS, JobSpec, SpecError
 
 JOB, STATUS, LOCK, WANTED = "job.json", "status.json", "lock", "wanted"
@@ -37,10 +38,11 @@ class JobStatus:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Old or new, never half: a full disk leaves the old one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Old or new, never half: a full disk leaves the old one. A file has one writer, so what a kill leaves beside it is
+    the next one's to overwrite."""
+    beside = path.with_name(f".{path.name}.new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with named(path), beside.open("w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -161,7 +163,8 @@ class JobFolder:
         """One byte, read by the trainer from a shared mapping between any two tiles."""
         descriptor = os.open(self.path / WANTED, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            os.pwrite(descriptor, word, 0)
+            with named(self.path / WANTED):
+                os.pwrite(descriptor, word, 0)
         finally:
             os.close(descriptor)
 

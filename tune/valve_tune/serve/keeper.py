@@ -29,6 +29,7 @@ class EngineKeeper:
         self._waiting: Path | None = None  # the version that it has still to get
         self._given: list[Path] = []  # it had these, oldest first
         self._base = ("", "")  # that took them
+        self._loaded: set[str] | None = None  # what it had when it was asked last
         self._was_away, self._trouble = False, ""
         self._pause_s = self._next_s = 0.0  # what was refused is tried again then
         self._changing = threading.Lock()  # of what waits; never held while the engine is asked
@@ -41,6 +42,14 @@ class EngineKeeper:
         with self._changing:
             self._waiting = version
         self._has_more.set()
+
+    def uses(self) -> set[str] | None:
+        """The versions that it has or is to get. None: it has not said yet what it has."""
+        if self._loaded is None:
+            return None
+        with self._changing:
+            waiting = [self._waiting] if self._waiting else []
+        return self._loaded | {one.name for one in (*self._given, *waiting)}
 
     def close(self) -> None:
         """One last try for what waits, and not without end."""
@@ -83,7 +92,7 @@ class EngineKeeper:
             self._next_s = time.monotonic() + self._pause_s
 
     def _give(self, engine: RunningEngine) -> None:
-        loaded = engine.loaded()
+        loaded = self._loaded = engine.loaded()
         if self._was_away and self._given and not any(one.name in loaded for one in self._given):
             if (engine.base, engine.root) != self._base:
                 raise EngineError(

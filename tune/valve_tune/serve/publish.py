@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,18 @@ def copied(source: Path, target: Path) -> Path:
     """A whole copy, or nothing."""
     with _alone(target.parent):
         return _copied(source, target)
+
+
+def drop_old(home: Path, name: str, keep: int, used: Collection[str]) -> None:
+    """All but the `keep` newest versions, and but those that an engine has: it reads them again where it restarts."""
+    with _alone(home):
+        numbers = sorted(number_of(path.name, name) for path in home.iterdir())
+        for number in numbers[:-keep]:
+            old = home / f"{name}-v{number}"
+            if number and old.name not in used:
+                beside = old.with_name(f".{old.name}.{os.getpid()}")  # a kill leaves no half under the name
+                old.rename(beside)
+                shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager

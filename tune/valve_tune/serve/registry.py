@@ -23,7 +23,7 @@ def remember(folder: JobFolder) -> None:
 def known() -> list[JobFolder]:
     """Folders that still hold a job; others are forgotten."""
     found = []
-    for entry in sorted(home().glob("*")) if home().is_dir() else ():
+    for entry in sorted(home().glob("[!.]*")) if home().is_dir() else ():  # hidden: one that is being written
         folder = JobFolder(entry.read_text(encoding="utf-8").strip())
         if folder.exists():
             found.append(folder)

@@ -8,13 +8,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = ".writing-"
 DAMAGED = "damaged-"
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A write that fails names no file; whoever reads of the full disk must know which one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -30,7 +40,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _forced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
+    with named(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -74,7 +74,7 @@ class Trainer:
             self._resume()
             guard = stand(self.spec, self.model.weights)
         except (BadBase, NotShared, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
-            return Outcome(end=End.FAILED, step=0, message=self._said(error))
+            return Outcome(end=End.FAILED, step=0, message=said(error, self.spec.out))
         try:
             with guard:
                 return self._guarded()
@@ -98,7 +98,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             return self._ended(End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size")
         except (OSError, BadBase, NotShared) as error:
-            return self._outcome(End.FAILED, self._said(error))
+            return self._outcome(End.FAILED, said(error, self.spec.out))
         return self._outcome(End.DONE, "", adapter)
 
     def _ended(self, end: End, message: str) -> Outcome:
@@ -106,7 +106,7 @@ class Trainer:
         try:
             self._save()
         except (OSError, BadBase) as error:
-            return self._outcome(End.FAILED, self._said(error))
+            return self._outcome(End.FAILED, said(error, self.spec.out))
         return self._outcome(end, message)
 
     def _outcome(self, end: End, message: str, adapter: Path | None = None) -> Outcome:
@@ -271,14 +271,15 @@ class Trainer:
         self._checkpoint = self.state.save()
         self._say("checkpoint", self._checkpoint.name)
 
-    def _said(self, error: Exception) -> str:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = error.filename or self.spec.out  # a failed write names no file
-            return f"disk full: {where}; free some space and run again"
-        return str(error)
-
     def _say(self, kind: str, message: str) -> None:
         self.events(TrainEvent(kind=kind, step=self.state.cursor.step, message=message))
+
+
+def said(error: Exception, out: str) -> str:
+    """For the one who reads why a job ended; `out`: where it writes, if the error names no file."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full: {error.filename or out}; free some space and run again"
+    return str(error)
 
 
 def grid_of(spec: JobSpec, model: TileModel, tokens: int) -> Grid:
