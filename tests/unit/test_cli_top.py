@@ -212,7 +212,7 @@ def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
     assert "reversed, held" in screen.drawn[2]
 
 
-KEYS = "import time; from valved.cli.keys import keys\nwith keys(): time.sleep(1000)"
+KEYS = "import time; from rich.console import Console; from valved.cli.keys import keys\nwith keys(Console()): time.sleep(1000)"
 
 
 def test_a_view_that_is_killed_never_keeps_the_terminal():
