@@ -85,7 +85,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     """Pick up what a predecessor left, then apply mode, pause and drain. A mode on the command line wins for good over
     one that was set while a predecessor ran.
     """
-    saved, problem = state.load(run_dir / state.STATE_FILE)
+    saved, problem = state.load(run_dir / paths.STATE_FILE)
     daemon.come_back.begin(config.link.come_back_s, is_first=saved is None and not problem)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)

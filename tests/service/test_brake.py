@@ -15,6 +15,7 @@ from valved.errors import InvalidRequest, NotFound, NotNow
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, Role
 from valved.policy.stopping import Work
+from valved.state import saved
 
 
 @pytest.fixture
@@ -244,18 +245,6 @@ def test_a_daemon_never_ends_for_a_drain_that_was_taken_back_while_memory_moved(
     turn.open()
 
     assert not world.stopped
-
-
-def test_a_drain_that_the_disk_did_not_take_is_never_on_record(world, monkeypatch):
-    def full(path, *_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_text", full)
-
-    with pytest.raises(NotNow):
-        world.node.drain("me", stop=False)
-
-    assert [event.reason for event in world.events(EventKind.POLICY)] == []
 
 
 def test_a_gpu_that_is_not_there_is_never_called_unknown_without_those_that_are(world):
@@ -564,13 +553,49 @@ def test_a_brake_that_holds_on_a_full_disk_is_never_reported_as_failed(world, na
     assert world.brake.switches.is_closed
 
 
-@pytest.mark.parametrize("name", ["pause", "drain"])
-def test_a_brake_that_cannot_be_set_is_never_an_error_without_a_next_step(world, name, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
+def refuse(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
 
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_offline_work_never_runs_on_because_no_file_takes_the_order(world, name, monkeypatch):
+    """On the day on which the file system fails, the one order that must work is to stop."""
     monkeypatch.setattr(Path, "write_text", refuse)
 
-    with pytest.raises(NotNow, match="Read-only") as refused:
-        getattr(world.brake, name)("alice")
-    assert refused.value.next_step
+    getattr(world.brake, name)("alice")
+
+    assert world.brake.switches.is_closed
+    (lost,) = world.node.status().unwritten
+    assert (Path(lost.path).name, lost.error) == (name, "Read-only file system")
+    assert "until valved ends" in lost.loss
+    world.node.resume()
+    assert not world.brake.switches.is_closed
+    assert not world.node.status().unwritten
+
+
+def test_an_order_that_a_file_holds_by_now_is_never_called_unwritten(world, monkeypatch):
+    with monkeypatch.context() as trouble:
+        trouble.setattr(Path, "write_text", refuse)
+        world.brake.pause("alice")
+
+    world.brake.pause("bob")
+
+    assert not world.node.status().unwritten
+    assert world.brake.paused_by == "bob"
+
+
+def test_a_setting_that_a_restart_would_forget_is_never_reported_without_that(world, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as trouble:
+        trouble.setattr(saved, "save", full)
+        world.node.set_policy(Mode.OBSERVE, {}, 0)
+
+        (lost,) = world.node.status().unwritten
+        assert (Path(lost.path).name, lost.error) == ("state.json", "No space left on device")
+        assert "mode" in lost.loss
+    world.run(1500)  # it is tried again each second
+
+    assert not world.node.status().unwritten
+    assert world.events(EventKind.NOTED)[-1].reason == "state file: it is written again"

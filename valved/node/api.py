@@ -37,7 +37,8 @@ class Node:
     stop: Callable[[], None]
 
     def status(self) -> NodeState:
-        return self._reporter.status()
+        unwritten = (*self._handover.unwritten(), *self._brake.unwritten(), *self._journal.unwritten())
+        return replace(self._reporter.status(), unwritten=unwritten)
 
     @property
     def epoch(self) -> int:

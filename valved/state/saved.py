@@ -23,7 +23,6 @@ from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
 VERSION = 1
-STATE_FILE = "state.json"
 LOCK_FILE = "valved.lock"
 BAD = ".bad"
 NEXT_FILE = "valved.next"  # locked by a successor that waits
