@@ -170,9 +170,10 @@ class Handover:
         books.next_service = max((books.next_service, *filter(is_number, next_services)))
         books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            self._journal.emit(
-                EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
-            )
+            what, why = "counters", "the boot or the driver is another"
+            if not saved.boot_id and not saved.counters:
+                what, why = "mode and cooldown", "its state is of another version"
+            self._journal.emit(EventKind.TAKEN_OVER, reason=f"only {what} were taken over: {why}")
             self._unsaved.clear()
             return
         for service in saved.services:

@@ -167,10 +167,18 @@ def load(path: Path) -> tuple[SavedState | None, str]:
     problem = ""
     try:
         data = read_file(path)
+        said = msgspec.json.decode(data)
+        version = said.get("version") if isinstance(said, dict) else None
+        if isinstance(version, int) and version != VERSION:
+            keep_bad(path)
+            text = f"{path} is of version {version}, this valved reads {VERSION}"
+            return _of_another_version(
+                said
+            ), f"{text}: only mode and cooldown were taken over, {path.name}{BAD} has the rest"
         try:
             state = msgspec.json.decode(data, type=SavedState)
-        except msgspec.ValidationError as error:  # values of another version, or a hand's
-            state = sensible(msgspec.json.decode(data))
+        except msgspec.ValidationError as error:  # values of a hand
+            state = sensible(said)
             problem = f"{path}: what makes no sense was left out: {error}"
             keep_bad(path)
     except FileNotFoundError:
@@ -181,10 +189,13 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         with contextlib.suppress(OSError):
             path.replace(path.with_name(path.name + BAD))
         return None, f"{path} is unreadable and was set aside: {told(error)}"
-    if state.version != VERSION:
-        keep_bad(path)
-        return None, f"{path} is of version {state.version}, this valved reads {VERSION}: it was set aside"
     return state, problem
+
+
+def _of_another_version(said: dict[str, Any]) -> SavedState:
+    """What an operator set, as far as its words are ours: an upgrade that is taken back must not begin to harvest. No
+    number of a channel or a process: in that version it may mean something else."""
+    return sensible({"version": VERSION, "boot_id": "", "driver": "", "policy": said.get("policy", {})})
 
 
 def sensible(said: object) -> SavedState:
