@@ -213,7 +213,11 @@ def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
     assert "reversed, held" in screen.drawn[2]
 
 
-KEYS = "import time; from rich.console import Console; from valved.cli.keys import keys\nwith keys(Console()): time.sleep(1000)"
+KEYS = """
+import signal, time; from rich.console import Console; from valved.cli.keys import keys
+for number in (signal.SIGHUP, signal.SIGQUIT): signal.signal(number, signal.SIG_DFL)  # the tests may ignore them
+with keys(Console()): time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -240,7 +244,8 @@ def test_a_view_that_is_killed_never_keeps_the_terminal(terminal, how):
 
 
 SCREEN = """
-import time; from rich.live import Live; from valved.cli.keys import keys; from valved.cli.tables import Paper
+import os, signal, time; os.setpgrp(); signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as a job of a shell
+from rich.live import Live; from valved.cli.keys import keys; from valved.cli.tables import Paper
 console = Paper()
 with keys(console), Live(console=console, auto_refresh=False, screen=True): time.sleep(1000)
 """
@@ -260,7 +265,7 @@ def test_a_view_that_is_stopped_never_leaves_its_shell_without_screen_and_cursor
     """By Ctrl-Z. When it goes on, it has them again."""
     seen, end = terminal
     before = termios.tcgetattr(end)
-    view = subprocess.Popen([sys.executable, "-c", SCREEN], stdin=end, stdout=end, preexec_fn=os.setpgrp)
+    view = subprocess.Popen([sys.executable, "-c", SCREEN], stdin=end, stdout=end)
     try:
         reads(seen, ENTERS, HIDES)
         in_view = termios.tcgetattr(end)

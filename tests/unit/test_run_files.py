@@ -124,7 +124,7 @@ def test_a_valved_that_is_put_back_never_harvests_where_its_successor_was_told_n
 
     assert found is not None
     assert found.policy == state.SavedPolicy(mode=Mode.OFF, cooldown=(1, 2, 3, 4.0, 5))
-    assert not (found.services or found.clients or found.frozen or found.ending or found.boot_id)
+    assert [*found.services, *found.clients, *found.frozen, *found.ending, found.boot_id] == [""]
     assert "only mode and cooldown" in problem
 
 

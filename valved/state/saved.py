@@ -171,10 +171,10 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         version = said.get("version") if isinstance(said, dict) else None
         if isinstance(version, int) and version != VERSION:
             keep_bad(path)
-            text = f"{path} is of version {version}, this valved reads {VERSION}"
-            return _of_another_version(
-                said
-            ), f"{text}: only mode and cooldown were taken over, {path.name}{BAD} has the rest"
+            text = (
+                f"{path} is of version {version}, this valved reads {VERSION}: only mode and cooldown were taken over"
+            )
+            return _of_another_version(said), f"{text}; {path.name}{BAD} has the rest"
         try:
             state = msgspec.json.decode(data, type=SavedState)
         except msgspec.ValidationError as error:  # values of a hand
