@@ -215,7 +215,7 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> A
 
     more, missing = (room.metrics, room.reports.missing) if room is not None else (None, None)
     try:
-        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
+        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.lasting_status, more, missing)
     except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
         why = getattr(error, "strerror", None) or error
         daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}")

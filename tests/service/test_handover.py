@@ -10,10 +10,12 @@ import pytest
 from fake_gate import FakeGate
 from node_world import World, successor
 from ports import free_ports
+from prometheus_client.parser import text_string_to_metric_families
 from scarce import left
 
 from valved.daemon import take_over
 from valved.errors import InvalidRequest
+from valved.metrics import render
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role, ServiceId
 from valved.model.memory import ReservationState
@@ -41,6 +43,33 @@ def test_counters_and_receipts_survive(first):
     assert second.gating.counters.restarts == 1
     assert second.gating.gpus[0].harvest_ns == first.gating.gpus[0].harvest_ns > 0
     assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
+
+
+def test_what_was_scraped_is_never_taken_back_by_a_kill(first):
+    """To Prometheus a counter that falls began anew: all that the service was ever delayed would be one more delay."""
+
+    def page(world):
+        text = render(world.node.lasting_status).decode()
+        return {
+            (sample.name, *sample.labels.items()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if family.type in ("counter", "histogram") and not sample.name.endswith("_created")
+        }
+
+    _, online = first.offline(), first.online()
+    first.run(200)
+    first.handover.save()
+    for _ in range(5):
+        first.work(online, ms=5)
+        first.run(200)
+    before = page(first)
+
+    after = page(successor(first, was_killed=True))
+
+    assert before["valve_gates_total",] > 0
+    assert {name for name, value in after.items() if 0 < value < before.get(name, 0)} == set()
+    assert after["valve_gates_total",] >= before["valve_gates_total",]
 
 
 def test_useful_tokens_are_counted_once_however_often_valved_and_the_engine_s_link_begin_anew(first):
