@@ -45,6 +45,26 @@ def test_counters_and_receipts_survive(first):
     assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
 
 
+def test_a_service_never_loses_its_claim_because_an_upgrade_is_taken_back(first):
+    """It would be refused as a stranger until somebody starts it anew, and its GPU guarded."""
+    online = first.online(pid=200, name="chat")
+    first.offline()
+    service = first.service_of(online)
+    first.node.set_policy(Mode.OBSERVE, {}, 0)
+    path = first.folder / "state.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "version": state.VERSION + 1}))
+
+    saved, problem = state.load(path)
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    second.handover.restore(saved, come_back_s=2.0)
+
+    assert "version" in problem
+    assert second.handover.policy.mode is Mode.OBSERVE
+    assert (second.books.services[service].name, second.books.services[service].role) == ("chat", Role.ONLINE)
+    assert len(second.register.channels.leftovers) == 0
+
+
 def test_what_was_scraped_is_never_taken_back_by_a_kill(first):
     """To Prometheus a counter that falls began anew: all that the service was ever delayed would be one more delay."""
 

@@ -124,8 +124,8 @@ def test_a_valved_that_is_put_back_never_harvests_where_its_successor_was_told_n
 
     assert found is not None
     assert found.policy == state.SavedPolicy(mode=Mode.OFF, cooldown=(1, 2, 3, 4.0, 5))
-    assert [*found.services, *found.clients, *found.frozen, *found.ending, found.boot_id] == [""]
-    assert "only mode and cooldown" in problem
+    assert [*found.services, *found.clients, *found.frozen, *found.ending] == []
+    assert "only settings and claims" in problem
 
 
 def test_events_are_never_written_to_a_pipe_whose_reader_could_hold_up_the_daemon(tmp_path, caplog):

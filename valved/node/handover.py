@@ -170,12 +170,13 @@ class Handover:
         books.next_service = max((books.next_service, *filter(is_number, next_services)))
         books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            what, why = "counters", "the boot or the driver is another"
-            if not saved.boot_id and not saved.counters:
-                what, why = "mode and cooldown", "its state is of another version"
-            self._journal.emit(EventKind.TAKEN_OVER, reason=f"only {what} were taken over: {why}")
+            what = "counters" if saved.version == files.VERSION else "settings"
+            reason = f"only {what} were taken over: the boot or the driver is another"
+            self._journal.emit(EventKind.TAKEN_OVER, reason=reason)
             self._unsaved.clear()
             return
+        if saved.version != files.VERSION:
+            self._unsaved.clear()  # its channels are not ours to read
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))

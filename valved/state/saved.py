@@ -172,7 +172,7 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         if isinstance(version, int) and version != VERSION:
             keep_bad(path)
             text = (
-                f"{path} is of version {version}, this valved reads {VERSION}: only mode and cooldown were taken over"
+                f"{path} is of version {version}, this valved reads {VERSION}: only settings and claims were taken over"
             )
             return _of_another_version(said), f"{text}; {path.name}{BAD} has the rest"
         try:
@@ -193,9 +193,11 @@ def load(path: Path) -> tuple[SavedState | None, str]:
 
 
 def _of_another_version(said: dict[str, Any]) -> SavedState:
-    """What an operator set, as far as its words are ours: an upgrade that is taken back must not begin to harvest. No
-    number of a channel or a process: in that version it may mean something else."""
-    return sensible({"version": VERSION, "boot_id": "", "driver": "", "policy": said.get("policy", {})})
+    """What an operator set and who was claimed, as far as its words are ours: an upgrade that is taken back must not
+    begin to harvest, and its services stay what they are. No channels, whose numbers may mean something else there."""
+    named = {name: said[name] for name in ("boot_id", "driver") if isinstance(said.get(name), str)}
+    parts = {name: said[name] for name in ("version", "policy", "services") if name in said}
+    return sensible({"boot_id": "", "driver": "", **named, **parts})
 
 
 def sensible(said: object) -> SavedState:
