@@ -10,12 +10,10 @@ import pytest
 from fake_gate import FakeGate
 from node_world import World, successor
 from ports import free_ports
-from prometheus_client.parser import text_string_to_metric_families
 from scarce import left
 
 from valved.daemon import take_over
 from valved.errors import InvalidRequest
-from valved.metrics import render
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role, ServiceId
 from valved.model.memory import ReservationState
@@ -43,53 +41,6 @@ def test_counters_and_receipts_survive(first):
     assert second.gating.counters.restarts == 1
     assert second.gating.gpus[0].harvest_ns == first.gating.gpus[0].harvest_ns > 0
     assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
-
-
-def test_a_service_never_loses_its_claim_because_an_upgrade_is_taken_back(first):
-    """It would be refused as a stranger until somebody starts it anew, and its GPU guarded."""
-    online = first.online(pid=200, name="chat")
-    first.offline()
-    service = first.service_of(online)
-    first.node.set_policy(Mode.OBSERVE, {}, 0)
-    path = first.folder / "state.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps({**said, "version": state.VERSION + 1}))
-
-    saved, problem = state.load(path)
-    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
-    second.handover.restore(saved, come_back_s=2.0)
-
-    assert "version" in problem
-    assert second.handover.policy.mode is Mode.OBSERVE
-    assert (second.books.services[service].name, second.books.services[service].role) == ("chat", Role.ONLINE)
-    assert len(second.register.channels.leftovers) == 0
-
-
-def test_what_was_scraped_is_never_taken_back_by_a_kill(first):
-    """To Prometheus a counter that falls began anew: all that the service was ever delayed would be one more delay."""
-
-    def page(world):
-        text = render(world.node.lasting_status).decode()
-        return {
-            (sample.name, *sample.labels.items()): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if family.type in ("counter", "histogram") and not sample.name.endswith("_created")
-        }
-
-    _, online = first.offline(), first.online()
-    first.run(200)
-    first.handover.save()
-    for _ in range(5):
-        first.work(online, ms=5)
-        first.run(200)
-    before = page(first)
-
-    after = page(successor(first, was_killed=True))
-
-    assert before["valve_gates_total",] > 0
-    assert {name for name, value in after.items() if 0 < value < before.get(name, 0)} == set()
-    assert after["valve_gates_total",] >= before["valve_gates_total",]
 
 
 def test_useful_tokens_are_counted_once_however_often_valved_and_the_engine_s_link_begin_anew(first):

@@ -111,10 +111,8 @@ class Handover:
         self._took_ns = self._clock.now_ns() - began_ns
 
     def unwritten(self) -> list[UnwrittenState]:
-        if not self.problem:
-            return []
         loss = "a valved that is started anew does not know what changed since: mode, settings, claims"
-        return [UnwrittenState(path=plain(str(self._path)), error=self.problem, loss=loss)]
+        return [UnwrittenState(path=plain(str(self._path)), error=self.problem, loss=loss)] if self.problem else []
 
     def note_channel(self, entry: ClientEntry, channel: ChannelRef) -> None:
         """Before it can be switched off: the state file names it a moment later."""
@@ -170,8 +168,7 @@ class Handover:
         books.next_service = max((books.next_service, *filter(is_number, next_services)))
         books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            what = "counters" if saved.version == files.VERSION else "settings"
-            reason = f"only {what} were taken over: the boot or the driver is another"
+            reason = "only counters and settings were taken over: the boot or the driver is another"
             self._journal.emit(EventKind.TAKEN_OVER, reason=reason)
             self._unsaved.clear()
             return
