@@ -39,7 +39,6 @@ from valved.node.kv import Kv, put_together
 from valved.node.leaving import Leaving
 from valved.node.news import ClientsNews, GateNews
 from valved.node.status import Reporter
-from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.lived import Lived
 from valved.state.registry import Books
@@ -118,7 +117,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     leaving = Leaving(config, books, register, journal, clock, processes, outer.signals, endings, ladder)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
     handover = Handover(
-        run_dir / state.STATE_FILE,
+        run_dir / paths.STATE_FILE,
         gate,
         books,
         gating,

@@ -85,7 +85,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     """Pick up what a predecessor left, then apply mode, pause and drain. A mode on the command line wins for good over
     one that was set while a predecessor ran.
     """
-    saved, problem = state.load(run_dir / state.STATE_FILE)
+    saved, problem = state.load(run_dir / paths.STATE_FILE)
     daemon.come_back.begin(config.link.come_back_s, is_first=saved is None and not problem)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)
@@ -215,7 +215,7 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> A
 
     more, missing = (room.metrics, room.reports.missing) if room is not None else (None, None)
     try:
-        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
+        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.lasting_status, more, missing)
     except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
         why = getattr(error, "strerror", None) or error
         daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 MOST_TEXT = 200  # of what somebody else wrote, in a message that people read in a terminal
 
 
@@ -15,6 +17,19 @@ def told(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+_CURES = {
+    errno.ENOSPC: "make room there: space, or names of files (df, df -i)",
+    errno.EDQUOT: "make room there: this user's quota is used up",
+    errno.EROFS: "that file system can only be read now: see the kernel log, then mount it for writing again",
+    errno.EIO: "that device fails: see the kernel log",
+}
+
+
+def cure(error: OSError, otherwise: str) -> str:
+    """The next step where a file could not be written; `otherwise`: where the user or the name may be the wrong one."""
+    return _CURES.get(error.errno or 0, otherwise)
 
 
 class ValveError(Exception):

@@ -15,7 +15,7 @@ import msgspec
 from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.daemon import run
-from valved.errors import ValveError, told
+from valved.errors import ValveError, cure, told
 from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
 from valved.machine.priority import hurry
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             folder.take(replace=options.replace)
         cards.take()
     except (ValveError, OSError) as error:
-        next_step = getattr(error, "next_step", "")
+        next_step = cure(error, "") if isinstance(error, OSError) else error.next_step
         print(f"valved: {told(error)}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
     mode_flag = Mode(options.mode) if options.mode else None
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         if asyncio.run(run(config, folder, gate, LinuxProcesses(), mode_flag)):
             gate.close()
     except OSError as error:
-        log.error("failed", extra={"facts": {"error": told(error)}})
+        log.error("failed", extra={"facts": {"error": told(error), "next": cure(error, "")}})
         return EXIT_FAILED
     finally:
         cards.release()

@@ -22,6 +22,7 @@ API_SOCKET = "valved.sock"
 VIEW_SOCKET = "view.sock"  # answers questions, changes nothing
 PAUSE_FILE = "pause"
 DRAIN_FILE = "drain"
+STATE_FILE = "state.json"
 WEIGHTS_FILE = "weights.json"  # which online services share their weights (clients/sharing.py)
 LOG_FILE = "valved.log"
 

@@ -67,7 +67,7 @@ def test_who_may_look_reads_and_never_steers(shared):
     assert "valved" in as_user(node, "status", groups=[view]).stdout
     told = as_user(node, "pause", groups=[view])
     assert told.returncode == 4
-    assert "is for reading only" in told.stderr
+    assert "may only look" in told.stderr
     assert not node.status().paused
 
 

@@ -246,18 +246,6 @@ def test_a_daemon_never_ends_for_a_drain_that_was_taken_back_while_memory_moved(
     assert not world.stopped
 
 
-def test_a_drain_that_the_disk_did_not_take_is_never_on_record(world, monkeypatch):
-    def full(path, *_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_text", full)
-
-    with pytest.raises(NotNow):
-        world.node.drain("me", stop=False)
-
-    assert [event.reason for event in world.events(EventKind.POLICY)] == []
-
-
 def test_a_gpu_that_is_not_there_is_never_called_unknown_without_those_that_are(world):
     with pytest.raises(NotFound, match="there is no GPU 9 here") as refused:
         world.node.explain("gpu", 9)
@@ -562,15 +550,3 @@ def test_a_brake_that_holds_on_a_full_disk_is_never_reported_as_failed(world, na
         world.brake.drain("alice")
 
     assert world.brake.switches.is_closed
-
-
-@pytest.mark.parametrize("name", ["pause", "drain"])
-def test_a_brake_that_cannot_be_set_is_never_an_error_without_a_next_step(world, name, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-
-    with pytest.raises(NotNow, match="Read-only") as refused:
-        getattr(world.brake, name)("alice")
-    assert refused.value.next_step

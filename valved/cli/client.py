@@ -90,6 +90,18 @@ def may_use(folder: Path, name: str = API_SOCKET) -> bool:
         return False
 
 
+def unwritten(status: Any, name: str) -> Any | None:
+    """What valved says of its file of this name, if it could not write it."""
+    return next((one for one in status.unwritten if os.path.basename(one.path) == name), None)
+
+
+def must_last(status: Any, name: str, what: str) -> None:
+    """CliError: it is in force, and yet not all was done that was asked for."""
+    if (lost := unwritten(status, name)) is not None:
+        text = f"{what}, but only until valved ends: {lost.path} cannot be written: {lost.error}"
+        raise CliError(text, FAILED, "see that it can be written; valve status says which files valved cannot write")
+
+
 @contextlib.contextmanager
 def node() -> Iterator[NodeClient]:
     """The valved of this node, or CliError(NOT_RUNNING) at the first call."""

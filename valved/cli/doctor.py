@@ -39,6 +39,7 @@ VERSION_FILE = Path("/proc/driver/nvidia/version")
 ONLINE = node_pb2.ROLE_ONLINE
 PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
 LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
+WRITABLE = "see that it can be written (df, df -i, the kernel log); valved tries again by itself"
 CORES, LONG_WAIT_NS = "cores", 50_000  # of the gate's threads: what Valve's own share of a stop may take (P1)
 ENOUGH_RUNS = 100  # those of the start are not like those of stops
 REAL_TIME = "set fifo_priority = 5 (Kubernetes: in the chart's daemon.config), or run less beside it"
@@ -260,6 +261,7 @@ def check_valved() -> list[Finding]:
     widths = [len(service.gpus) for service in answer.services if service.role == ONLINE]
     return [
         judge_valved(answer),
+        *(broken("files", f"{one.path}: {one.error}: {one.loss}", WRITABLE) for one in answer.unwritten),
         *judge_gate(answer.pid),
         judge_loop(answer.pid),
         judge_lock(answer.driver, widths),

@@ -16,8 +16,9 @@ from typing import Any
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import NodeClient, node
+from valved.cli.client import NodeClient, must_last, node
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, STILL_THERE, CliError
+from valved.paths import DRAIN_FILE
 
 LOOK_S = 0.2
 AWAY_S = 60.0  # longer than systemd takes to end a valved that hangs, and to start the next
@@ -59,9 +60,9 @@ def drain(options: argparse.Namespace) -> int:
                 raise CliError(f"still there after {options.timeout:g} s: {', '.join(left)}", STILL_THERE, step)
             time.sleep(LOOK_S)
             status = look(connection, status, silence)
-    print(
-        "drained: no offline process is left" + (", valved ends" if options.stop else "; none runs until: valve resume")
-    )
+    text = "drained: no offline process is left"
+    print(text + (", valved ends" if options.stop else "; none runs until: valve resume"), flush=True)
+    must_last(status, DRAIN_FILE, "this node is drained")
     return OK
 
 

@@ -12,6 +12,10 @@ import time
 import tty
 from collections.abc import Iterator
 
+from rich.console import Console
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 class Keys:
     """Waits, and hears keys."""
@@ -40,17 +44,39 @@ class Keys:
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[Keys]:
-    """The keys of this terminal; its settings come back however the view ends."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+def keys(console: Console) -> Iterator[Keys]:
+    """The keys of this terminal. It is as it was before however the view ends, and while it is stopped (Ctrl-Z)."""
+    if not (sys.stdin.isatty() and is_live(console)):
         yield Keys(None)
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    former = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # nor may a kill keep them
-    try:
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    def stop(number: int, _frame: object) -> None:
+        had_screen = console.is_alt_screen
+        console.show_cursor()
+        console.set_alt_screen(enable=False)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # returns when the shell lets us go on
+        signal.signal(number, stop)
+        tty.setcbreak(fd)
+        console.set_alt_screen(enable=had_screen)
+        console.show_cursor(show=not had_screen)
+
+    with contextlib.ExitStack() as last:
+        for number, handler in (*((number, end) for number in ENDS), (signal.SIGTSTP, stop)):
+            if (former := signal.getsignal(number)) is not signal.SIG_IGN:  # nohup
+                last.callback(signal.signal, number, former)
+                signal.signal(number, handler)
+        last.callback(termios.tcsetattr, fd, termios.TCSADRAIN, before)
         tty.setcbreak(fd)
         yield Keys(fd)
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGTERM, former)
+
+
+def is_live(console: Console) -> bool:
+    """Whether what stands there can be drawn anew: no pipe can, nor a terminal like that of Emacs' shell."""
+    return console.is_terminal and not console.is_dumb_terminal

@@ -15,8 +15,9 @@ from typing import Any
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import node
+from valved.cli.client import must_last, node
 from valved.cli.exits import NOT_RUNNING, OK, CliError
+from valved.errors import cure
 from valved.model.plain import plain
 from valved.paths import DRAIN_FILE, PAUSE_FILE, make, run_dir
 
@@ -45,7 +46,7 @@ def pause(_options: argparse.Namespace) -> int:
         return _ask("Pause", node_pb2.PauseRequest(by=_who()))
     except OSError as error:
         if not path.is_file():  # a full disk still takes names, and an empty file says enough
-            raise _not_ours(path, error) from None
+            return _without_file(path, error)
     print(f"paused: the file {path} is there", flush=True)  # whatever becomes of the rest: valved watches this file
     return _tell("Pause", node_pb2.PauseRequest(by=_who()), "valved stops offline work when it sees the file")
 
@@ -63,10 +64,22 @@ def resume(_options: argparse.Namespace) -> int:
     return _tell("Resume", node_pb2.ResumeRequest(), "valved lets offline work run when it sees that the file is gone")
 
 
+def _without_file(path: Path, error: OSError) -> int:
+    """A file system in trouble: a valved that answers stops offline work all the same."""
+    try:
+        return _ask("Pause", node_pb2.PauseRequest(by=_who()))
+    except CliError as refusal:
+        if refusal.code == NOT_RUNNING:
+            raise _not_ours(path, error) from None
+        raise
+
+
 def _ask(method: str, request: Any) -> int:
-    """The folder is another user's: valved does it, if we may ask."""
+    """Valved does it, if we may ask: the folder is another user's, or takes no file."""
     with node() as connection:
-        print(f"mode: {words.mode(connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S))}")
+        status = connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S)
+    print(f"mode: {words.mode(status)}", flush=True)
+    must_last(status, PAUSE_FILE, "offline work is paused")
     return OK
 
 
@@ -86,7 +99,7 @@ def _tell(method: str, request: Any, otherwise: str) -> int:
 def _not_ours(path: Path, error: OSError) -> CliError:
     is_ours = not isinstance(error, PermissionError)
     step = "see that this folder can be written" if is_ours else "use the user that runs valved, for example with sudo"
-    return CliError(f"{path}: {error.strerror}", next_step=step)
+    return CliError(f"{path}: {error.strerror}", next_step=cure(error, step))
 
 
 def _brake() -> Path:

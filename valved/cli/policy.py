@@ -9,9 +9,10 @@ from google.protobuf.json_format import MessageToJson
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import node
+from valved.cli.client import must_last, node
 from valved.cli.drain import staying
 from valved.cli.exits import OK, USAGE, CliError
+from valved.paths import STATE_FILE
 
 MODES: dict[str, Any] = {word: value for value, word in words.MODES.items()}
 MS, S = 1_000_000, 1_000_000_000
@@ -48,10 +49,12 @@ def mode(options: argparse.Namespace) -> int:
         if options.mode:
             connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=MODES[options.mode]))
         status = connection.status()
-    print(f"mode: {words.mode(status)}")
+    print(f"mode: {words.mode(status)}", flush=True)
     left = staying(status) if options.mode and status.mode != node_pb2.MODE_HARVEST else []
     if left:
-        print(f"offline work is stopped and asked to end: {', '.join(left)}")
+        print(f"offline work is stopped and asked to end: {', '.join(left)}", flush=True)
+    if options.mode:
+        must_last(status, STATE_FILE, f"the mode is {options.mode}")
     return OK
 
 
@@ -60,9 +63,13 @@ def policy(options: argparse.Namespace) -> int:
     with node() as connection:
         if wanted:
             answer = connection.call(connection.stub.SetPolicy, node_pb2.Policy(**wanted))
+            status = connection.status()
         else:
             answer = connection.call(connection.stub.GetPolicy, node_pb2.GetPolicyRequest())
-    print(MessageToJson(answer, preserving_proto_field_name=True) if options.json else "\n".join(lines(answer)))
+    text = MessageToJson(answer, preserving_proto_field_name=True) if options.json else "\n".join(lines(answer))
+    print(text, flush=True)
+    if wanted:
+        must_last(status, STATE_FILE, "these settings are in force")
     return OK
 
 

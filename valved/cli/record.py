@@ -7,6 +7,7 @@ form that https://ui.perfetto.dev and chrome://tracing open.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import threading
@@ -18,6 +19,7 @@ from valved.cli import words
 from valved.cli.client import NodeClient, node
 from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.cli.stream import EventStream
+from valved.errors import cure
 from valved.state.trace import read_lines, to_trace_events
 
 Tracked = dict[int, tuple[int, int, dict[str, int]]]
@@ -53,15 +55,26 @@ def record(options: argparse.Namespace) -> int:
         done = threading.Event()
         sampler = threading.Thread(target=sample, args=(connection, samples, done), daemon=True)
         sampler.start()
-        with open_file(options.file) as out:
+        with writing(options.file), open_file(options.file) as out:
             count = follow(connection, out, options.seconds)
         done.set()
         sampler.join()
     document = to_trace_events(read_lines(options.file), names)
     document["traceEvents"] += [{"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "processes"}}, *samples]
-    timeline.write_text(json.dumps(document))
+    with writing(timeline):
+        timeline.write_text(json.dumps(document))
     print(f"{count} events in {options.file}; timeline for ui.perfetto.dev: {timeline}")
     return OK
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of a write names no file."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{path}: {error.strerror}: it is not whole"
+        raise CliError(text, FAILED, cure(error, "name a file that you may write")) from None
 
 
 def open_file(path: Path) -> TextIO:
@@ -69,7 +82,7 @@ def open_file(path: Path) -> TextIO:
     try:
         return path.open("w", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise CliError(f"{path}: {error.strerror}", FAILED, "name a file that you may write") from None
+        raise CliError(f"{path}: {error.strerror}", FAILED, cure(error, "name a file that you may write")) from None
 
 
 def follow(connection: NodeClient, out: TextIO, seconds: float) -> int:

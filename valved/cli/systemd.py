@@ -20,8 +20,8 @@ from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import PATIENCE_S, configured_folder
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
-from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
-from valved.state.saved import STATE_FILE, SavedState, boot_id
+from valved.paths import ENV_RUN_DIR, STATE_FILE, SYSTEM_RUN_DIR
+from valved.state.saved import SavedState, boot_id
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")

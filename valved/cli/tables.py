@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 SENTENCE_WIDTH = 26
+LEAST_WIDTH = 6
 
 
 class Paper(Console):
@@ -42,6 +43,21 @@ class FittingTable:
         self._rows.append(row)
         self._widest = [max(pair, key=lambda cell: cell.cell_len) for pair in zip(self._widest, row, strict=True)]
 
+    def _fit(self, console: Console, shown: Sequence[str], width: int) -> Table:
+        """What no column that may go makes room for, the widest cells pay: a figure of which a part is left out says
+        something else."""
+        table = self._table(shown, self._rows)
+        cells = {name: max(self._widest[self._columns.index(name)].cell_len, len(name)) for name in shown}
+        cells.pop(self._sentence, None)
+        most = Measurement.get(
+            console, console.options.update(width=100_000), self._table(shown, [self._widest], SENTENCE_WIDTH)
+        )
+        if cells and most.maximum > width:
+            widest = max(cells, key=lambda name: cells[name])
+            least = max(LEAST_WIDTH, cells[widest] - (most.maximum - width))
+            table.columns[list(shown).index(widest)].max_width = least
+        return table
+
     def columns_for(self, console: Console, width: int) -> list[str]:
         """The columns that a terminal of this width shows: the widest cells decide, and a live view has no time for
         all."""
@@ -55,7 +71,7 @@ class FittingTable:
 
     def _table(self, shown: Sequence[str], rows: Iterable[Sequence[Text]], most: int | None = None) -> Table:
         """`most`: the width of a sentence, where that is what it may be narrowed to."""
-        table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in shown:
             wraps = name == self._sentence
             table.add_column(name, no_wrap=not wraps, overflow="ellipsis", max_width=most if wraps else None)
@@ -65,4 +81,5 @@ class FittingTable:
         return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self._table(self.columns_for(console, options.max_width), self._rows)
+        yield Text(self._title, style="table.title", no_wrap=True, overflow="ellipsis")
+        yield self._fit(console, self.columns_for(console, options.max_width), options.max_width)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 from valve.v1 import node_pb2
@@ -18,7 +18,7 @@ from valve.v1 import node_pb2
 from valved.cli import words
 from valved.cli.client import NodeClient, node
 from valved.cli.exits import OK, CliError
-from valved.cli.keys import Keys, keys
+from valved.cli.keys import Keys, is_live, keys
 from valved.cli.status import gpu_state, head, memory, no_gpus, notes
 from valved.cli.tables import FittingTable, Paper
 
@@ -189,19 +189,31 @@ def render(
 
 def top(options: argparse.Namespace) -> int:
     console = Paper()
-    is_pipe = not console.is_terminal
-    with (
-        node() as connection,
-        keys() as pressed,
-        Live(console=console, auto_refresh=False, screen=pressed.is_there, transient=is_pipe) as live,
-    ):
-        follow(live, pressed, connection, options)
-    if is_pipe:
-        console.print(live.renderable)  # the last look; the live view would end in the middle of a line
+    with node() as connection, keys(console) as pressed:
+        if is_live(console):
+            with Live(console=console, auto_refresh=False, screen=pressed.is_there) as live:
+                follow(live, pressed, connection, options)
+        else:
+            pages = Pages(console, options.looks)
+            follow(pages, pressed, connection, options)
     return OK
 
 
-def follow(live: Live, pressed: Keys, connection: NodeClient, options: argparse.Namespace) -> None:
+class Pages:
+    """Looks one below the other, where nothing can be drawn anew: all, or the last one of a number of looks."""
+
+    def __init__(self, console: Console, looks: int) -> None:
+        self.console = console
+        self._left = looks
+
+    def update(self, view: RenderableType, *, refresh: bool) -> None:
+        del refresh
+        self._left -= 1
+        if self._left <= 0:
+            self.console.print(view)
+
+
+def follow(live: Live | Pages, pressed: Keys, connection: NodeClient, options: argparse.Namespace) -> None:
     """A valved that answered once is waited for: it may be starting again."""
     history, view = History(), View(order=options.sort)
     answer, looks = None, 0
@@ -221,12 +233,12 @@ def follow(live: Live, pressed: Keys, connection: NodeClient, options: argparse.
             return
 
 
-def draw(live: Live, pressed: Keys, view: View, answer: Any, history: History) -> None:
+def draw(live: Live | Pages, pressed: Keys, view: View, answer: Any, history: History) -> None:
     rows = live.console.height if pressed.is_there else sys.maxsize
     live.update(render(answer, history, view, has_keys=pressed.is_there, rows=rows), refresh=True)
 
 
-def stay(live: Live, pressed: Keys, view: View, answer: Any, history: History, seconds: float) -> bool:
+def stay(live: Live | Pages, pressed: Keys, view: View, answer: Any, history: History, seconds: float) -> bool:
     """Show one answer until it is time for the next look, or as long as it is held; False: the view ends."""
     until_s = time.monotonic() + seconds
     while True:

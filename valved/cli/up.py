@@ -14,6 +14,7 @@ from valved.cli import words
 from valved.cli.client import ask, is_running, status_of
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
+from valved.errors import cure, told
 from valved.paths import ENV_RUN_DIR, LOG_FILE, make, run_dir
 
 PATIENCE_S = 20.0
@@ -110,7 +111,7 @@ def opened(log_path: Path) -> IO[bytes]:
         return open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
     except OSError as error:
         step = f"set {ENV_RUN_DIR} to a folder that this user may write, or use sudo"
-        raise CliError(f"{error.filename}: {error.strerror}", FAILED, step) from None
+        raise CliError(told(error), FAILED, cure(error, step)) from None
 
 
 def start(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -208,6 +208,15 @@ class LeaverState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenState:
+    """A file of valved that its last attempt could not write, and what is lost by it."""
+
+    path: str
+    error: str
+    loss: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     version: str
     pid: int
@@ -226,6 +235,7 @@ class NodeState:
     memory: MemoryState = MemoryState()
     offline_pids: tuple[int, ...] = ()
     leavers: tuple[LeaverState, ...] = ()
+    unwritten: tuple[UnwrittenState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,15 @@ class Node:
     stop: Callable[[], None]
 
     def status(self) -> NodeState:
-        return self._reporter.status()
+        unwritten = (*self._handover.unwritten(), *self._brake.unwritten(), *self._journal.unwritten())
+        return replace(self._reporter.status(), unwritten=unwritten)
+
+    def lasting_status(self) -> NodeState:
+        """For readers of counters, as Prometheus is: to them one that falls began anew, and all of it counts again. So
+        what they have read is in the state file, and no valved that is started after a kill says less."""
+        status = self.status()
+        self._handover.save()
+        return status
 
     @property
     def epoch(self) -> int:

@@ -9,7 +9,8 @@ policy/stopping.py decides what becomes of offline work. node/leaving.py ends th
 | observe, off, drain | stopped on every GPU | must leave | refused |
 
 A process that connects is welcomed in every row, and stopped: one that is turned away would run beside online work.
-Pause and drain are files in the run folder: they work without the API and outlive a restart.
+Pause and drain are files in the run folder: they work without the API and outlive a restart. An order whose file
+cannot be made holds until valved ends, and the status says so.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valved.clients.register import Register
-from valved.errors import NotNow
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.model.events import EventKind
 from valved.model.ids import Mode
+from valved.model.plain import plain
+from valved.model.states import UnwrittenState
 from valved.node.kv import Kv
 from valved.node.leaving import Leaving
 from valved.paths import DRAIN_FILE
@@ -49,6 +51,7 @@ class Brake:
         self.paused_by = ""
         self.is_draining = False
         self._drain_file = self._pause_file.with_name(DRAIN_FILE)
+        self._unwritten: dict[Path, tuple[str, str]] = {}  # orders that no file took: by whom, and why
         self._is_drained_by_file = False
         self._is_handed_over = False
         self._then: list[Callable[[], None]] = []  # once the drained node is empty
@@ -78,24 +81,25 @@ class Brake:
     def pause(self, by: str) -> None:
         """Write the file; what follows is the same as if a user had written it."""
         if not self._pause_file.exists():
-            _put(self._pause_file, by)
+            self._put(self._pause_file, by)
         self.look_at_file()
 
     def resume(self) -> None:
         self._pause_file.unlink(missing_ok=True)
         self._drain_file.unlink(missing_ok=True)
+        self._unwritten.clear()
         self.look_at_file()
         self._end_drain()
 
     def look_at_file(self) -> None:
         """Do what the files in the run folder say."""
-        drained_by = _first_line(self._drain_file)
+        drained_by = self._order(self._drain_file)
         if drained_by is not None and not self._is_drained_by_file:
             self._is_drained_by_file = True
             self._begin_drain()
         elif drained_by is None and self._is_drained_by_file:
             self._end_drain()
-        by = _first_line(self._pause_file)
+        by = self._order(self._pause_file)
         is_paused = by is not None
         self.paused_by = by or ""
         if is_paused == self.is_paused:
@@ -109,13 +113,34 @@ class Brake:
         """Stop all offline work, end its processes, and take none until resumed. With `then`, which is called when
         none is left and no memory moves, this daemon is about to end: its successor begins without a drain."""
         if then is None:
-            _put(self._drain_file, by)
+            self._put(self._drain_file, by)
         self._journal.emit(EventKind.POLICY, reason="drain", by=by)
         if then is None:
             self.look_at_file()
         else:
             self._then.append(then)
             self._begin_drain()
+
+    def unwritten(self) -> list[UnwrittenState]:
+        """Orders that end with this daemon."""
+        return [
+            UnwrittenState(path=plain(str(path)), error=why, loss="the order holds until valved ends")
+            for path, (_, why) in self._unwritten.items()
+        ]
+
+    def _put(self, path: Path, by: str) -> None:
+        """No file system is in such trouble that offline work could not be stopped."""
+        try:
+            _put(path, by)
+        except OSError as error:
+            self._unwritten[path] = by, error.strerror or str(error)
+
+    def _order(self, path: Path) -> str | None:
+        """By whom; None: there is none. A file says it, else what no file took."""
+        if (by := _first_line(path)) is not None:
+            self._unwritten.pop(path, None)
+            return by
+        return self._unwritten[path][0] if path in self._unwritten else None
 
     def hand_over(self) -> None:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
@@ -177,10 +202,9 @@ def _put(path: Path, by: str) -> None:
         return
     try:
         path.write_text(f"{by}\n", encoding="utf-8")
-    except OSError as error:
+    except OSError:
         if not path.exists():
-            step = "make room in this folder, or set another mode: valve mode observe"
-            raise NotNow(f"{path} cannot be written: {error.strerror}", next_step=step) from None
+            raise
 
 
 def _first_line(path: Path) -> str | None:

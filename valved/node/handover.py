@@ -30,6 +30,8 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
+from valved.model.plain import plain
+from valved.model.states import UnwrittenState
 from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
 from valved.node.snapshot import COUNTERS, Snapshots, saved_client
@@ -78,7 +80,7 @@ class Handover:
         self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
-        self._problem = ""  # why it failed
+        self.problem = ""  # why it failed
         self._senseless: list[str] = []  # records of the predecessor's file
 
     # Writing
@@ -98,13 +100,19 @@ class Handover:
         try:
             files.save(self._path, self.snapshot())
             self._unsaved.clear()
-            self._problem = ""
+            if self.problem:
+                self.problem = ""
+                self._journal.emit(EventKind.NOTED, reason="state file: it is written again")
         except (OSError, ValueError) as error:  # a full disk must not stop gating; the frozen are not in it yet
             self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
-            problem, self._problem = self._problem, f"state file: {getattr(error, 'strerror', None) or error}"
-            if self._problem != problem:
-                self._journal.emit(EventKind.NOTED, reason=self._problem)
+            problem, self.problem = self.problem, getattr(error, "strerror", None) or str(error)
+            if self.problem != problem:
+                self._journal.emit(EventKind.NOTED, reason=f"state file: {self.problem}")
         self._took_ns = self._clock.now_ns() - began_ns
+
+    def unwritten(self) -> list[UnwrittenState]:
+        loss = "a valved that is started anew does not know what changed since: mode, settings, claims"
+        return [UnwrittenState(path=plain(str(self._path)), error=self.problem, loss=loss)] if self.problem else []
 
     def note_channel(self, entry: ClientEntry, channel: ChannelRef) -> None:
         """Before it can be switched off: the state file names it a moment later."""
@@ -160,11 +168,12 @@ class Handover:
         books.next_service = max((books.next_service, *filter(is_number, next_services)))
         books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
-            self._journal.emit(
-                EventKind.TAKEN_OVER, reason="only counters were taken over: the boot or the driver is another"
-            )
+            reason = "only counters and settings were taken over: the boot or the driver is another"
+            self._journal.emit(EventKind.TAKEN_OVER, reason=reason)
             self._unsaved.clear()
             return
+        if saved.version != files.VERSION:
+            self._unsaved.clear()  # its channels are not ours to read
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
-from valved.errors import InvalidRequest, NotFound, NotNow, ValveError
+from valved.errors import InvalidRequest, NotFound, NotNow, ValveError, cure
 from valved.fds import is_scarce
 from valved.model.consent import Said
 from valved.node.api import Node
@@ -185,7 +185,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 step = "try again; if it fails again, find out what uses up valved's descriptors or memory"
                 await _abort(context, grpc.StatusCode.UNAVAILABLE, text, step)
             text = f"valved cannot do that: {error.filename or 'a file'}: {error.strerror}"
-            step = "see that the run folder can be written, and what is in it"
+            step = cure(error, "see that the run folder can be written, and what is in it")
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, step)
         except ValveError as error:
             code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
@@ -200,10 +200,8 @@ class ViewServicer(NodeServicer):
     async def _refuse(self, request: Any, context: Any) -> Any:
         del request
         await self._caller(context)
-        await context.abort(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "this socket is for reading only: use the other socket of valved to change something",
-        )
+        step = "use sudo, or have valved's `group` name your group"
+        await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "members of `view_group` may only look", step)
 
     SetPolicy = Launch = Pause = Resume = Drain = _refuse
 

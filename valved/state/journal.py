@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from valved.machine.clock import Clock, TimerHandle
 from valved.model.events import AUDITED, Event, EventKind
+from valved.model.plain import plain
+from valved.model.states import UnwrittenState
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
@@ -182,6 +184,11 @@ class Journal:
     def unwatch(self, watcher: Watcher) -> None:
         self._watchers.discard(watcher)
         self._has_readers = bool(self._watchers) or self._writes_all
+
+    def unwritten(self) -> list[UnwrittenState]:
+        loss = "events are missing there"
+        failed = [file for file, _ in self._files if file.failure]
+        return [UnwrittenState(path=plain(str(file.path)), error=file.failure, loss=loss) for file in failed]
 
     def close(self) -> None:
         if self._flush is not None:

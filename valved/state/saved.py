@@ -23,7 +23,6 @@ from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
 VERSION = 1
-STATE_FILE = "state.json"
 LOCK_FILE = "valved.lock"
 BAD = ".bad"
 NEXT_FILE = "valved.next"  # locked by a successor that waits
@@ -168,10 +167,18 @@ def load(path: Path) -> tuple[SavedState | None, str]:
     problem = ""
     try:
         data = read_file(path)
+        said = msgspec.json.decode(data)
+        version = said.get("version") if isinstance(said, dict) else None
+        if isinstance(version, int) and version != VERSION:
+            keep_bad(path)
+            text = (
+                f"{path} is of version {version}, this valved reads {VERSION}: only settings and claims were taken over"
+            )
+            return _of_another_version(said), f"{text}; {path.name}{BAD} has the rest"
         try:
             state = msgspec.json.decode(data, type=SavedState)
-        except msgspec.ValidationError as error:  # values of another version, or a hand's
-            state = sensible(msgspec.json.decode(data))
+        except msgspec.ValidationError as error:  # values of a hand
+            state = sensible(said)
             problem = f"{path}: what makes no sense was left out: {error}"
             keep_bad(path)
     except FileNotFoundError:
@@ -182,10 +189,15 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         with contextlib.suppress(OSError):
             path.replace(path.with_name(path.name + BAD))
         return None, f"{path} is unreadable and was set aside: {told(error)}"
-    if state.version != VERSION:
-        keep_bad(path)
-        return None, f"{path} is of version {state.version}, this valved reads {VERSION}: it was set aside"
     return state, problem
+
+
+def _of_another_version(said: dict[str, Any]) -> SavedState:
+    """What an operator set and who was claimed, as far as its words are ours: an upgrade that is taken back must not
+    begin to harvest, and its services stay what they are. No channels, whose numbers may mean something else there."""
+    named = {name: said[name] for name in ("boot_id", "driver") if isinstance(said.get(name), str)}
+    parts = {name: said[name] for name in ("version", "policy", "services") if name in said}
+    return sensible({"boot_id": "", "driver": "", **named, **parts})
 
 
 def sensible(said: object) -> SavedState:

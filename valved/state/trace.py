@@ -91,10 +91,10 @@ class LineFile:
         self._file = self._open()
 
     def _give_up(self, error: OSError) -> None:
-        self.failure = f"{self.path}: {error.strerror}"
+        self.failure = error.strerror or str(error)
         self._again_s = time.monotonic() + AGAIN_S
         self._file = None
-        log.warning("events are not written", extra={"facts": {"error": self.failure}})
+        log.warning("events are not written", extra={"facts": {"error": f"{self.path}: {self.failure}"}})
 
 
 def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:

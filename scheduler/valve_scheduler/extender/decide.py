@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from valve_kube import failures, names
 from valve_kube.client import ApiError, Json, Unreachable
 from valve_kube.errors import InvalidObject, NoPlace, NotReady
-from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
+from valve_kube.objects import OfflinePod, PodPlace, followed, offline_pod, pod_place
 
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
@@ -207,15 +207,23 @@ class Extender:
         """
         if error.status >= 500:
             raise Unreachable(str(error)) from error
-        if error.status == 409:
-            found = pod_place(await self._api.request("GET", _pod_path(pod)))
-            if found.uid == pod.uid and (found.node, found.gpu_uuids) == (node, gpus):
+        if error.status == 409 and (found := await self._place(pod)) is not None and found.uid == pod.uid:
+            if (found.node, found.gpu_uuids) == (node, gpus):
                 return
-            if found.uid == pod.uid and found.node:
+            if found.node:
                 self._state.held.put_pod(found)
                 raise error
         self._state.held.release(pod.uid)
         raise error
+
+    async def _place(self, pod: OfflinePod) -> PodPlace | None:
+        """Where the server has it; None: it was deleted meanwhile."""
+        try:
+            return pod_place(await self._api.request("GET", _pod_path(pod)))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
 
     async def _read(self, arguments: Json) -> OfflinePod:
         path = f"/api/v1/namespaces/{arguments['PodNamespace']}/pods/{arguments['PodName']}"

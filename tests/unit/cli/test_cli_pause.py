@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from valve.v1 import node_pb2
 
-from valved.cli import pause
-from valved.cli.exits import CliError
+from valved.cli import pause, policy
+from valved.cli.exits import FAILED, CliError
+from valved.errors import cure
 
 
 @pytest.fixture
@@ -49,3 +55,44 @@ def test_a_brake_that_cannot_be_moved_is_an_error_with_a_next_step_and_never_a_t
         act(None)
 
     assert caught.value.next_step
+
+
+def answering(monkeypatch, module, lost):
+    """A valved that does what it is told, and could not write this file."""
+    status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=True, paused_by="alice")
+    status.unwritten.add(path=str(lost), error="Read-only file system", loss="the order holds until valved ends")
+    connection = SimpleNamespace(
+        stub=SimpleNamespace(Pause=None, SetPolicy=None), call=lambda *_, **__: status, status=lambda: status
+    )
+    monkeypatch.setattr(module, "node", lambda: contextlib.nullcontext(connection))
+
+
+def test_a_pause_that_no_file_takes_is_never_refused_nor_called_done(folder, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    answering(monkeypatch, pause, folder / "pause")
+
+    with pytest.raises(CliError, match="only until valved ends") as caught:
+        pause.pause(None)
+
+    assert caught.value.code == FAILED
+    assert "paused by alice" in capsys.readouterr().out
+
+
+def test_a_mode_that_a_restart_forgets_is_never_a_success(folder, monkeypatch, capsys):
+    answering(monkeypatch, policy, folder / "state.json")
+
+    with pytest.raises(CliError, match="the mode is observe, but only until valved ends") as caught:
+        policy.mode(SimpleNamespace(mode="observe"))
+
+    assert caught.value.code == FAILED
+    assert "mode: observe" in capsys.readouterr().out
+    assert policy.mode(SimpleNamespace(mode=None)) == 0  # who only asks was promised nothing
+
+
+def test_a_disk_in_trouble_is_never_called_a_question_of_permission():
+    assert "make room" in cure(OSError(errno.ENOSPC, "No space left on device"), "use sudo")
+    assert "kernel log" in cure(OSError(errno.EROFS, "Read-only file system"), "use sudo")
+    assert cure(PermissionError(errno.EACCES, "Permission denied"), "use sudo") == "use sudo"

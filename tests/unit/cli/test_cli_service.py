@@ -16,8 +16,8 @@ from valved.cli import systemd
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, CliError
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
-from valved.paths import ENV_RUN_DIR, SYSTEM_RUN_DIR
-from valved.state.saved import STATE_FILE, VERSION, SavedClient, SavedState, boot_id, save
+from valved.paths import ENV_RUN_DIR, STATE_FILE, SYSTEM_RUN_DIR
+from valved.state.saved import VERSION, SavedClient, SavedState, boot_id, save
 
 
 def is_gone(_):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -17,7 +18,7 @@ from valve.v1 import node_pb2
 from tests.support.fake_daemon import until
 from valved.cli import status, top
 from valved.cli.exits import CliError
-from valved.cli.keys import Keys
+from valved.cli.keys import Keys, is_live
 from valved.cli.top import ORDERS, WIDTH, History, View, render
 
 SECOND_NS = 1_000_000_000
@@ -212,21 +213,108 @@ def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
     assert "reversed, held" in screen.drawn[2]
 
 
-KEYS = "import time; from valved.cli.keys import keys\nwith keys(): time.sleep(1000)"
+KEYS = """
+import signal, time; from rich.console import Console; from valved.cli.keys import keys
+for number in (signal.SIGHUP, signal.SIGQUIT): signal.signal(number, signal.SIG_DFL)  # the tests may ignore them
+with keys(Console()): time.sleep(1000)
+"""
 
 
-def test_a_view_that_is_killed_never_keeps_the_terminal():
+@pytest.fixture
+def terminal(monkeypatch):
+    """Its two ends: what a person sees, and what a program has."""
+    monkeypatch.setenv("TERM", "xterm")
+    seen, end = pty.openpty()
+    yield seen, end
+    os.close(seen)
+    os.close(end)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_view_that_is_killed_never_keeps_the_terminal(terminal, how):
     """Its shell would show nothing of what is typed."""
-    terminal, end = pty.openpty()
+    _, end = terminal
     before = termios.tcgetattr(end)
     view = subprocess.Popen([sys.executable, "-c", KEYS], stdin=end, stdout=end)
     until(lambda: termios.tcgetattr(end) != before)
 
-    view.terminate()
+    view.send_signal(how)
 
-    assert (view.wait(), termios.tcgetattr(end)) == (143, before)
-    os.close(terminal)
-    os.close(end)
+    assert (view.wait(), termios.tcgetattr(end)) == (128 + how, before)
+
+
+SCREEN = """
+import os, signal, time; os.setpgrp(); signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as a job of a shell
+from rich.live import Live; from valved.cli.keys import keys; from valved.cli.tables import Paper
+console = Paper()
+with keys(console), Live(console=console, auto_refresh=False, screen=True): time.sleep(1000)
+"""
+LEAVES, ENTERS = b"\x1b[?1049l", b"\x1b[?1049h"  # the screen of a view
+SHOWS, HIDES = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
+
+
+def reads(seen, *ends):
+    """What is written until all of these were."""
+    text = b""
+    while not all(end in text for end in ends):
+        text += os.read(seen, 1 << 16)
+    return text
+
+
+def test_a_view_that_is_stopped_never_leaves_its_shell_without_screen_and_cursor(terminal):
+    """By Ctrl-Z. When it goes on, it has them again."""
+    seen, end = terminal
+    before = termios.tcgetattr(end)
+    view = subprocess.Popen([sys.executable, "-c", SCREEN], stdin=end, stdout=end)
+    try:
+        reads(seen, ENTERS, HIDES)
+        in_view = termios.tcgetattr(end)
+
+        view.send_signal(signal.SIGTSTP)
+
+        reads(seen, LEAVES, SHOWS)
+        assert os.WIFSTOPPED(os.waitpid(view.pid, os.WUNTRACED)[1])
+        assert termios.tcgetattr(end) == before
+        view.send_signal(signal.SIGCONT)
+        reads(seen, ENTERS, HIDES)
+        assert termios.tcgetattr(end) == in_view
+    finally:
+        view.kill()
+        view.wait()
+
+
+@pytest.mark.parametrize(("looks", "pages"), [(0, 3), (3, 1)])
+def test_a_view_that_cannot_be_drawn_anew_never_shows_nothing(looks, pages):
+    """In a pipe, and on a terminal such as that of Emacs' shell."""
+    out = io.StringIO()
+    page = top.Pages(Console(file=out, width=80, color_system=None), looks)
+    for _ in range(3):
+        page.update("a look", refresh=True)
+
+    assert out.getvalue().count("a look") == pages
+
+
+def test_a_terminal_without_a_cursor_is_never_drawn_on(terminal, monkeypatch):
+    _, end = terminal
+    monkeypatch.setenv("TERM", "dumb")
+    with os.fdopen(os.dup(end), "w") as out:
+        assert not is_live(Console(file=out))
+        monkeypatch.setenv("TERM", "xterm")
+        assert is_live(Console(file=out))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_figure_is_never_cut_where_a_name_can_be(width):
+    """Of 100 % there was 10 left, and an ellipsis."""
+    answer = node_pb2.Status(monotonic_ns=1)
+    answer.services.add(id=1, name="n" * 200, role=node_pb2.ROLE_ONLINE, state="idle")
+    history = History()
+    history.services[1].append(1.0)
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(top.services(answer, history, View(), 9))
+
+    assert "100%" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= width
 
 
 def test_a_view_never_ends_because_valved_is_started_again(monkeypatch):

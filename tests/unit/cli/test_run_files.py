@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from valved import paths
@@ -15,6 +16,7 @@ from valved.cli.exits import CliError
 from valved.cli.run import offline
 from valved.model.consent import SILENT
 from valved.model.events import Event, EventKind
+from valved.model.ids import Mode
 from valved.state import saved as state
 from valved.state.trace import LineFile, read_lines
 
@@ -104,12 +106,26 @@ def test_the_state_of_a_newer_valved_is_never_lost_to_an_older_one(tmp_path):
     state.save(path, a_state(version=state.VERSION + 1))
     written = path.read_bytes()
 
-    found, problem = state.load(path)
+    _, problem = state.load(path)
     state.save(path, a_state())
 
-    assert found is None
     assert "version 2" in problem
     assert path.with_name("state.json.bad").read_bytes() == written
+
+
+@pytest.mark.parametrize("more", [{}, {"services": "another form", "counters": 7, "clients": [[1, 2]]}])
+def test_a_valved_that_is_put_back_never_harvests_where_its_successor_was_told_not_to(tmp_path, more):
+    """Channels and processes of that version are not taken: their numbers may mean something else there."""
+    path = tmp_path / "state.json"
+    said = msgspec.to_builtins(a_state(policy=state.SavedPolicy(mode=Mode.OFF, cooldown=(1, 2, 3, 4.0, 5))))
+    path.write_bytes(msgspec.json.encode({**said, "version": state.VERSION + 1, **more}))
+
+    found, problem = state.load(path)
+
+    assert found is not None
+    assert found.policy == state.SavedPolicy(mode=Mode.OFF, cooldown=(1, 2, 3, 4.0, 5))
+    assert [*found.services, *found.clients, *found.frozen, *found.ending] == []
+    assert "only settings and claims" in problem
 
 
 def test_events_are_never_written_to_a_pipe_whose_reader_could_hold_up_the_daemon(tmp_path, caplog):

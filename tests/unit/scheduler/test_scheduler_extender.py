@@ -136,6 +136,20 @@ def test_a_refused_binding_frees_its_gpus_at_once() -> None:
     assert world.state.held.holdings() == []
 
 
+def test_a_pod_that_was_deleted_while_it_was_bound_never_keeps_its_gpus() -> None:
+    """The conflict says that it goes, and when the extender looks it is gone: nobody else would release them."""
+    world = World()
+    world.submit()
+    world.filter()
+    world.failures = [
+        ApiError(409, "Conflict", "pod p1 is being deleted"),
+        ApiError(404, "NotFound", "pod p1 not found"),
+    ]
+
+    assert "being deleted" in world.bind()
+    assert world.state.held.holding("uid-p1") is None
+
+
 @pytest.mark.parametrize("failure", [Unreachable("timed out"), ApiError(500, "InternalError", "etcd")])
 @pytest.mark.parametrize("commits", [True, False])
 def test_an_undecided_binding_keeps_its_gpus_and_is_repeated_with_the_same(failure: Exception, commits: bool) -> None:

@@ -1,0 +1,66 @@
+"""A disk that is full, or can only be read: what is ordered holds, and nobody is told more than that."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from node_world import World
+
+from valved.model.events import EventKind
+from valved.model.ids import Mode
+from valved.state import saved
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def refuse(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_offline_work_never_runs_on_because_no_file_takes_the_order(world, name, monkeypatch):
+    """On the day on which the file system fails, the one order that must work is to stop."""
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+    getattr(world.brake, name)("alice")
+
+    assert world.brake.switches.is_closed
+    (lost,) = world.node.status().unwritten
+    assert (Path(lost.path).name, lost.error) == (name, "Read-only file system")
+    assert "until valved ends" in lost.loss
+    world.node.resume()
+    assert not world.brake.switches.is_closed
+    assert not world.node.status().unwritten
+
+
+def test_an_order_that_a_file_holds_by_now_is_never_called_unwritten(world, monkeypatch):
+    with monkeypatch.context() as trouble:
+        trouble.setattr(Path, "write_text", refuse)
+        world.brake.pause("alice")
+
+    world.brake.pause("bob")
+
+    assert not world.node.status().unwritten
+    assert world.brake.paused_by == "bob"
+
+
+def test_a_setting_that_a_restart_would_forget_is_never_reported_without_that(world, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as trouble:
+        trouble.setattr(saved, "save", full)
+        world.node.set_policy(Mode.OBSERVE, {}, 0)
+
+        (lost,) = world.node.status().unwritten
+        assert (Path(lost.path).name, lost.error) == ("state.json", "No space left on device")
+        assert "mode" in lost.loss
+    world.run(1500)  # it is tried again each second
+
+    assert not world.node.status().unwritten
+    assert world.events(EventKind.NOTED)[-1].reason == "state file: it is written again"
