@@ -195,9 +195,10 @@ def load(path: Path) -> tuple[SavedState | None, str]:
 def _of_another_version(said: dict[str, Any]) -> SavedState:
     """What an operator set and who was claimed, as far as its words are ours: an upgrade that is taken back must not
     begin to harvest, and its services stay what they are. No channels, whose numbers may mean something else there."""
-    named = {name: said[name] for name in ("boot_id", "driver") if isinstance(said.get(name), str)}
-    parts = {name: said[name] for name in ("version", "policy", "services") if name in said}
-    return sensible({"boot_id": "", "driver": "", **named, **parts})
+    kept: dict[str, Any] = {name: said[name] for name in ("version", "policy", "services") if name in said}
+    for name in ("boot_id", "driver"):
+        kept[name] = text if isinstance(text := said.get(name), str) else ""
+    return sensible(kept)
 
 
 def sensible(said: object) -> SavedState:
