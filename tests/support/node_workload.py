@@ -1,7 +1,8 @@
 """Two small programs over the driver API, for tests that need a real process on the node.
 
 node_workload.py offline PAGE [PERIOD_US]    one endless heartbeat kernel; PAGE is a file of two words: beats, last ns
-                                             SIGUSR1: it closes its own link to valved
+                                             SIGUSR1: it closes its own link to valved; SIGUSR2: it forks a
+                                             child that stays, with its files
 node_workload.py online                      obeys lines on stdin: `launch US`, `quit`; answers one line each
 
 WORKLOAD_PAST=LIBRARY: CUDA comes with that library, and its calls of the driver pass the shim by.
@@ -37,9 +38,16 @@ def offline(page: str, period_us: int) -> None:
     cuda = cuda_of()
     cuda.launch(cuda.kernel("emu_heartbeat"), address, period_us, 0)
     signal.signal(signal.SIGUSR1, lambda number, frame: close_link())
+    signal.signal(signal.SIGUSR2, lambda number, frame: leave_an_heir())
     print("running", flush=True)
     while True:
         signal.pause()
+
+
+def leave_an_heir() -> None:
+    if os.fork() == 0:
+        while True:
+            signal.pause()
 
 
 def close_link() -> None:
