@@ -197,6 +197,9 @@ class Commands:
     def chdir(self, folder):
         os.chdir(folder)
 
+    def chroot(self, folder):
+        os.chroot(folder)
+
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)
 
