@@ -1,4 +1,4 @@
-"""A process that ends while another one keeps its files: what it computed ends with it, for the driver and for valved."""
+"""A process that ends while another one keeps its files: what it computed ends with it."""
 
 from __future__ import annotations
 

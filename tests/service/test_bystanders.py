@@ -18,9 +18,7 @@ def rig(tmp_path):
     world = World(tmp_path)
     gpus = world.gate.gpus()
     owners = world.register.channels.leftovers.expected
-    guard = Bystanders(
-        world.books, world.gating, world.processes, world.journal, gpus, world.ladder, owners
-    )
+    guard = Bystanders(world.books, world.gating, world.processes, world.journal, gpus, world.ladder, owners)
 
     def look(*pids, gpu=0):
         guard.look({info.uuid: dict.fromkeys(pids if info.index == gpu else (), 0) for info in gpus})

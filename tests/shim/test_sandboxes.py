@@ -138,7 +138,7 @@ class Unfiltered:
 
 @pytest.mark.parametrize("error", [EPERM, ENOSYS])
 def test_files_of_a_thread_with_a_filter_of_its_own_are_never_unknown_to_the_others(world, error):
-    """It cannot tell which file it opened, and they can: it is not another one for that. Their channels were in no book."""
+    """It cannot tell which file it opened, and they can. Their channels were in no book."""
     daemon = world.daemon(OFFLINE)
     puppet = world.puppet(role="offline")
     puppet.load()

@@ -1,8 +1,8 @@
 """Finds registered processes that use a card past their shim: the card lists them, and no book has a channel of theirs.
 
-Their CUDA was loaded where the shim's hooks are not (`dlmopen`, raw system calls), or their channels were refused. Their
-launches ring no bell, and nothing stops their work. A process is listed from its first channel on, and tells of it
-before it runs, so one look is not enough; nor do looks count at a process that stands still between the two.
+Their CUDA was loaded where the shim's hooks are not (`dlmopen`, raw system calls), or their channels were refused. No
+bell tells of their launches, and nothing stops their work. A process is listed from its first channel on, and tells of
+it before it runs, so one look is not enough; nor do looks count at a process that stands still between the two.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class Ungated:
                 continue
             ran_s = 0.0 if sighting.is_frozen else now_s - sighting.charged_s
             sighting.charged_s = now_s
-            sighting.is_frozen = self.freeze(process, f"{one.name} uses a GPU {one.how}")  # again each time: its pod may have let it go on
+            sighting.is_frozen = self.freeze(
+                process, f"{one.name} uses a GPU {one.how}"
+            )  # again each time: its pod may have let it go on
             _, before_s = self._pods.get(one.offline_uid, ("", 0.0))
             self._pods[one.offline_uid] = one.name, before_s + ran_s
             self.seconds += ran_s

@@ -2,8 +2,8 @@
 
 A service that was started without `valve run` launches unheard, so nothing would stop offline work for it. NVML lists
 who computes on a card; whoever is in that list and in no book of valved closes the card. An offline job that runs
-without the shim, or past it (clients/untold.py), is found the same way, and is stopped by a signal. On a Kubernetes node
-valved/kube does this.
+without the shim, or past it (clients/untold.py), is found the same way, and is stopped by a signal. On a Kubernetes
+node valved/kube does this.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 #define PLACES 256u /* control and uvm files of one process: some ten */
 
 struct place {
-	uint32_t number;        /* and 1; 0: never used, so a search ends here */
-	uint32_t kind;          /* valve_watched; NOT: free again */
+	uint32_t number; /* and 1; 0: never used, so a search ends here */
+	uint32_t kind;   /* valve_watched; NOT: free again */
 	struct valve_file file;
 };
 

@@ -25,9 +25,9 @@ struct valve_own_fd {
 int valve_file_of(
         int fd, struct valve_file *file); /* 0, -EBADF, or -errno where a sandbox does not say. errno stays */
 enum valve_sameness valve_file_is(int fd, uint64_t dev, uint64_t ino); /* now */
-bool valve_own_table(void); /* this thread has the session's table of files, or nobody can tell */
-bool valve_own_can_tell(int fd);          /* whether a number is ours: else there can be no link */
-int valve_own(enum valve_own which);      /* its number now, or -1: there is none, or it was closed */
+bool valve_own_table(void);          /* this thread has the session's table of files, or nobody can tell */
+bool valve_own_can_tell(int fd);     /* whether a number is ours: else there can be no link */
+int valve_own(enum valve_own which); /* its number now, or -1: there is none, or it was closed */
 /* The same, or for a thread whose table is one of its own a number for now, which the caller closes */
 int valve_own_borrow(enum valve_own which, bool *is_borrowed);
 void valve_own_take(enum valve_own which, int fd); /* under link_lock. Takes it over */

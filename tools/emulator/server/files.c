@@ -27,7 +27,8 @@ static uint64_t process_mark(pid_t pid)
 
 struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, uid_t uid)
 {
-	struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP}, end = {.events = EPOLLIN | EPOLLONESHOT};
+	struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP},
+	                   end = {.events = EPOLLIN | EPOLLONESHOT};
 	struct file *f = calloc(1, sizeof *f);
 
 	if (!f)

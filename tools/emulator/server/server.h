@@ -128,7 +128,7 @@ struct vaspace { /* behind a uvm file */
 	uint32_t gpus, gpu_vaspaces; /* bit masks */
 	TAILQ_HEAD(ranges, range) ranges;
 	pthread_mutex_t lock; /* modelled: UVM's own va_space lock */
-	int process; /* pidfd of who opened it: becomes readable when that ends */
+	int process;          /* pidfd of who opened it: becomes readable when that ends */
 	int pages; /* connection that changes the owner's mappings, -1 when none; guarded by lock */
 	uint32_t page_seq;
 };
