@@ -133,7 +133,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     leftovers = register.channels.leftovers
     bystanders = None
     if config.guard_bystanders and not config.kube.node:  # on a Kubernetes node valved/kube looks, with pods
-        who = (books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, leftovers.expected)
+        who = (books, gating, processes, journal, gate.gpus(), ladder, leftovers.expected)
         bystanders = Bystanders(*who)
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)

@@ -245,6 +245,7 @@ void valve_note_reset(void);
 void valve_register(void);       /* the process opened nvidiactl */
 void *valve_keep(void *unused);  /* the session's thread */
 bool valve_session_leaves(void); /* alone.c: the session's thread asks */
+void valve_alone_begin(void);    /* alone.c: the session's thread is here */
 void valve_alone_give_up(void);  /* alone.c: it could not begin */
 void valve_alone_find(void);
 

@@ -45,6 +45,10 @@ bool valve_session_leaves(void)
 	return false;
 }
 
+void valve_alone_begin(void)
+{
+}
+
 void valve_alone_give_up(void)
 {
 }

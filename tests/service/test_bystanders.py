@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from node_world import World
 
+from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
 from valved.node.bystanders import LOOKS_BEFORE_FREEZE, Bystanders
 from valved.state.registry import GUARD_SERVICE
@@ -17,9 +18,7 @@ def rig(tmp_path):
     world = World(tmp_path)
     gpus = world.gate.gpus()
     owners = world.register.channels.leftovers.expected
-    guard = Bystanders(
-        world.books, world.gating, world.processes, world.journal, gpus, world.ladder.freeze_stranger, owners
-    )
+    guard = Bystanders(world.books, world.gating, world.processes, world.journal, gpus, world.ladder, owners)
 
     def look(*pids, gpu=0):
         guard.look({info.uuid: dict.fromkeys(pids if info.index == gpu else (), 0) for info in gpus})
@@ -27,7 +26,9 @@ def rig(tmp_path):
     def guarded():
         return [gpu for gpu in (0, 1) if GUARD_SERVICE in world.gating.gpus[GpuIndex(gpu)].holders]
 
-    return SimpleNamespace(world=world, guard=guard, look=look, guarded=guarded)
+    stands: set[int] = set()
+    world.processes.is_stopped = stands.__contains__
+    return SimpleNamespace(world=world, guard=guard, look=look, guarded=guarded, stands=stands)
 
 
 def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_lives(rig):
@@ -158,4 +159,77 @@ def test_no_card_stays_closed_because_one_look_failed_half_way(rig, monkeypatch)
 
     rig.look()
 
+    assert rig.guarded() == []
+
+
+def many(rig, *pids, gpu=0, looks=LOOKS_BEFORE_FREEZE):
+    for _ in range(looks):
+        rig.look(*pids, gpu=gpu)
+
+
+def pid_of(rig, client):
+    return rig.world.books.clients[client].process.pid
+
+
+def test_an_offline_job_whose_channels_are_in_no_book_never_runs_on(rig):
+    """It is registered, and its CUDA went past the shim: no gate stops it."""
+    told, hidden = rig.world.offline(), rig.world.offline(gpus=())
+    many(rig, pid_of(rig, told), pid_of(rig, hidden), looks=LOOKS_BEFORE_FREEZE - 1)
+    assert rig.world.signals == []
+
+    rig.look(pid_of(rig, told), pid_of(rig, hidden))
+
+    assert rig.world.signals == [(pid_of(rig, hidden), "SIGSTOP")]
+    assert rig.guarded() == []
+    [event] = rig.world.events(EventKind.FROZEN)
+    assert event.reason.endswith("uses a GPU by channels of which valved was not told")
+
+
+def test_a_job_that_tells_of_one_card_never_runs_unseen_on_another(rig):
+    told = rig.world.offline(gpus=(0,))
+    many(rig, pid_of(rig, told), gpu=1)
+    assert (pid_of(rig, told), "SIGSTOP") in rig.world.signals
+
+
+def test_a_job_is_never_stopped_for_a_moment_between_its_channel_and_the_word_of_it(rig):
+    job = rig.world.offline(gpus=())
+    many(rig, pid_of(rig, job), looks=LOOKS_BEFORE_FREEZE - 1)
+    rig.world.add_channel(job, h_client=0xC1D00077)
+    many(rig, pid_of(rig, job))
+    assert rig.world.signals == []
+
+
+def test_a_job_that_stands_in_a_debugger_is_never_taken_for_one_that_runs_unseen(rig):
+    job = rig.world.offline(gpus=())
+    rig.stands.add(pid_of(rig, job))
+    many(rig, pid_of(rig, job), looks=3 * LOOKS_BEFORE_FREEZE)
+    assert rig.world.signals == []
+
+    rig.stands.clear()
+    many(rig, pid_of(rig, job))
+    assert rig.world.signals == [(pid_of(rig, job), "SIGSTOP")]
+
+
+def test_a_job_whose_proof_was_late_never_stands_for_good(rig):
+    job = rig.world.offline(gpus=())
+    many(rig, pid_of(rig, job))
+    rig.world.add_channel(job, h_client=0xC1D00077)
+    rig.look(pid_of(rig, job))
+
+    assert rig.world.signals == [(pid_of(rig, job), "SIGSTOP"), (pid_of(rig, job), "SIGCONT")]
+    many(rig, pid_of(rig, job))
+    assert len(rig.world.signals) == 2
+
+
+def test_no_card_is_harvested_beside_a_service_whose_channels_are_in_no_book(rig):
+    """Its launches ring, and stop nobody: its gate domain lacks this card."""
+    service = rig.world.online(gpus=())
+    rig.look(pid_of(rig, service))
+    assert rig.guarded() == []
+    rig.look(pid_of(rig, service))
+
+    assert rig.guarded() == [0]
+    assert rig.guard.reason(GpuIndex(0)).endswith("uses the GPU by channels of which valved was not told")
+    rig.world.add_channel(service, h_client=0xC1D00077)
+    rig.look(pid_of(rig, service))
     assert rig.guarded() == []

@@ -34,6 +34,25 @@ async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unrep
 
 
 @scenario
+async def test_an_offline_pod_whose_channels_are_in_no_book_never_runs_on_unreported(tmp_path):
+    """It is registered, and its CUDA went past the shim."""
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
+        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
+        node.world.processes.is_stopped = lambda pid: False
+        node.world.processes.add(900, comm="past", cgroup=group(OFFLINE_UID))
+        client = node.world.hello(900).client
+        assert node.world.books.clients[client].role is Role.OFFLINE
+        info = node.world.gate.gpus()[0]
+        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+        await until(lambda: (900, "SIGSTOP") in node.world.signals)
+        await until(lambda: node.guarded() == [0])
+        await until(lambda: node.api.reports[-1]["ungated"])
+
+
+@scenario
 async def test_a_report_that_nobody_answers_never_delays_the_look_for_ungated_pods(tmp_path):
     async with kube_node(tmp_path, start=False) as node:
         node.start_room()

@@ -165,14 +165,14 @@ class Commands:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
-    def forbid(self, error, *calls):
-        """A filter of system calls, in all threads: these are refused so. 0: it is in place."""
+    def forbid(self, error, *calls, everywhere=True):
+        """A filter of system calls, in all threads or in the calling one: these are refused so. 0: it is in place."""
         rules = [(0x20, 0, 0, 0), *((0x15, len(calls) - i, 0, call) for i, call in enumerate(calls))]
         rules += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x50000 | error)]  # allow, refuse
         where, _ = block(b"".join(struct.pack("<HBBI", *rule) for rule in rules))
         program, _ = block(struct.pack("<H6xQ", len(rules), where))
         LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        return LIBC.syscall(317, 1, 1, ctypes.c_void_p(program))
+        return LIBC.syscall(317, 1, int(everywhere), ctypes.c_void_p(program))
 
     def drop_capabilities(self):
         """Of the calling thread, and of those that it makes: limits hold for it from now on."""
@@ -196,6 +196,9 @@ class Commands:
 
     def chdir(self, folder):
         os.chdir(folder)
+
+    def chroot(self, folder):
+        os.chroot(folder)
 
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)
@@ -265,12 +268,12 @@ class Commands:
         os.waitpid(pid, 0)
         return json.loads(text)
 
-    def leave_table(self):
-        """A thread that stays, with a table of files of its own."""
+    def leave_table(self, flags=0x400):
+        """A thread that stays, with a table of files of its own, unless `flags` are none."""
         self.told, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
 
         def serve():
-            self.answers.put(LIBC.unshare(0x400))
+            self.answers.put(LIBC.unshare(flags))
             while True:
                 name, arguments, named = self.told.get()
                 self.answers.put(getattr(self, name)(*arguments, **named))

@@ -218,6 +218,28 @@ def test_a_channel_of_a_thread_that_left_the_table_of_files_is_never_left_out(wo
     heir.expect(CHANNEL_ADD, h_channel=FIRST)
 
 
+def test_a_thread_that_tidies_up_a_table_of_its_own_never_takes_channels_or_link_along(world):
+    """The others go on with the files: what they compute would be stopped by nobody."""
+    puppet, client = world.offline()
+    process, there = Process.begin(puppet), Elsewhere(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+    assert there.dup2(0, process.uvm) == process.uvm
+    assert there.close(process.ctl) == [0, 0]
+    for number in own_numbers(puppet):
+        there.dup2(0, number)
+    there.closefrom(3)
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    assert client.none_of(CHANNEL_DEL)
+    assert not client.gone.is_set()
+    assert world.daemons[0].clients.empty()
+
+
 @pytest.mark.parametrize("way", ["dup2", "dup3"])
 def test_a_number_that_the_application_wants_is_given_up_and_the_link_is_not(world, way):
     puppet, client = world.online()

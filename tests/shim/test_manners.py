@@ -196,6 +196,17 @@ def test_a_program_that_goes_elsewhere_never_loses_the_next_valved(world, monkey
     assert world.daemon(ONLINE).client().gone.is_set() is False
 
 
+def test_a_program_that_changes_its_root_never_loses_the_next_valved(world, tmp_path):
+    """An offline one would stand for good, an online one go without protection."""
+    puppet, client = world.online()
+    client.gate(0)
+
+    puppet.chroot(str(tmp_path))
+    world.daemons[0].close()
+
+    assert world.daemon(ONLINE).client().gone.is_set() is False
+
+
 # -- exit --
 
 

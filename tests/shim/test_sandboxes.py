@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from fake_daemon import CHANNEL_ADD, LONG_S, NOTE, NOTE_UNKNOWN_DRIVER, OFFLINE, ONLINE, RUN, STOP, until
-from rmkit import COMPUTE, Process
+from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, LONG_S, NOTE, NOTE_UNKNOWN_DRIVER, OFFLINE, ONLINE, RUN, STOP, until
+from rmkit import COMPUTE, GR0, Process
 
 POLL, NANOSLEEP, CLOCK_NANOSLEEP = 7, 35, 230  # of x86-64
 FSTAT, SENDMSG, FCNTL, NEWFSTATAT = 5, 46, 72, 262
@@ -123,6 +123,53 @@ def test_files_that_a_sandbox_lets_nobody_ask_about_are_never_taken_for_lost(wor
     assert daemon.clients.empty()
     files = [os.readlink(file) for file in Path(f"/proc/{puppet.process.pid}/fd").iterdir()]
     assert sum("eventfd" in file for file in files) == 2  # doorbell and order bell
+
+
+class Unfiltered:
+    """The puppet's commands, on a thread that is older than the filter of the first one."""
+
+    def __init__(self, puppet):
+        assert puppet.leave_table(0) == 0
+        self._puppet = puppet
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self._puppet.elsewhere(name, *arguments, **named)
+
+
+@pytest.mark.parametrize("error", [EPERM, ENOSYS])
+def test_files_of_a_thread_with_a_filter_of_its_own_are_never_unknown_to_the_others(world, error):
+    """It cannot tell which file it opened, and they can. Their channels were in no book."""
+    daemon = world.daemon(OFFLINE)
+    puppet = world.puppet(role="offline")
+    puppet.load()
+    there = Unfiltered(puppet)
+    assert puppet.forbid(error, FSTAT, NEWFSTATAT, everywhere=False) == 0
+    process = Process.begin(puppet)
+    client = daemon.client()
+
+    process.puppet = there
+    process.channel(process.device, CHANNEL, engine=GR0)
+    process.register(CHANNEL)
+    client.expect(CHANNEL_ADD, h_channel=CHANNEL)
+
+    process.free(CHANNEL)
+    client.expect(CHANNEL_DEL, h_channel=CHANNEL)
+
+
+def test_a_launch_never_misses_the_bell_because_another_thread_has_a_filter(world):
+    daemon = world.daemon(ONLINE)
+    puppet = world.puppet(role="online")
+    puppet.load()
+    there = Unfiltered(puppet)
+    assert puppet.forbid(EPERM, FSTAT, NEWFSTATAT, everywhere=False) == 0
+    puppet.cu("cuInit", 0)
+    client = daemon.client()
+    client.gate(1)
+
+    there.launch(1)
+
+    assert client.bells() == 1
+    assert not client.gone.is_set()
 
 
 def test_a_process_that_may_say_nothing_any_more_never_counts_as_linked(world):

@@ -1,8 +1,11 @@
 """Two small programs over the driver API, for tests that need a real process on the node.
 
 node_workload.py offline PAGE [PERIOD_US]    one endless heartbeat kernel; PAGE is a file of two words: beats, last ns
-                                             SIGUSR1: it closes its own link to valved
+                                             SIGUSR1: it closes its own link to valved; SIGUSR2: it forks a
+                                             child that stays, with its files
 node_workload.py online                      obeys lines on stdin: `launch US`, `quit`; answers one line each
+
+WORKLOAD_PAST=LIBRARY: CUDA comes with that library, and its calls of the driver pass the shim by.
 """
 
 from __future__ import annotations
@@ -21,16 +24,30 @@ SYS_CLOSE = 3  # x86-64
 OWN_FDS = 900  # the shim's own lie above: HIGH of ownfd.c
 
 
+def cuda_of(device: int = 0) -> Cuda:
+    if past := os.environ.get("WORKLOAD_PAST"):
+        ctypes.CDLL(None).open(b"/dev/nvidiactl", os.O_RDWR)  # it registers all the same
+        ctypes.CDLL(past, mode=os.RTLD_DEEPBIND | os.RTLD_NOW)
+    return Cuda(device).start()
+
+
 def offline(page: str, period_us: int) -> None:
     fd = os.open(page, os.O_RDWR)
     shared = mmap.mmap(fd, 4096)
     address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
-    cuda = Cuda().start()
+    cuda = cuda_of()
     cuda.launch(cuda.kernel("emu_heartbeat"), address, period_us, 0)
     signal.signal(signal.SIGUSR1, lambda number, frame: close_link())
+    signal.signal(signal.SIGUSR2, lambda number, frame: leave_an_heir())
     print("running", flush=True)
     while True:
         signal.pause()
+
+
+def leave_an_heir() -> None:
+    if os.fork() == 0:
+        while True:
+            signal.pause()
 
 
 def close_link() -> None:
@@ -42,7 +59,7 @@ def close_link() -> None:
 
 
 def online() -> None:
-    cuda = Cuda(int(os.environ.get("WORKLOAD_DEVICE", "0"))).start()
+    cuda = cuda_of(int(os.environ.get("WORKLOAD_DEVICE", "0")))
     spin = cuda.kernel("emu_spin")
     cuda.cuCtxSynchronize()
     print("ready", flush=True)

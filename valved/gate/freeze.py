@@ -93,9 +93,9 @@ class Ladder:
         if process not in self._endings:
             self._signals.send(process, signal.SIGCONT)
 
-    def freeze_stranger(self, process: ProcessId, name: str) -> bool:
-        """An offline process that valved cannot gate, as it never registered. It is not let go again: its pod must end.
-        True: it stands."""
+    def freeze_stranger(self, process: ProcessId, why: str) -> bool:
+        """An offline process that valved cannot gate, as it never registered or told of no channel. It is not let go
+        again: its pod must end. True: it stands."""
         if not self._settings.freeze:
             return False
         delivery = self._signals.send(process, signal.SIGSTOP)
@@ -104,8 +104,15 @@ class Ladder:
             return False
         if process not in self._strangers:
             self._strangers = {one for one in self._strangers if not self._processes.is_gone(one)} | {process}
-            self._journal.emit(EventKind.FROZEN, reason=f"{name} uses a GPU without the shim", pid=process.pid)
+            self._journal.emit(EventKind.FROZEN, reason=why, pid=process.pid)
         return True
+
+    def let_stranger_go(self, process: ProcessId, why: str) -> None:
+        """It can be gated after all."""
+        self._strangers.discard(process)
+        if process not in self._endings and process not in self.frozen():
+            self._signals.send(process, signal.SIGCONT)
+            self._journal.emit(EventKind.THAWED, reason=why, pid=process.pid)
 
     def gate_failed(self, stamp: Stamp) -> None:
         if self._is_over or not (self._settings.freeze and stamp.gpu in self._gating.ungated()):

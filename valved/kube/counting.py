@@ -61,6 +61,7 @@ class Counting:
 
     async def look(self) -> None:
         self._known.cards = await self._cards.read()
+        self._observer.untold.look({uuid: card.by_pid for uuid, card in self._known.cards.items()})
 
     async def beat(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from valve_kube import names
 
 from valved.clients.register import Register
+from valved.clients.untold import LOOKS_TO_CLOSE, UNTOLD, Untold
 from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
@@ -25,7 +26,7 @@ from valved.machine.ports import GpuInfo, GrantPort, ProcessPort
 from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
 from valved.node.kv import Kv
 from valved.policy.guard import Card, Holder, Stranger
-from valved.state.registry import Books
+from valved.state.registry import Books, ClientEntry
 
 MIG = "nvidia.com/mig-"
 _STRICTNESS = ("off", "observe", "harvest")
@@ -64,6 +65,10 @@ class Observer:
     injector: Injector | None = None  # NRI: a route to the shim that leaves no mark on the pod
     is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
+    untold: Untold = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.untold = Untold(self.books, self.processes, self.gpus)
 
     def holders(self, holdings: tuple[HeldDevices, ...]) -> list[Holder]:
         """The containers that were given a GPU: by the kubelet's word, and by the allocations of claims. Some
@@ -102,20 +107,27 @@ class Observer:
         return {client.process for client in self.books.clients.values()}
 
     def strangers(self, cards: Mapping[bytes, CardUse]) -> list[Stranger]:
-        """Processes that compute on a card and never registered; those on their way out do not count."""
-        shims = [client for client in self.books.clients.values() if client.role is not Role.HOOK]
-        known = {client.process.pid for client in shims} | {os.getpid()}  # a hook alone stops and hears nothing
+        """Processes that compute on a card and never registered, or told of no channel there; those on their way out do
+        not count."""
+        registered = self.untold.registered()
         return [
             Stranger(
                 name=self._words(pid),
                 gpu=gpu.index,
                 process=ProcessId(pid=pid, start_time=start_time),
                 offline_uid=self._offline_pod(pid),
+                how=UNTOLD if pid in registered else "without the shim",
             )
             for gpu in self.gpus
             for pid in (cards[gpu.uuid].by_pid if gpu.uuid in cards else ())
-            if pid not in known and (start_time := self.processes.start_time(pid)) is not None
+            if not self._is_heard(registered.get(pid), pid, gpu.index)
+            and (start_time := self.processes.start_time(pid)) is not None
         ]
+
+    def _is_heard(self, client: ClientEntry | None, pid: int, gpu: GpuIndex) -> bool:
+        if client is None:
+            return pid == os.getpid()
+        return self.untold.looks(client.process, gpu) < LOOKS_TO_CLOSE
 
     def cards(self, cards: Mapping[bytes, CardUse]) -> list[Card]:
         return [Card(gpu=gpu.index, obstacle=_obstacle(cards.get(gpu.uuid))) for gpu in self.gpus]

@@ -1,4 +1,4 @@
-"""Stops offline pods that use a GPU without the shim: frozen by signal, reported, evicted by the controller.
+"""Stops offline pods that use a GPU without the shim or past it: frozen by signal, reported, evicted by the controller.
 
 Nothing else can stop such a process when a request comes, so it is frozen at the second look that finds it: within two
 seconds. One look is not enough: a process may be in NVML's list for a moment before it is registered. A shim that has
@@ -49,7 +49,7 @@ class Ungated:
     _settled_s: float = math.inf  # from then on shims have had the time to come back
 
     def look(self, strangers: Iterable[Stranger], now_s: float, registered: Iterable[ProcessId] = ()) -> bool:
-        """Once a second, with every process that uses a GPU and is not registered. True: a pod was not known."""
+        """Once a second, with every process that uses a GPU and is not heard there. True: a pod was not known."""
         known = set(self._pods)
         gap_s = now_s - self._looked_s
         if gap_s > STOOD_S:
@@ -70,7 +70,9 @@ class Ungated:
                 continue
             ran_s = 0.0 if sighting.is_frozen else now_s - sighting.charged_s
             sighting.charged_s = now_s
-            sighting.is_frozen = self.freeze(process, one.name)  # again each time: its pod may have let it go on
+            sighting.is_frozen = self.freeze(
+                process, f"{one.name} uses a GPU {one.how}"
+            )  # again each time: its pod may have let it go on
             _, before_s = self._pods.get(one.offline_uid, ("", 0.0))
             self._pods[one.offline_uid] = one.name, before_s + ran_s
             self.seconds += ran_s

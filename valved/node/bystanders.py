@@ -2,28 +2,30 @@
 
 A service that was started without `valve run` launches unheard, so nothing would stop offline work for it. NVML lists
 who computes on a card; whoever is in that list and in no book of valved closes the card. An offline job that runs
-without the shim is found the same way, and is stopped by a signal. On a Kubernetes node valved/kube does this.
+without the shim, or past it (clients/untold.py), is found the same way, and is stopped by a signal. On a Kubernetes
+node valved/kube does this.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valved.clients.identity import identify
+from valved.clients.untold import LOOKS_TO_CLOSE, UNTOLD, Untold
+from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.state.journal import Journal
-from valved.state.registry import GUARD_SERVICE, Books, ProcessClaim
+from valved.state.registry import GUARD_SERVICE, Books, ClientEntry, ProcessClaim
 
 REST_BEATS = 5  # while there is no offline work to stop: nobody is hurt yet, and NVML takes locks of the driver
 LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart of valved its shim comes back by itself
 UNHEARD = "uses the GPU without Valve (start it with valve run --online -- CMD)"
 NOT_CONNECTED = "uses the GPU, was started with Valve and is not connected to valved"
-Freeze = Callable[[ProcessId, str], bool]
 
 
 @dataclass(eq=False, repr=False)
@@ -33,13 +35,15 @@ class Bystanders:
     _processes: ProcessPort
     _journal: Journal
     _gpus: Sequence[GpuInfo]
-    _freeze: Freeze
+    _ladder: Ladder
     _expected: Callable[[], set[ProcessId]]  # owners of channels that a predecessor left: they come back, or are let go
 
     def __post_init__(self) -> None:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
         self.has_looked = False
         self._looks: dict[ProcessId, int] = {}  # at claimed offline jobs without the shim
+        self._untold = Untold(self._books, self._processes, self._gpus)
+        self._standing: set[ProcessId] = set()  # registered ones that were frozen
         self._found_none: tuple[int, Mapping[bytes, Mapping[int, int]]] | None = None  # at which books, where
 
     def reason(self, gpu: GpuIndex) -> str:
@@ -54,10 +58,9 @@ class Bystanders:
         """Close GPUs that a process without Valve uses, open the others. A card that does not answer stays as it is."""
         if (asked := (self._books.revision, cards)) == self._found_none:
             return
-        self._found_none, has_found = None, False
-        # A hook alone stops and hears nothing.
-        shims = (client for client in self._books.clients.values() if client.role is not Role.HOOK)
-        watched = {client.process.pid for client in shims}  # a number is its process's until its client has left
+        self._untold.look(cards)
+        self._found_none, has_found = None, bool(self._untold.found_at(0))
+        watched = self._untold.registered()
         back = {process.pid: process for process in self._expected()}
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
@@ -65,7 +68,8 @@ class Bystanders:
                 continue
             users = []
             for pid in cards[gpu.uuid]:
-                if pid in watched:
+                if (client := watched.get(pid)) is not None:
+                    users += self._words_of(client, gpu.index)
                     continue
                 has_found = True
                 try:
@@ -86,6 +90,7 @@ class Bystanders:
                     users.append(f"{name} {UNHEARD if claim is None else NOT_CONNECTED}")
             self._set(gpu.index, tuple(users))
         self._stop(ungated)
+        self._stop_untold(watched.values())
         self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
         self.has_looked |= all(gpu.uuid in cards for gpu in self._gpus)
         if not has_found and not any(self._users.values()):  # also on a card that does not answer
@@ -106,4 +111,22 @@ class Bystanders:
         self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
         for process, looks in self._looks.items():
             if looks >= LOOKS_BEFORE_FREEZE:
-                self._freeze(process, ungated[process])
+                self._ladder.freeze_stranger(process, f"{ungated[process]} uses a GPU without the shim")
+
+    def _words_of(self, client: ClientEntry, gpu: GpuIndex) -> list[str]:
+        """Of an online process whose launches there stop nobody."""
+        if client.role is Role.OFFLINE or self._untold.looks(client.process, gpu) < LOOKS_TO_CLOSE:
+            return []
+        return [f"process {client.process.pid} ({client.comm}) uses the GPU {UNTOLD}"]
+
+    def _stop_untold(self, clients: Iterable[ClientEntry]) -> None:
+        """Registered offline processes that no gate stops. If valved hears of the channels after all (their proof was
+        late), it stops them by the gate."""
+        offline = {client.process: client for client in clients if client.role is Role.OFFLINE}
+        found = self._untold.found_at(LOOKS_BEFORE_FREEZE) & offline.keys()
+        for process in found:
+            name = f"process {process.pid} ({offline[process].comm})"
+            self._ladder.freeze_stranger(process, f"{name} uses a GPU {UNTOLD}")
+        for process in (self._standing & offline.keys()) - found:
+            self._ladder.let_stranger_go(process, "valved was told of its channels")
+        self._standing = found

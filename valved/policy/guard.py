@@ -33,12 +33,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stranger:
-    """A process that uses a GPU and is not registered."""
+    """A process that uses a GPU and is not heard there."""
 
     name: str
     gpu: GpuIndex
     process: ProcessId | None = None
     offline_uid: str = ""  # of its pod, where that is known to be offline work
+    how: str = "without the shim"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], setting
     kept = [holder for holder in holders if holder.mode in LENDS_NOTHING]
     reason = ""
     if strangers:
-        reason = f"{strangers[0].name} uses the GPU without the shim"
+        reason = f"{strangers[0].name} uses the GPU {strangers[0].how}"
     elif unheard:
         reason = f"{unheard[0]} holds the GPU, and no process of that pod runs with the shim"
     elif kept:

@@ -52,12 +52,13 @@ bool valve_closing_find(void)
 	return load_relaxed(&found);
 }
 
-/* The number is about to mean nothing, or another file. */
+/* The number is about to mean nothing, or another file. Not in the table of a thread that has one of its own (unshare): the
+ * others go on with the files. */
 static void end_watched(int fd)
 {
 	enum valve_watched kind = valve_watched(fd);
 
-	if (!kind)
+	if (!kind || !valve_own_table())
 		return;
 	valve_tls.inside++;
 	if (kind == WATCHED_CTL)
@@ -130,7 +131,7 @@ static bool make_way(int from, int to)
 		errno = EBADF;
 		return false;
 	}
-	if (valve_own_has(to))
+	if (valve_own_has(to) && valve_own_table())
 		valve_own_make_way(to);
 	end_watched(to);
 	return true;

@@ -12,9 +12,9 @@
 #define PLACES 256u /* control and uvm files of one process: some ten */
 
 struct place {
-	uint32_t number;        /* and 1; 0: never used, so a search ends here */
-	uint32_t kind;          /* valve_watched; NOT: free again */
-	struct valve_file file; /* zero: a sandbox did not say */
+	uint32_t number; /* and 1; 0: never used, so a search ends here */
+	uint32_t kind;   /* valve_watched; NOT: free again */
+	struct valve_file file;
 };
 
 static struct place places[PLACES];
@@ -43,10 +43,7 @@ static struct place *find(int fd)
 /* Where nobody can tell, the hooks on close are believed: a driver's file that counts for none would run unseen. */
 static bool is_same_file(int fd, const struct place *place)
 {
-	struct valve_file file;
-	int err = valve_file_of(fd, &file);
-
-	return err ? err != -EBADF : file.ino == place->file.ino && file.dev == place->file.dev;
+	return valve_file_is(fd, place->file.dev, place->file.ino) != VALVE_OTHER_FILE;
 }
 
 /* Free, or left over from a file that was closed behind our back. Precondition: lock is held. */

@@ -1,11 +1,14 @@
 /*
  * alone.c - hooks on unshare and setns. Some namespaces take only a process of one thread. One that has asked NVML something and
  * has no channel would have one thread but for our session's: that ends for the call, and begins again after it. The link stays.
+ *
+ * A program may change its root (chroot). The session's thread keeps the one that it began with: the next valved is found there.
  */
 #include "ownfd.h"
 #include "shim.h"
 
 #include <errno.h>
+#include <sched.h>
 
 #define LOOK_NS 1000000u
 #define LOOKS   2000 /* so long for what the session has in hand */
@@ -14,6 +17,12 @@ enum { STAYS, ASKED, LEAVES };
 
 VALVE_EXPORT int unshare(int flags);
 VALVE_EXPORT int setns(int fd, int kind);
+
+void valve_alone_begin(void)
+{
+	(void)!syscall(SYS_unshare, CLONE_FS);
+	store_release(&valve_shim.session, (uint32_t)syscall(SYS_gettid));
+}
 
 bool valve_session_leaves(void)
 {

@@ -13,6 +13,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/kcmp.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
@@ -49,6 +50,28 @@ int valve_file_of(int fd, struct valve_file *file)
 	return err;
 }
 
+enum valve_sameness valve_file_is(int fd, uint64_t dev, uint64_t ino)
+{
+	struct valve_file now = {0};
+	int err = fd < 0 ? -EBADF : valve_file_of(fd, &now);
+
+	if (err == -EBADF)
+		return VALVE_OTHER_FILE;
+	if (err || !(dev || ino))
+		return VALVE_UNKNOWN_FILE;
+	return now.dev == dev && now.ino == ino ? VALVE_SAME_FILE : VALVE_OTHER_FILE;
+}
+
+bool valve_own_table(void)
+{
+	uint32_t session = load_relaxed(&valve_shim.session);
+	int saved_errno = errno;
+	bool is_other = session && syscall(SYS_kcmp, session, syscall(SYS_gettid), KCMP_FILES, 0, 0) > 0;
+
+	errno = saved_errno;
+	return !is_other;
+}
+
 enum answer { NO, YES, UNKNOWN };
 
 static enum answer has_mark(const struct valve_own_fd *own, int fd)
@@ -72,13 +95,11 @@ static enum answer has_mark(const struct valve_own_fd *own, int fd)
 /* Where a sandbox keeps us from asking the one, the other must do. */
 static bool is_its_file(const struct valve_own_fd *own, int fd)
 {
-	struct valve_file now = {0};
-	int err = fd < 0 ? -EBADF : valve_file_of(fd, &now);
+	enum valve_sameness sameness = valve_file_is(fd, load_relaxed(&own->dev), load_relaxed(&own->ino));
 
-	if (err == -EBADF ||
-	    (!err && (now.ino != load_relaxed(&own->ino) || now.dev != load_relaxed(&own->dev))))
+	if (sameness == VALVE_OTHER_FILE)
 		return false;
-	return err ? has_mark(own, fd) == YES : has_mark(own, fd) != NO;
+	return sameness == VALVE_SAME_FILE ? has_mark(own, fd) != NO : has_mark(own, fd) == YES;
 }
 
 /* Of a file just made. Whoever can ask neither would take each of ours for lost, and make new ones without end. */

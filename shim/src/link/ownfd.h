@@ -9,10 +9,12 @@
 
 enum valve_own { VALVE_OWN_LINK, VALVE_OWN_DOORBELL, VALVE_OWN_ORDER, VALVE_OWNS };
 
-/* Which file a number is. */
+/* Which file a number is. Zero: who made it was in a sandbox that does not say, as each thread may have one of its own. */
 struct valve_file {
 	uint64_t dev, ino;
 };
+
+enum valve_sameness { VALVE_OTHER_FILE, VALVE_SAME_FILE, VALVE_UNKNOWN_FILE };
 
 struct valve_own_fd {
 	uint32_t number;          /* and 1; 0: none */
@@ -22,8 +24,10 @@ struct valve_own_fd {
 
 int valve_file_of(
         int fd, struct valve_file *file); /* 0, -EBADF, or -errno where a sandbox does not say. errno stays */
-bool valve_own_can_tell(int fd);          /* whether a number is ours: else there can be no link */
-int valve_own(enum valve_own which);      /* its number now, or -1: there is none, or it was closed */
+enum valve_sameness valve_file_is(int fd, uint64_t dev, uint64_t ino); /* now */
+bool valve_own_table(void);          /* this thread has the session's table of files, or nobody can tell */
+bool valve_own_can_tell(int fd);     /* whether a number is ours: else there can be no link */
+int valve_own(enum valve_own which); /* its number now, or -1: there is none, or it was closed */
 /* The same, or for a thread whose table is one of its own a number for now, which the caller closes */
 int valve_own_borrow(enum valve_own which, bool *is_borrowed);
 void valve_own_take(enum valve_own which, int fd); /* under link_lock. Takes it over */

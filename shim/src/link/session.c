@@ -412,7 +412,7 @@ void *valve_keep(void *unused)
 	uint32_t state;
 
 	(void)unused;
-	store_release(&valve_shim.session, (uint32_t)syscall(SYS_gettid));
+	valve_alone_begin();
 	while ((state = load_acquire(&valve_shim.state)) != VALVE_STATE_OFF && !valve_session_leaves()) {
 		if (state == VALVE_STATE_LINKED) {
 			serve();

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 static int watch = -1;
@@ -18,9 +19,16 @@ int files_init(void)
 	return watch < 0 ? -errno : 0;
 }
 
+/* In the place of a file's address, which is even: its file may be gone by the time that the end is told. */
+static uint64_t process_mark(pid_t pid)
+{
+	return (uint64_t)(uint32_t)pid << 1 | 1;
+}
+
 struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, uid_t uid)
 {
-	struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP};
+	struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP},
+	                   end = {.events = EPOLLIN | EPOLLONESHOT};
 	struct file *f = calloc(1, sizeof *f);
 
 	if (!f)
@@ -38,6 +46,7 @@ struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, u
 			return NULL;
 		}
 		f->uvm->pages = -1;
+		f->uvm->process = (int)syscall(SYS_pidfd_open, pid, 0);
 		TAILQ_INIT(&f->uvm->ranges);
 		pthread_mutex_init(&f->uvm->lock, NULL);
 	}
@@ -48,6 +57,9 @@ struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, u
 	state_unlock();
 	event.data.ptr = f;
 	epoll_ctl(watch, EPOLL_CTL_ADD, sock, &event);
+	end.data.u64 = process_mark(pid);
+	if (f->uvm && f->uvm->process >= 0)
+		epoll_ctl(watch, EPOLL_CTL_ADD, f->uvm->process, &end);
 	return f;
 }
 
@@ -99,6 +111,8 @@ static void *release(void *argument)
 		file_put(f->ctl);
 	if (f->uvm) {
 		pthread_mutex_destroy(&f->uvm->lock);
+		if (f->uvm->process >= 0)
+			close(f->uvm->process);
 		free(f->uvm);
 	}
 	close(f->sock);
@@ -106,22 +120,34 @@ static void *release(void *argument)
 	return NULL;
 }
 
-void file_put(struct file *f)
+static void *process_ended(void *argument)
+{
+	stop_channels_of_process((pid_t)(uintptr_t)argument);
+	return NULL;
+}
+
+/* What takes the driver's locks is done on a thread of its own. */
+static void begin(void *(*run)(void *), void *argument)
 {
 	pthread_attr_t attributes;
 	pthread_t thread;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	if (pthread_create(&thread, &attributes, run, argument))
+		run(argument);
+	pthread_attr_destroy(&attributes);
+}
+
+void file_put(struct file *f)
+{
 	uint32_t left;
 
 	state_lock();
 	left = --f->refs;
 	state_unlock();
-	if (left)
-		return;
-	pthread_attr_init(&attributes);
-	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	if (pthread_create(&thread, &attributes, release, f))
-		release(f);
-	pthread_attr_destroy(&attributes);
+	if (!left)
+		begin(release, f);
 }
 
 void files_watch(void)
@@ -134,6 +160,10 @@ void files_watch(void)
 		for (i = 0; i < n; i++) {
 			struct file *f = events[i].data.ptr;
 
+			if (events[i].data.u64 & 1) {
+				begin(process_ended, (void *)(uintptr_t)(events[i].data.u64 >> 1));
+				continue;
+			}
 			epoll_ctl(watch, EPOLL_CTL_DEL, f->sock, NULL);
 			file_put(f);
 		}

@@ -128,6 +128,7 @@ struct vaspace { /* behind a uvm file */
 	uint32_t gpus, gpu_vaspaces; /* bit masks */
 	TAILQ_HEAD(ranges, range) ranges;
 	pthread_mutex_t lock; /* modelled: UVM's own va_space lock */
+	int process;          /* pidfd of who opened it: becomes readable when that ends */
 	int pages; /* connection that changes the owner's mappings, -1 when none; guarded by lock */
 	uint32_t page_seq;
 };
@@ -313,6 +314,7 @@ void gpu_lose(struct gpu *g);
 
 /* uvm.c: what closing a file does to channels that UVM knows (STOP_CHANNEL, bImmediate = 0) */
 void stop_channels_of_file(const struct file *f);
+void stop_channels_of_process(pid_t pid);
 
 /* journal.c: counters, the disable/enable log, the kernel log */
 enum tally { TALLY_CONTROL, TALLY_CLASS, TALLY_ESCAPE, TALLY_UVM, TALLY_KINDS };

@@ -120,18 +120,24 @@ static uint32_t unregister_channel(struct call *c)
 
 /* ---- closing ---- */
 
-static bool is_registered(const struct channel *c)
+static bool is_registered(struct channel *c)
 {
 	return c->uvm_registered;
 }
 
-static bool must_wait(const struct channel *c)
+static bool must_wait(struct channel *c)
 {
 	return c->uvm_registered && c->disabled && load(&c->slot->pending) &&
 	       knob(K_stop_disabled) == STOP_WAIT;
 }
 
-static uint32_t count_channels(const struct file *f, bool (*counts)(const struct channel *))
+/* Channels that are stopped for good: those of a file that closes, or of a process whose memory goes. */
+struct ending {
+	const struct file *file;
+	pid_t pid;
+};
+
+static uint32_t count_channels(struct ending end, bool (*counts)(struct channel *))
 {
 	struct client *c;
 	struct object *o;
@@ -139,10 +145,24 @@ static uint32_t count_channels(const struct file *f, bool (*counts)(const struct
 
 	LOCKED(&S.state);
 	TAILQ_FOREACH(c, &S.clients, link)
-		if (c->file == f)
-			TAILQ_FOREACH(o, &c->objects, in_client)
-				n += o->channel && counts(o->channel);
+		TAILQ_FOREACH(o, &c->objects, in_client)
+			if (o->channel && (end.file ? c->file == end.file : o->channel->pid == end.pid))
+				n += counts(o->channel);
 	return n;
+}
+
+static bool detach(struct channel *c)
+{
+	if (!c->uvm_registered)
+		return false;
+	c->uvm_registered = false;
+	c->reset = true;
+	store(&c->slot->reset, 1);
+	store(&c->slot->pending, 0);
+	store(&c->slot->active, 0);
+	channel_take(c);
+	runlist_poke(c->tsg->gpu);
+	return true;
 }
 
 /*
@@ -151,16 +171,29 @@ static uint32_t count_channels(const struct file *f, bool (*counts)(const struct
  * (nv_gpu_ops.c). A disabled channel with queued work never becomes idle, so a process that is
  * killed while gated stalls the whole node: enable first, then kill.
  */
-void stop_channels_of_file(const struct file *f)
+static void stop_channels(struct ending end, pid_t pid)
 {
-	if (!count_channels(f, is_registered))
+	if (!count_channels(end, is_registered))
 		return;
 	SCOPED struct scope scope = api_enter(API_WRITE);
 	gpus_enter(&scope, all_gpus());
-	uint32_t waits = count_channels(f, must_wait);
+	uint32_t waits = count_channels(end, must_wait);
 	if (waits)
-		kernel_log("stopping %u disabled channels of pid %d", waits, f->pid);
+		kernel_log("stopping %u disabled channels of pid %d", waits, pid);
 	scope_sleep(&scope, waits * (uint64_t)knob(K_stop_wait_ms));
+	count_channels(end, detach);
+}
+
+void stop_channels_of_file(const struct file *f)
+{
+	stop_channels((struct ending){.file = f}, f->pid);
+}
+
+/* UVM hears when the memory of a process goes (uvm_va_space_mm.c: "process exit, mm teardown, file open") and takes its
+ * channels out of the VA space for good, whoever keeps its files. */
+void stop_channels_of_process(pid_t pid)
+{
+	stop_channels((struct ending){.pid = pid}, pid);
 }
 
 void uvm_release(struct file *f)
