@@ -18,6 +18,10 @@
  *   CHANNEL_DEL               ->    no answer
  *   end of file               ->    the client is gone
  *   SCHEDULE_WAIT             ->    before an app's SCHEDULE/enable ioctl; ACK comes once it may proceed
+ *                                   Without h_client: a process that has stopped its own channels wants to end that. The
+ *                                   answer may be VALVE_LINK_HANDED: valved runs those that it has taken once it hears
+ *                                   SCHEDULE_DONE, and the process enables none of them. An enable of its own would come
+ *                                   late, beside a service, if its thread stood still after the answer. Others take it for 0
  *   SCHEDULE_DONE             ->    that ioctl came back: it may have enabled channels after a gate that fell in
  *                                   between, so valved gates them again. No answer. Only sent to a daemon that
  *                                   announces VALVE_FEATURE_SCHEDULE_DONE
@@ -85,6 +89,7 @@
 #define VALVE_LINK_FDS       64u     /* nor carries more descriptors */
 #define VALVE_LINK_LENT      0x8000u /* in a header's type: its descriptors are numbers behind the packet */
 #define VALVE_LINK_UNFETCHED 49u     /* status of an ACK (EUNATCH): lend nothing on this link again */
+#define VALVE_LINK_HANDED    42u     /* status of an ACK (ENOMSG): see SCHEDULE_WAIT */
 
 enum valve_link_type {
 	VALVE_LINK_HELLO = 1,

@@ -113,7 +113,8 @@ struct valve_shim {
 	uint32_t must_fence; /* this daemon or this kernel knows no VALVE_FEATURE_PLAIN_COUNT */
 	uint32_t can_membarrier;
 	uint32_t watcher_runs;
-	uint32_t untold;       /* valved's socket was full: the session tells the rest */
+	uint32_t telling; /* threads that do: what one has chosen counts as told, and may not be sent yet */
+	uint32_t untold;  /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
 	struct valve_reply reply[VALVE_REPLIES];
@@ -262,6 +263,7 @@ int valve_capture_uvm_fd(void); /* the file on which channels were registered; -
 
 /* report.c */
 void valve_capture_report(bool wait); /* tells valved what it does not know yet */
+bool valve_capture_is_told(void);     /* valved was sent all of it */
 void valve_capture_forget_reports(void);
 int valve_capture_tell_ran(void);     /* of each RM client: its channels may have run after a gate */
 valve_link_handler valve_capture_ack; /* ACK: valved may ask for the fds of our RM clients (path B) */

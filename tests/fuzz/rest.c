@@ -12,6 +12,11 @@ int valve_capture_tell_ran(void)
 	return 0;
 }
 
+bool valve_capture_is_told(void)
+{
+	return !valve_shim.untold;
+}
+
 void valve_capture_report(bool wait)
 {
 	(void)wait;

@@ -115,6 +115,41 @@ def test_work_that_is_not_proven_done_never_opens(rig: Rig) -> None:
     assert rig.gate.look(SERVICE).holds
 
 
+def test_no_service_is_woken_over_a_request_that_opened_since_the_look(rig: Rig) -> None:
+    """It found the word closed, so it rang nobody; and what it launches may be done before the listener goes on."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    prove(online)
+
+    @rig.driver.ffi.callback("void(int)")
+    def slip_in(point: int) -> None:
+        if point == 1:
+            online.region["open_requests"], online.region["hint_ns"] = 1, time.monotonic_ns()
+
+    rig.driver.lib.fake_set_between(slip_in)
+    rig.gate.permit(SERVICE, replace(QUICK, hint_lease_ns=10**15))
+    wait_until(lambda: REASONS[rig.gate.look(SERVICE).reason] is WakeReason.OPEN_REQUESTS, "the next look")
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+
+    assert not is_open(online)
+    assert workload.on() == 0
+    assert rig.driver.counts.enables == 0
+
+
+def test_a_service_whose_watcher_is_away_is_never_woken_because_it_was_asked_to_watch_a_moment_ago(rig: Rig) -> None:
+    """What its watcher has told of open requests is too old to be believed, and so is all else that it has told."""
+    online, now_ns = rig.online(7, {0}), time.monotonic_ns()
+    prove(online)
+    online.region["watcher_ns"] = online.region["idle_ns"] = online.region["hint_ns"] = now_ns - 4000 * MS
+    online.region["open_requests"] = 1
+    rig.gate.permit(SERVICE, replace(QUICK, watcher_lease_ns=2000 * MS, watch_since_ns=now_ns))
+    wait_until(lambda: rig.gate.look(SERVICE).reason, "a look")
+
+    assert REASONS[rig.gate.look(SERVICE).reason] is WakeReason.WATCHER_DEAD
+    assert not is_open(online)
+
+
 def test_a_gap_that_teaches_is_never_slept_over(rig: Rig) -> None:
     """A wake waits for the answer: the cooldown may be longer than anybody knew."""
     online = rig.online(7, {0})

@@ -15,11 +15,14 @@ from valve.v1 import node_pb2
 LINKS, HANGS, DEATHS = 10, 5, 10
 NO_LATE_BEAT_MS = 20_000  # where the end of a lease is not what is tested
 LEASE_MS = 300
+TRACE = "trace.jsonl"
 
 
 def busy_pair(make_node, lease_ms):
-    """An offline job, stopped beside a service that stays busy."""
-    node = make_node(config=f"lease_ms = {lease_ms:.1f}")
+    """An offline job, stopped beside a service that stays busy. Each decision of valved is written down."""
+    node = make_node(start=False)
+    node.config = f'lease_ms = {lease_ms:.1f}\ntrace_file = "{node.folder / TRACE}"'
+    node.start_valved()
     offline = Offline(node, "batch")
     offline.wait_running()
     online = Online(node, "chat")
@@ -28,7 +31,7 @@ def busy_pair(make_node, lease_ms):
     offline.wait_running()
     online.hint(1)  # from here on it is busy without a break
     online.launch(us=100)
-    offline.wait_stopped()
+    offline.wait_off()
     return node, offline, online
 
 
@@ -49,6 +52,14 @@ def hang(node, offline):
     node.wait_for(lambda: own_stops(node, offline) > before, "the job takes valved for dead")
     node.valved.send_signal(signal.SIGCONT)
     return client
+
+
+def assert_no_beat(node, offline, beats):
+    """Since it had so many. What ran is in the trace, and at the card."""
+    told = (node.folder / TRACE).read_text(errors="replace").splitlines()[-80:]
+    gates = "\n".join(f"{gate}" for gate in node.emulator.state().gates[-20:])
+
+    assert offline.beats == beats, "\n".join([*told, gates])
 
 
 def die(node, *, is_stale):
@@ -82,7 +93,7 @@ def test_a_process_that_closes_its_own_link_never_runs_beside_a_busy_service(mak
         node.wait_for(lambda before=before: offline_client(node) > before, "its shim is back")
         online.launch(us=100)
 
-    assert offline.beats == beats
+    assert_no_beat(node, offline, beats)
     online.hint(0)
     offline.wait_running()
 
@@ -98,7 +109,33 @@ def test_no_offline_beat_falls_beside_a_busy_service_when_valved_hangs_and_goes_
         node.wait_for(lambda before=before: offline_client(node) > before, "its shim is back")
         online.launch(us=100)
 
-    assert offline.beats == beats
+    assert_no_beat(node, offline, beats)
+    online.hint(0)
+    offline.wait_running()
+
+
+def enables_of(node, process):
+    return [gate for gate in node.emulator.state().gates if gate.pid == process.pid and gate.on]
+
+
+def test_a_job_that_reads_late_that_it_may_run_never_runs_beside_a_service_that_came_meanwhile(make_node):
+    """Its thread stands still between valved's answer and what it does about it."""
+    node, offline, online = busy_pair(make_node, LEASE_MS)
+    before = hang(node, offline)
+    node.wait_for(lambda: offline_client(node) > before, "its shim is back")
+    node.wait_for(lambda: node.status().gpus[0].channels, "its channels are known")
+    offline.process.send_signal(signal.SIGSTOP)
+    online.hint(0)
+    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go, and valved answers")
+    online.hint(1)
+    online.launch(us=100)
+    offline.wait_off()
+    beats = offline.beats
+    offline.process.send_signal(signal.SIGCONT)
+    hang(node, offline)  # it reads what valved said before it takes valved for dead
+
+    assert_no_beat(node, offline, beats)
+    assert not enables_of(node, offline.process)
     online.hint(0)
     offline.wait_running()
 
@@ -116,6 +153,6 @@ def test_no_offline_beat_falls_beside_a_busy_service_when_valved_is_killed_and_s
             node.wait_for(lambda: are_back(node), "both are back")
             online.launch(us=100)
 
-    assert offline.beats == beats
+    assert_no_beat(node, offline, beats)
     online.hint(0)
     offline.wait_running()

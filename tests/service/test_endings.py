@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 
 import pytest
 from fake_gate import FakeGate
@@ -336,3 +337,24 @@ def test_one_that_cannot_be_ended_never_keeps_another_that_was_begun_in_the_same
     world.run(1)
 
     assert {pid for pid, name in world.signals if name == "SIGKILL"} == {300, 301}
+
+
+def test_processes_of_many_threads_that_are_to_end_never_have_more_than_a_part_of_the_loop(world):
+    """How long a look takes is theirs to choose, and all of them are looked at until they stand."""
+    clients = [world.offline(pid=300 + number) for number in range(10)]
+    spans = []
+
+    def slow(pid):
+        began_ns = world.clock.now_ns()
+        world.clock._now_ns += 5_000_000
+        spans.append((began_ns, world.clock.now_ns()))
+        return False
+
+    world.processes.is_stopped = slow
+    for client in clients:
+        world.ladder.end(client, "it broke a promise")
+    world.run(3000)
+
+    assert len(spans) > 20
+    assert all(after - before >= 3 * 5_000_000 for (_, before), (after, _) in pairwise(spans))
+    assert not world.ladder.to_end()

@@ -33,7 +33,7 @@ from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
 from valved.machine.helpers import Closer
 from valved.model.events import EventKind
-from valved.model.ids import Role
+from valved.model.ids import ProcessId, Role
 
 
 def test_a_hello_is_welcomed_with_four_descriptors(server):
@@ -55,6 +55,24 @@ def test_a_refusal_is_sent_before_the_end(server):
 
     assert isinstance(packet.body, RefusedMessage)
     assert is_closed(sock)
+
+
+def test_what_a_process_said_before_it_ended_is_never_taken_for_words_of_the_next_with_its_number(server, monkeypatch):
+    """It left its end of the link to another, and the number goes round while its HELLO waits."""
+    may_read, sock = threading.Event(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.loop.call_soon_threadsafe(may_read.wait)
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            sock.connect(str(server.path))
+            say(sock, LinkType.HELLO, HELLO)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    living = ProcessId(pid=pid, start_time=1)
+    monkeypatch.setattr(server.world.processes, "ancestors", lambda number, most=64: [living] if number == pid else [])
+    may_read.set()
+
+    assert is_closed(sock)
+    assert not server.call(lambda: [c for c in server.world.books.clients.values() if c.process.pid == pid])
 
 
 def fields(value):

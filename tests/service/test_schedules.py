@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from valved.abi.link import LinkType
+from valved.clients.schedules import HANDED
 from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Role
 
@@ -67,6 +68,41 @@ def test_what_a_gate_met_between_answer_and_enable_is_stopped_again(world):
 
     h_clients = {h_client for h_client, _ in world.books.clients[offline].channels}
     assert {call[1] for call in world.gate.calls if call[0] == "stop_again"} == h_clients
+
+
+def test_a_process_whose_channels_valved_switches_is_never_told_to_enable_them_itself(world):
+    """It may read that late: a gate that falls meanwhile would not be for it."""
+    world.gate.switches_all = True
+    offline, online = world.offline(), world.online()
+    world.gate.launch(online)
+    seq = world.schedule(offline, 0)
+    world.work(online, ms=5)
+    world.run(5000)
+    assert acks(world, offline, seq) == [HANDED]
+    assert ("run_again", offline) not in world.gate.calls
+
+    world.schedule(offline, 0, LinkType.SCHEDULE_DONE)
+
+    assert world.gate.calls[-1] == ("run_again", offline)
+
+
+def test_no_process_has_all_channels_of_a_gpu_run_again_as_often_as_it_likes(world):
+    """Each time costs calls of the driver."""
+    world.gate.switches_all = True
+    offline = world.offline()
+    answers = [acks(world, offline, world.schedule(offline, 0)) for _ in range(20)]
+
+    assert answers == [[HANDED], *[[0]] * 19]
+
+
+def test_no_process_that_has_told_of_no_gpu_is_let_run_while_one_is_held(world):
+    offline = world.hello(world.processes.add(300), wanted=Role.OFFLINE).client
+    online = world.online()
+    world.gate.launch(online)
+
+    seq = world.schedule(offline, 0)
+
+    assert acks(world, offline, seq) == []
 
 
 def test_no_answer_is_given_twice_when_a_wake_is_noticed_while_answers_are_given(world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from fake_daemon import (
     until,
 )
 from rmkit import GR0, Process
+from valve_abi import LINK_HANDED as HANDED
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
 
@@ -79,6 +81,64 @@ def test_a_process_that_stopped_itself_never_runs_before_a_new_daemon_lets_it(wo
 
     client.expect(SCHEDULE_DONE, h_client=0)
     assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
+
+
+def test_what_is_handed_to_valved_is_never_enabled_here(world, orphan):
+    """A stop of its may have come before this thread read the answer."""
+    client, gate = heir(world)
+
+    gate.answer(status=HANDED)
+
+    client.expect(SCHEDULE_DONE, h_client=0)
+    orphan.channel(orphan.device, SECOND, engine=GR0)
+    orphan.register(SECOND)
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    assert {*world.gate_calls()} == {call(orphan, "disable", FIRST)}
+
+
+def test_what_valved_has_not_taken_is_enabled_here_though_the_rest_is_handed_over(world, orphan):
+    gate = Gate()
+
+    def refuses(client, message):
+        if message.type != CHANNEL_ADD:
+            return gate(client, message)
+        client.ack(message, status=95)
+        return True
+
+    client = world.daemon(OFFLINE, more=FEATURE_KEEP_STOP, on_message=refuses).client()
+    until(lambda: gate.asked, "it asks whether it may run")
+    gate.answer(status=HANDED)
+
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
+
+
+def test_a_process_never_asks_to_run_while_a_thread_has_chosen_what_to_tell_and_not_told_it(world, orphan):
+    """valved would let it run: it knows of no channel of which it has not heard."""
+    gate, told = Gate(), []
+
+    def keep(client, message):
+        if message.type == CHANNEL_ADD and message.h_channel == SECOND:
+            told.append((client, message))
+            return True
+        return gate(client, message)
+
+    client = world.daemon(OFFLINE, more=FEATURE_KEEP_STOP, on_message=keep).client()
+    until(lambda: gate.asked, "it asks whether it may run")
+    orphan.channel(orphan.device, SECOND, engine=GR0)
+    teller = threading.Thread(target=orphan.register, args=(SECOND,))
+    teller.start()
+    until(lambda: told, "it tells, and waits for the answer")
+    gate.answer(status=11)  # EAGAIN: gated still
+    before = len(gate.asked)
+    client.control.order_seq += 1
+    os.eventfd_write(client.order_bell, 1)
+    until(lambda: client.region.order_done == client.control.order_seq, "its session has had a turn")
+
+    assert len(gate.asked) == before
+    told[0][0].ack(told[0][1])
+    teller.join()
+    until(lambda: len(gate.asked) > before, "it asks again")
 
 
 def test_what_a_stopped_process_makes_before_it_may_run_is_stopped_too(world, orphan):

@@ -104,6 +104,7 @@ class FakeGate:
         self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
+        self.switches_all = False  # of a client that had stopped itself
         self.out_of_reach = False  # it can enable no leftover
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps, self.lost = [], 0
@@ -303,6 +304,12 @@ class FakeGate:
         for key, ref in entry.channels.items():
             if key[0] == h_client and self._is_held(ref.gpu):
                 self._switch(entry, key, ref, {ref.gpu})
+
+    def switches(self, client):
+        return self.switches_all
+
+    def run_again(self, client):
+        self.calls.append(("run_again", client))
 
     def give_up(self, client, why):
         self.calls.append(("give_up", client))

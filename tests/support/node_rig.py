@@ -58,6 +58,10 @@ class Offline:
             lambda state: self._is_off(state) or self._was_off(state), "the offline channels are off and idle"
         )
 
+    def wait_off(self) -> None:
+        """The same, beside a service that is busy without a break: they stay off."""
+        self.node.emulator.wait(self._is_off, "the offline channels are off and idle")
+
     def _is_off(self, state: NodeMoment) -> bool:
         compute = [channel for channel in state.of(self.process.pid) if channel.is_compute]
         return any(c.disabled for c in compute) and not any(c.active for c in compute)

@@ -145,6 +145,9 @@ class FakeConnection:
             self.flush()
         return True
 
+    def is_dead(self):
+        return False
+
     def flush(self):
         while self.queue:
             *packet, arrived = self.queue.pop(0)

@@ -26,7 +26,8 @@ from typing import NoReturn
 from valve.v1 import node_pb2
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.hostile.processes import ATTACKS, Attack, hello_of
+from valve_tools.hostile.link_ends import Attack, hello_of
+from valve_tools.hostile.processes import ATTACKS
 from valve_tools.hostile.threads import die_with_parent
 
 from valved.abi import link

@@ -12,38 +12,27 @@ import socket
 import struct
 from collections.abc import Callable
 
+from valve_tools.hostile.link_ends import (
+    NOBODY,
+    OFFLINE_HELLO,
+    SHORT_S,
+    Attack,
+    Says,
+    connect,
+    packet_of,
+    welcomed,
+)
+from valve_tools.hostile.strange_ends import IsOdd, is_another_since, leaves_words
 from valve_tools.hostile.threads import KeepsDeadThreads, die_with_parent
 
 from valved.abi import link
 from valved.abi.link import LinkType
-from valved.model.ids import Role
 
-NOBODY = 65534
 DEPTH = 60
-SHORT_S = 0.01
 WATCHES, EPOLLS = 200_000, 20
 STORM = 100
 NESTED = 400  # sockets in each other
-LENT = 0x8000  # proto/abi/link.h
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x80
-
-Attack = Callable[[str], object]
-
-
-def hello_of(role: Role) -> bytes:
-    body = link.Hello(
-        abi_min=1, abi_max=1, features=link.Feature.GAPS, wanted_role=role, driver=0, build="bench", comm="bench"
-    )
-    return link.build(LinkType.HELLO, body, seq=1, sent_ns=0)
-
-
-OFFLINE_HELLO = hello_of(Role.OFFLINE)
-
-
-def connect(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect(path)
-    return sock
 
 
 def _says_hello(path: str) -> None:
@@ -93,62 +82,27 @@ class _Holds:
 
     def __init__(self, most: int, packet: bytes = b"") -> None:
         self._most = most
-        self._packet = packet
+        self.packet_of = packet
         self._held: list[socket.socket] = []
 
     def __call__(self, path: str) -> None:
         if len(self._held) >= self._most:
             self._held.pop(0).close()
         self._held.append(connect(path))
-        if self._packet:
-            self._held[-1].send(self._packet)
+        if self.packet_of:
+            self._held[-1].send(self.packet_of)
 
 
 # Welcomed ones
 
 
-def _packet(kind: LinkType, *, lent: bytes = b"") -> bytes:
-    """A body of zeros."""
-    size = link.packet_bytes(kind)
-    header = struct.pack("<IHHIIQ", link.MAGIC, link.ABI, kind | (LENT if lent else 0), size + len(lent), 7, 0)
-    return header.ljust(size, b"\0") + lent
-
-
-def _welcomed(path: str) -> socket.socket:
-    sock = connect(path)
-    sock.send(OFFLINE_HELLO)
-    _, fds, _, _ = socket.recv_fds(sock, link.MAX_PACKET, 8)
-    for fd in fds:
-        os.close(fd)
-    sock.settimeout(SHORT_S)
-    return sock
-
-
-class _Says:
-    """On one link, as often as valved takes it; a link that valved ended is made anew."""
-
-    def __init__(self, say: Callable[[socket.socket], object]) -> None:
-        self._say = say
-        self._sock: socket.socket | None = None
-
-    def __call__(self, path: str) -> None:
-        self._sock = self._sock or _welcomed(path)
-        try:
-            self._say(self._sock)
-        except TimeoutError:
-            pass
-        except OSError:
-            self._sock.close()
-            self._sock = None
-
-
 def _asks(sock: socket.socket) -> None:
     """And never reads the answer."""
-    sock.send(_packet(LinkType.SCHEDULE_WAIT))
+    sock.send(packet_of(LinkType.SCHEDULE_WAIT))
 
 
 def _peeks(sock: socket.socket) -> None:
-    sock.send(_packet(LinkType.SCHEDULE_WAIT))
+    sock.send(packet_of(LinkType.SCHEDULE_WAIT))
     sock.recv(link.MAX_PACKET, socket.MSG_PEEK)
 
 
@@ -161,7 +115,7 @@ def _sends_odd_files(sock: socket.socket) -> None:
     ]
     mine = [os.dup(kind()) for kind in odd]
     try:
-        socket.send_fds(sock, [_packet(LinkType.KV_HELD)], mine * 16)
+        socket.send_fds(sock, [packet_of(LinkType.KV_HELD)], mine * 16)
     finally:
         for fd in mine:
             os.close(fd)
@@ -178,7 +132,7 @@ def _sends_sockets_in_sockets(sock: socket.socket) -> None:
         last = one
     spare.close()
     try:
-        socket.send_fds(sock, [_packet(LinkType.RM_CLIENT)], [last.fileno()])
+        socket.send_fds(sock, [packet_of(LinkType.RM_CLIENT)], [last.fileno()])
     finally:
         last.close()
 
@@ -188,7 +142,7 @@ def _lends(numbers: int, first: int) -> Callable[[socket.socket], object]:
 
     def lend(sock: socket.socket) -> None:
         lent = struct.pack(f"<{numbers}iII", *([first] * numbers), 0, numbers)
-        sock.send(_packet(kind, lent=lent))
+        sock.send(packet_of(kind, lent=lent))
         sock.recv(link.MAX_PACKET)
 
     return lend
@@ -199,7 +153,7 @@ class _IsWatched:
 
     def __init__(self) -> None:
         self._epolls: list[select.epoll] = []
-        self._says = _Says(self._say)
+        self._says = Says(self._say)
         self._watched: socket.socket | None = None
 
     def _say(self, sock: socket.socket) -> None:
@@ -214,7 +168,7 @@ class _IsWatched:
             for fd in copies:  # the watches stay for as long as the file is open
                 os.close(fd)
             self._watched = sock
-        sock.send(_packet(LinkType.SCHEDULE_DONE))
+        sock.send(packet_of(LinkType.SCHEDULE_DONE))
 
     def __call__(self, path: str) -> None:
         self._says(path)
@@ -228,9 +182,9 @@ def _lends_and(then: Callable[[], object]) -> Attack:
         if pid == 0:
             die_with_parent()
             with contextlib.suppress(OSError):
-                sock = _welcomed(path)
+                sock = welcomed(path)
                 os.set_inheritable(sock.fileno(), True)
-                sock.send(_packet(LinkType.RM_CLIENT, lent=struct.pack("<iII", sock.fileno(), 0, 1)))
+                sock.send(packet_of(LinkType.RM_CLIENT, lent=struct.pack("<iII", sock.fileno(), 0, 1)))
                 then()
             os._exit(0)
         os.waitpid(pid, os.WUNTRACED)
@@ -281,7 +235,7 @@ def _stands_still(path: str) -> None:
     if pid == 0:
         die_with_parent()  # also while it is stopped
         with contextlib.suppress(OSError):
-            _asks(_welcomed(path))
+            _asks(welcomed(path))
             os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     os.waitpid(pid, os.WUNTRACED)
@@ -348,13 +302,13 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "half a HELLO": (_says_half, 2, 0, 0),
     "huge packets": (_says_much, 2, 0, 0),
     "many descriptors": (_sends_files, 2, 0, 0),
-    "answers that nobody reads": (_Says(_asks), 4, 0, 0),
-    "answers that are peeked at": (_Says(_peeks), 4, 0, 0),
-    "descriptors of odd kinds": (_Says(_sends_odd_files), 2, 0, 0),
-    "sockets in sockets, sent to valved": (_Says(_sends_sockets_in_sockets), 2, 0, 0),
+    "answers that nobody reads": (Says(_asks), 4, 0, 0),
+    "answers that are peeked at": (Says(_peeks), 4, 0, 0),
+    "descriptors of odd kinds": (Says(_sends_odd_files), 2, 0, 0),
+    "sockets in sockets, sent to valved": (Says(_sends_sockets_in_sockets), 2, 0, 0),
     "sockets in sockets": (_nests_sockets, 4, 0, 0),
-    "numbers that are not open": (_Says(_lends(1, 1 << 20)), 4, 0, 0),
-    "64 numbers at once": (_Says(_lends(link.MAX_FDS, 0)), 4, 0, 0),
+    "numbers that are not open": (Says(_lends(1, 1 << 20)), 4, 0, 0),
+    "64 numbers at once": (Says(_lends(link.MAX_FDS, 0)), 4, 0, 0),
     "200,000 epoll watches": (_IsWatched(), 1, 0, 0),
     "another's credentials": (_says_who_it_is_not, 2, 0, 0),
     "halves that are shut": (_shuts_half, 2, 0, 0),
@@ -364,6 +318,9 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "numbers of a process that execs": (_lends_and(lambda: os.execv("/bin/true", ["true"])), 2, 0, 0),
     "numbers of a process that is stopped": (_lends_and(lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, 0, 0),
     "links of another user": (_hands_on, 2, 0, 0),
+    "odd options of a socket": (IsOdd(), 4, 0, 0),
+    "processes that change their user": (is_another_since, 2, 0, 0),
+    "words of a process that has ended": (leaves_words, 2, 0, 0),
     "2,000 dead threads": (KeepsDeadThreads(_says_hello), 1, 0, 0),
     "100 processes at once": (_storms, 1, 0, 0),
 }

@@ -34,6 +34,10 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
 
+    def is_dead(self) -> bool:
+        """The process that made it has ended, and its number may be another's."""
+        ...
+
 
 class Admission:
     def __init__(
@@ -49,7 +53,8 @@ class Admission:
     def peer(self, connection: Connection, seq: int) -> Peer | None:
         """The process at the other end. None: it is gone, or it was refused for want of a descriptor to look at it."""
         try:
-            return identify(connection.pid, connection.uid, self._processes)
+            peer = identify(connection.pid, connection.uid, self._processes)
+            return None if connection.is_dead() else peer  # last: what was read is of the process that connected
         except OSError:
             text = "valved is out of descriptors"
             connection.send(LinkType.REFUSED, RefusedMessage(code=Refusal.QUOTA, text=text), seq)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
-from valved.clients.fetching import Lent, pidfd_of, split
+from valved.clients.fetching import Lent, is_dead, pidfd_of, split
 from valved.clients.outbox import Arrived, Outbox, Unsent, send_on, widen
 from valved.machine.callers import CREDENTIALS
 from valved.machine.helpers import Closer
@@ -74,6 +74,11 @@ class LinkConnection:
     def pidfd(self) -> int:
         """Of the process that connected."""
         return pidfd_of(self._sock)
+
+    def is_dead(self) -> bool:
+        """The process that connected has ended: its number may be another's, and a copy of its end is somebody's still.
+        Where the kernel cannot tell (before Linux 6.5) it counts as alive."""
+        return is_dead(self._sock)
 
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -62,6 +63,24 @@ def split(data: bytes) -> tuple[bytes, Lent | None]:
 def pidfd_of(sock: socket.socket) -> int:
     """Of the process that connected."""
     return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+
+
+def is_dead(sock: socket.socket) -> bool:
+    """The process that connected, with all of its threads. OSError: there is no descriptor to look with."""
+    try:
+        pidfd = pidfd_of(sock)
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return False
+        if error.errno in (errno.ESRCH, errno.EINVAL):  # nobody has that number, or a process that is none of them
+            return True
+        raise
+    try:
+        end = select.poll()
+        end.register(pidfd, select.POLLIN)
+        return bool(end.poll(0))
+    finally:
+        os.close(pidfd)
 
 
 def fetch(pidfd: int, lent: Lent, closer: Closer) -> list[int]:

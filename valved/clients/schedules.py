@@ -3,7 +3,8 @@
 So the ACK of SCHEDULE_WAIT is held until the GPU opens. A hold longer than `schedule_hold_s` is answered with EAGAIN
 and the shim asks again. SCHEDULE_DONE closes the race of a gate that falls between the ACK and the ioctl: the channels
 are stopped once more. A shim that had stopped its own channels asks the same for all of them (no h_client) before it
-ends that.
+ends that. Those that valved switches are handed to it: its thread may stand still between our answer and an enable of
+its own, which a stop would be too early for. They run at SCHEDULE_DONE, if no stop came in between.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import valve_abi
 
 from valved.abi.link import Schedule
 from valved.clients.possession import Possession
@@ -22,6 +25,8 @@ from valved.model.ids import ClientId, GpuIndex, Role
 from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
+HANDED = valve_abi.LINK_HANDED
+HANDED_NS = 100_000_000  # no client is handed more often: each costs calls of the driver
 HELD_PER_CLIENT = 64  # twice the threads of one shim that can wait at once
 
 
@@ -45,11 +50,12 @@ class Schedules:
 
     def __post_init__(self) -> None:
         self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
+        self._handed: dict[ClientId, int] = {}  # since when valved may run their channels, and they do not
 
     def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
         gpus = self._gated_gpus(entry, body.h_client)
         if entry.role is not Role.OFFLINE or not (gpus or self._is_untold(entry, body)):
-            self._ack(entry.id, seq, 0)
+            self._ack(entry.id, seq, self._leave(entry, body))
             return
         mine = self._held.setdefault(entry.id, {})
         if seq in mine:
@@ -68,6 +74,7 @@ class Schedules:
         known = entry.rm_gpus.get(h_client)
         of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
         gpus = of_channels or ({known} if known is not None else entry.gpus() | set(entry.rm_gpus.values()))
+        gpus = gpus or set(self._gating.gpus)  # one that has told of none may use any
         is_shut = self._gating.is_stopped if h_client else lambda gpu: self._gating.is_held((gpu,))
         return frozenset(filter(is_shut, gpus))
 
@@ -78,11 +85,20 @@ class Schedules:
             if entry is None or self._gated_gpus(entry, held.body.h_client) or self._is_untold(entry, held.body):
                 continue
             if self._held.get(held.client, {}).get(held.seq) is held:
-                self._let_go(held, 0)
+                self._let_go(held, self._leave(entry, held.body))
 
     def _is_untold(self, entry: ClientEntry, body: Schedule) -> bool:
         """It asks for all its channels, and some are not armed yet: run now, they would meet no gate."""
         return not body.h_client and self._possession.is_judging(entry.id)
+
+    def _leave(self, entry: ClientEntry, body: Schedule) -> int:
+        """What says that it may run, or may have valved run its channels."""
+        now_ns = self._clock.now_ns()
+        is_often = now_ns - self._handed.get(entry.id, -HANDED_NS) < HANDED_NS
+        if entry.role is not Role.OFFLINE or body.h_client or is_often or not self._gate.channels.switches(entry.id):
+            return 0
+        self._handed[entry.id] = now_ns
+        return HANDED
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:
         held.timer.cancel()
@@ -95,13 +111,17 @@ class Schedules:
 
     def forget(self, client: ClientId) -> None:
         """The client is gone: it waits for no answers any more."""
+        self._handed.pop(client, None)
         for held in list(self._held.get(client, {}).values()):
             self._let_go(held, None)
 
     def done(self, entry: ClientEntry, body: Schedule) -> None:
-        """That call came back: a gate may have fallen in between."""
-        if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
+        """That call came back, and a gate may have fallen in between; or the process switches its channels no more."""
+        if entry.role is not Role.OFFLINE:
             return
-        of_all = {h_client for h_client, _ in entry.channels}
-        for h_client in {body.h_client} if body.h_client else of_all:
-            self._gate.channels.stop_again(entry.id, h_client)
+        if self._gated_gpus(entry, body.h_client):
+            of_all = {h_client for h_client, _ in entry.channels}
+            for h_client in {body.h_client} if body.h_client else of_all:
+                self._gate.channels.stop_again(entry.id, h_client)
+        if not body.h_client and entry.id in self._handed:
+            self._gate.channels.run_again(entry.id)

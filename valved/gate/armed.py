@@ -181,6 +181,11 @@ class ArmedChannels:
     def of(self, client: ClientId) -> list[ArmedChannel]:
         return list(self._of.get(client, {}).values())
 
+    def are_switched(self, client: ClientId) -> bool:
+        """By valved, all that it has; there is one at least."""
+        mine = [channel for channel in self.of(client) if channel.ref.compute]
+        return bool(mine) and all(channel.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD) for channel in mine)
+
     def plan(self, gpu: GpuIndex) -> GpuPlan:
         return self._plans[gpu]
 

@@ -25,6 +25,9 @@ from valved.state.journal import Journal
 SECOND_NS = 1_000_000_000
 STOP_NS, LOOK_NS = SECOND_NS // 2, SECOND_NS // 500  # how long a stop signal may take to arrive
 AGAIN_NS = SECOND_NS // 10  # where it cannot be sent
+LOOK_SHARE = (
+    4  # a look reads the threads of a process, and how many it has is its choice: a quarter of the loop at most
+)
 KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 
 
@@ -50,6 +53,7 @@ class Endings:
     def __post_init__(self) -> None:
         self._under_way: dict[ProcessId, _End] = {}
         self._fresh: list[ProcessId] = []  # of them, not yet told to stand
+        self._rests_ns = 0  # no look before then
 
     def __contains__(self, process: ProcessId) -> bool:
         return process in self._under_way
@@ -110,14 +114,22 @@ class Endings:
         if self._under_way.get(process) is not end:
             return
         now_ns = self._clock.now_ns()
+        if now_ns < self._rests_ns:
+            self._clock.call_at_ns(self._rests_ns, lambda: self._look(process, end))
+            return
         is_gone = self._processes.is_gone(process)
         if process in self._signals.waiting(signal.SIGSTOP, signal.SIGCONT) and not is_gone:
             end.until_ns = now_ns + STOP_NS  # with its channels on it would run
             self._clock.call_at_ns(now_ns + AGAIN_NS, lambda: self._look(process, end))
-        elif not (is_gone or self._processes.is_stopped(process.pid)) and now_ns < end.until_ns:
+        elif now_ns < end.until_ns and not (is_gone or self._stands(process, now_ns)):
             self._clock.call_at_ns(now_ns + LOOK_NS, lambda: self._look(process, end))
         else:
             self._end(process, end)
+
+    def _stands(self, process: ProcessId, now_ns: int) -> bool:
+        is_stopped = self._processes.is_stopped(process.pid)
+        self._rests_ns = now_ns + LOOK_SHARE * (self._clock.now_ns() - now_ns)
+        return is_stopped
 
     def _end(self, process: ProcessId, end: _End) -> None:
         del self._under_way[process]

@@ -168,11 +168,17 @@ class NativeChannels:
             self._arm(channel.ref.gpu)
 
     def stop_again(self, client: ClientId, h_client: int) -> None:
-        """One call for all channels. It costs no other driver call, however often a process asks for it."""
         mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.is_armed]
         for gpu in {channel.ref.gpu for channel in mine}:
             if self._is_gated(gpu):
                 self._arm(gpu, stop_now=[channel for channel in mine if channel.ref.gpu == gpu])
+
+    def switches(self, client: ClientId) -> bool:
+        return self._channels.are_switched(client)
+
+    def run_again(self, client: ClientId) -> None:
+        for gpu in {channel.ref.gpu for channel in self._channels.of(client) if channel.is_ours_to_run}:
+            lib.valve_gpu_run_again(self._gate, gpu)
 
     def give_up(self, client: ClientId, why: str) -> None:
         holder = self._clients[client]
@@ -240,11 +246,7 @@ class NativeChannels:
 
     def enable_unless_held(self, channel: ChannelRef) -> LeftOff:
         status = self._enable(channel, unless_held=True)
-        if status == 0:
-            return LeftOff.ENABLED
-        if status in _DENIED or status == -errno.ENODEV or self._infos[channel.gpu].status:
-            return LeftOff.OUT_OF_REACH  # first: a refusal of our own RM client says nothing about the channel
-        return LeftOff.ENDED if status in _GONE or status == _GPU_IS_LOST else LeftOff.HELD
+        return _left_off(status, is_reached=status != -errno.ENODEV and not self._infos[channel.gpu].status)
 
     def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
         if self._refusal or not 0 <= channel.gpu < len(self._infos):
@@ -275,6 +277,14 @@ class NativeChannels:
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
+
+
+def _left_off(status: int, *, is_reached: bool) -> LeftOff:
+    if status == 0:
+        return LeftOff.ENABLED
+    if status in _DENIED or not is_reached:
+        return LeftOff.OUT_OF_REACH  # first: a refusal of our own RM client says nothing about the channel
+    return LeftOff.ENDED if status in _GONE or status == _GPU_IS_LOST else LeftOff.HELD
 
 
 def _entries(group: Iterable[dict[str, Any]]) -> tuple[Any, int]:

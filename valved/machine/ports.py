@@ -197,7 +197,17 @@ class ChannelPort(Protocol):
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None: ...
 
     def stop_again(self, client: ClientId, h_client: int) -> None:
-        """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more."""
+        """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more. One call
+        for all, however often a process asks."""
+        ...
+
+    def switches(self, client: ClientId) -> bool:
+        """valved itself switches all of its channels; there is one at least."""
+        ...
+
+    def run_again(self, client: ClientId) -> None:
+        """Some of its channels may be off by its own hand: they run with the GPU, now or after the next wake. No caller
+        waits for it, and no stop."""
         ...
 
     def give_up(self, client: ClientId, why: str) -> None:

@@ -202,17 +202,18 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_en
 	return off || rm_is_stale(on) || on == -ETIMEDOUT ? (off ? off : on) : 0;
 }
 
-void issuer_owe_release(struct gpu *gpu)
+/* Something is off there that may run, or is held: unless the GPU is stopped, all of its plan is run once more. */
+void valve_gpu_run_again(struct valve_gate *gate, uint32_t gpu)
 {
-	store_release(&gpu->owes_release, 1); /* after the orders; pairs with the swap in issuer_serve */
-	issuer_kick(gpu);
+	store_release(&gate->gpu[gpu].owes_release, 1); /* after the orders; issuer_serve swaps it */
+	issuer_kick(&gate->gpu[gpu]);
 }
 
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++)
 		order_set(entries[i].client, gpu->index, VALVE_ORDER_HOLD, true, false);
-	issuer_owe_release(gpu);
+	valve_gpu_run_again(gpu->gate, gpu->index);
 }
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this

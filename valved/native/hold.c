@@ -17,7 +17,7 @@
  * The epoch opens before the words and words only ever rise: a client that saw an open word finds the epoch open (or
  * already retaken), and a slow writer cannot undo a later close. A launch that saw the closed word was counted before the
  * fence, so the counters show it and the wake is refused; one that saw the open word rings, and a ring is never lost: the
- * doorbell is an eventfd, heard after the wake at the latest.
+ * doorbell is an eventfd, heard after the wake at the latest. The first open request does as a launch does (but for grants).
  *
  * A grant (grant.c) is a wake with an end, by the listener and with a permission only, so all of the above holds for it. It
  * adds one more way back: at its end the listener takes the hold as a ring does, by the same swap; whichever of ring, end and
@@ -300,7 +300,7 @@ int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 	            open); /* each a full fence: launches counted before are seen below, later ones ring */
 	fence_clients();
 	at_point(gate, VALVE_POINT_WAKE_OPENED);
-	if (!service_is_idle(service)) {
+	if (!service_is_idle(service) || (!is_grant && waking_has_requests(service))) {
 		uint32_t expect = open;
 
 		if (compare_swap(&service->epoch, &expect, open + 1)) { /* our hold simply goes on */

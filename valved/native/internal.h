@@ -344,7 +344,6 @@ bool issuer_borrow(struct gpu *gpu);
 void issuer_keep(struct gpu *gpu);
 void issuer_serve(struct gpu *gpu);
 void issuer_kick(struct gpu *gpu);
-void issuer_owe_release(struct gpu *gpu);
 void issuer_run(struct gpu *gpu, struct plan *owed, const uint32_t *seen);
 uint64_t issuer_backoff_ns(uint32_t failures);
 
@@ -424,6 +423,7 @@ void waking_note_requests(struct service *service);
 void waking_fill_requests(const struct service *service, struct valve_stamp *stamp);
 void waking_kick(struct valve_gate *gate);
 bool waking_is_ordinary(const struct service *service);
+bool waking_has_requests(const struct service *service);
 
 /* arm.c; mail.c: issuer's alone */
 int mail_carry_out(struct gpu *gpu, struct mail *mail);

@@ -74,6 +74,16 @@ void waking_rouse(const struct valve_client *client)
 		futex_wake_shared(&region->busy);
 }
 
+static void see_hint(const struct valve_client *client, const struct valve_wake_rule *rule, uint64_t now,
+                     struct valve_wake_seen *seen)
+{
+	const struct valve_region *region = client->region;
+
+	if (hints(client))
+		valve_wake_hint(seen, rule, now, load_full(&region->open_requests),
+		                load_full(&region->hint_ns));
+}
+
 static void see_launcher(const struct valve_client *client, const struct valve_wake_rule *rule, uint64_t now,
                          struct valve_wake_seen *seen)
 {
@@ -83,6 +93,9 @@ static void see_launcher(const struct valve_client *client, const struct valve_w
 
 	valve_client_view((struct valve_client *)client, &view, false); /* without gaps it changes nothing */
 	heard_ns = view.watcher_ns > rule->watch_since_ns ? view.watcher_ns : rule->watch_since_ns;
+	/* A watcher renews the hint, too: where that is too old, it is away, however lately it was asked to watch. */
+	if (view.watcher_ns && view.hint_ns && now > view.hint_ns + rule->hint_lease_ns)
+		heard_ns = 0;
 	if (!view.submitted && !view.watcher_ns)
 		heard_ns = now; /* a client without a launch has no watcher yet, and nothing to prove */
 	is_idle = view.filled && view.submitted == view.idle_submitted;
@@ -101,11 +114,19 @@ static void see_all(const struct service *service, uint64_t now, struct valve_wa
 
 		if (client->role == VALVE_ROLE_ONLINE) /* its heartbeat first: its hint is no older */
 			see_launcher(client, &service->rule, now, seen);
-		if (hints(client))
-			valve_wake_hint(seen, &service->rule, now,
-			                load_relaxed(&client->region->open_requests),
-			                load_relaxed(&client->region->hint_ns));
+		see_hint(client, &service->rule, now, seen);
 	}
+}
+
+/* The word is open. Requests that came since the look found it closed, and rang nobody. */
+bool waking_has_requests(const struct service *service)
+{
+	const struct client_list *list = load_full(&service->clients);
+	struct valve_wake_seen seen = {0};
+
+	for (uint32_t i = 0; list && i < list->count; i++)
+		see_hint(list->client[i], &service->rule, now_ns(), &seen);
+	return seen.open > service->wake.leaked;
 }
 
 /* A gap that began and ended inside this hold, and is longer than what the cooldown rests on. */

@@ -61,8 +61,7 @@ static uint64_t watch_flight(struct gpu *gpu, uint64_t now, uint64_t round_ns)
 	stamp.ioctl_ns = start_ns;
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp, true);
-	issuer_owe_release(
-	        gpu); /* if its seat is lent, the worker that slept there listens now, and looks first */
+	valve_gpu_run_again(gpu->gate, gpu->index); /* its seat may be lent: the sleeper listens then */
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
 	return UINT64_MAX;
 }

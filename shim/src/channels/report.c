@@ -191,8 +191,6 @@ static bool tell_all(bool wait)
 {
 	struct report report;
 
-	if (!valve_ends_are_told())
-		return false;
 	while (valve_is_linked() && captures() && next_report(&report)) {
 		int err = send_report(&report, wait);
 
@@ -206,13 +204,20 @@ static bool tell_all(bool wait)
 	return true;
 }
 
+bool valve_capture_is_told(void)
+{
+	return !load_full(&valve_shim.telling) && !load_relaxed(&valve_shim.untold);
+}
+
 void valve_capture_report(bool wait)
 {
+	add_full(&valve_shim.telling, 1);
 	store_relaxed(&valve_shim.untold, 0);
 	if (valve_rm.is_mps) /* before its channels: they are never gated */
 		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
-	if (!tell_all(wait))
+	if (!valve_ends_are_told() || !tell_all(wait))
 		leave_to_session();
+	add_full(&valve_shim.telling, -1u);
 	if (valve_rm.incomplete)
 		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
 	if (load_relaxed(&valve_shim.self_stopped))

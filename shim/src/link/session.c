@@ -196,12 +196,12 @@ static int send_schedule(uint16_t type, uint32_t *seq)
 	return err;
 }
 
-/* That we ran. A valved that knows no word about the whole process hears it of each RM client. */
+/* That we ran, or switch nothing any more. A valved that knows no word about the whole process hears it of each RM client. */
 static int tell_ran(void)
 {
-	if (valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP)
-		return send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL);
-	return valve_capture_tell_ran();
+	return valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP
+	               ? send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL)
+	               : valve_capture_tell_ran();
 }
 
 /* Once valved has been told of all our channels, and of the memory that held launches would compute with. Our own
@@ -211,16 +211,19 @@ static void ask_to_run(void)
 {
 	bool again = must_ask_again() && now_ns() >= valve_self_gate_due_ns();
 
-	if ((waits_for_leave() || again) && !session.ask_seq && !load_relaxed(&valve_shim.untold) &&
+	if ((waits_for_leave() || again) && !session.ask_seq && valve_capture_is_told() &&
 	    (session.stopped || again || !valve_announce_is_behind()))
 		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
 	if (session.may_run && !tell_ran())
 		session.may_run = false; /* it stops again what a gate met meanwhile */
 }
 
-static void end_stop(void)
+/* `handed`: valved runs what it has taken. An enable of our own may come after a stop, if this thread stood still (link.h). */
+static void end_stop(bool handed)
 {
 	session.stopped = false;
+	if (handed)
+		valve_self_gate_hand_over();
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_HELD);
 	if (!valve_announce_is_behind())
@@ -235,7 +238,7 @@ static int take_ack(const struct valve_link_header *packet, int length, struct v
 	if (session.ask_seq && packet->seq == session.ask_seq) {
 		session.ask_seq = 0;
 		if (status != EAGAIN && (waits_for_leave() || must_ask_again())) {
-			end_stop();
+			end_stop(status == VALVE_LINK_HANDED);
 			session.may_run = true;
 		}
 		ask_to_run();
@@ -365,23 +368,18 @@ static void take_refusal(int answer)
 	}
 }
 
-static int reconnect_ms(void)
-{
-	return (int)(bounded_ns(RECONNECT_MS * 1000000ull) / 1000000u) + 1;
-}
-
 /* A new valved. Our own stop ends when it says so: it knows of the channels by then, and gates them where it must. One of
  * an older version is not asked: the stop ends before the channels are announced. */
 static void reconnect(void)
 {
-	int err = connect_to_valved(reconnect_ms());
+	int err = connect_to_valved((int)(bounded_ns(RECONNECT_MS * 1000000ull) / 1000000u) + 1);
 
 	if (err > 0)
 		take_refusal(err);
 	if (err)
 		return;
 	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
-		end_stop();
+		end_stop(false);
 	session.released = session.refused = false;
 	valve_until_forget(); /* a grant that no valved ended: its end is a stop like any other now */
 	session.order_seq = 0;
