@@ -71,7 +71,7 @@ def in_numpy(slots: RangeSlots, cuts: tuple[float, ...]) -> list[tuple[list[int]
     return [(one.of.tolist(), one.slots.tolist(), _as_runs(one, NOTHING, 0, *one.runs()).tobytes()) for one in stages]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(engine=engines(), cuts=st.sampled_from(list(CUTS.values())), data=st.data())
 def test_the_slots_and_packets_of_a_reclaim_never_differ_from_those_of_numpy(engine, cuts, data):
     for columns in some(data, engine), some(data, engine):  # twice: nothing of the first is left
@@ -88,7 +88,7 @@ def test_the_slots_and_packets_of_a_reclaim_never_differ_from_those_of_numpy(eng
                 assert int(np.frombuffer(raw, RUN)["count"].sum()) == len(slots)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(engine=engines(), data=st.data())
 def test_what_a_table_says_is_lost_never_differs_from_what_numpy_says(engine, data):
     blocks = len(engine._block_ptr) - 1
@@ -108,7 +108,7 @@ def test_what_a_table_says_is_lost_never_differs_from_what_numpy_says(engine, da
             table.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(engine=engines(), missing=st.dictionaries(st.integers(0, 3), st.integers(1, 60)), data=st.data())
 def test_how_far_handles_reach_never_differs_from_what_numpy_says(engine, missing, data):
     columns = some(data, engine)
