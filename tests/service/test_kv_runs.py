@@ -157,7 +157,8 @@ def test_the_ranges_of_other_gpus_never_count_against_those_of_one(tmp_path, mon
     for slots in next(iter(world.kv.books.engines.values())).cells(np.arange(4), backed=True):
         assert len(slots.books) == 4
         assert {book.gpu for book in slots.books} == {slots.book.gpu}
-        [part] = world.kv.outside.plan(slots, (), is_ours=True)
+        [draft] = world.kv.books.orders.draft_away(slots)
+        [part] = world.kv.outside.plan([(slots, draft.raw)], is_ours=True)
         assert world.kv.outside.take(part)
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from valved.abi.kv_link import KvHow, KvNeed, KvOp, KvSpan
 from valved.abi.link import LinkType
+from valved.cells.taking import CellRuns
 from valved.config import MIB, Config, MemoryTable
 from valved.kv import orders
 from valved.kv.moves import MovePlan
@@ -77,6 +78,8 @@ def test_who_waits_for_memory_never_waits_for_a_packet_to_be_put_together(world,
     made = []
     as_runs = orders._as_runs
     monkeypatch.setattr(orders, "_as_runs", lambda *arguments: made.append("made") or as_runs(*arguments))
+    take = CellRuns.take
+    monkeypatch.setattr(CellRuns, "take", lambda *arguments: made.append("made") or take(*arguments))
     for hook in offline, online:
         on_send = hook.shim.connection.on_send
         hook.shim.connection.on_send = lambda kind, body, *rest, on_send=on_send: (

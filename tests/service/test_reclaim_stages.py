@@ -54,6 +54,11 @@ def sent(hook, op, after=0):
     return [body for kind, body, _, _ in hook.shim.connection.sent[after:] if kind in ORDERS and body.op == op]
 
 
+def bare_handles(engine):
+    """That each column lacks."""
+    return np.array([sum(engine.lacking(np.array([column])).values()) for column in range(engine.columns)])
+
+
 def count(bodies):
     return sum(len(entries_of(body)) for body in bodies)
 
@@ -240,7 +245,7 @@ def test_of_a_column_that_came_in_part_never_more_is_asked_for_than_it_lacks(tmp
     moved = [event.detail["freed"] for event in world.events(EventKind.RECLAIMED)]
     assert moved
     [engine] = world.kv.books.engines_with(Role.ONLINE)
-    assert np.array_equal(engine.bare_handles(0) > 0, ~engine.backed_columns())
+    assert np.array_equal(bare_handles(engine) > 0, ~engine.backed_columns())
     world.check()
 
 
@@ -291,7 +296,7 @@ def test_a_column_never_stays_backed_in_part_where_a_later_stage_never_comes(tmp
     rings(online, wanted=16)
     world.run(2000)
     rings(online, wanted=20)
-    until(world, lambda: len(np.flatnonzero(engine.bare_handles(0) % 16)) > 0)  # the first handles are on their way
+    until(world, lambda: len(np.flatnonzero(bare_handles(engine) % 16)) > 0)  # the first handles are on their way
     offline.shim.hang_up()
     online.book["wanted_blocks"] = 4
     world.run(5000)
@@ -365,9 +370,9 @@ def test_who_gives_the_last_stage_never_looks_at_every_cell_again(world, monkeyp
     before = len(online.shim.connection.sent)
     looks = []
 
-    def look(engine, gpu, found=Engine.bare_handles):
+    def look(engine, found=Engine.bare_handles):
         looks.append(count(sent(online, KvOp.BACK, before)))
-        return found(engine, gpu)
+        return found(engine)
 
     monkeypatch.setattr(Engine, "bare_handles", look)
     world.run(100)

@@ -441,7 +441,8 @@ def test_a_client_that_hears_nothing_is_not_taken_from_without_end(world):
     for _ in range(UNHEARD):
         orders.take_away(KvOp.QUARANTINE, RangeSlots.of_range(book, np.array([0])), KvHow.OUTSIDE)
 
-    [part] = world.kv.outside.plan(RangeSlots.of_range(book, np.array([1])), (), is_ours=True)
+    slots = RangeSlots.of_range(book, np.array([1]))
+    [part] = world.kv.outside.plan([(slots, orders.draft_away(slots)[0].raw)], is_ours=True)
     assert world.kv.outside.take(part) == []
     offline.shim.die()
 

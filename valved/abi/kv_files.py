@@ -30,6 +30,7 @@ from valve_abi import KV_TABLE_MAGIC as TABLE_MAGIC
 from valve_abi import KvMode
 
 from valved.abi import region
+from valved.cells.taking import BlockPlaces, table_at
 from valved.fds import Fds
 from valved.model.figures import LARGEST, plausible
 
@@ -55,9 +56,10 @@ class KvTable:
         self._head = np.frombuffer(self._memory, TABLE_HEAD, 1)
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
+        self._raw: object = table_at(self._memory)
         self._entries[:] = BACKED
         self._column_of[:] = 0
-        self._backed = blocks
+        self._backed, self.epoch = blocks, 0
         numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
         places = {"entry_offset": entries_at, "column_offset": columns_at}
         for name, value in {**numbers, **places, "backed_blocks": blocks, "target_blocks": blocks}.items():
@@ -71,10 +73,6 @@ class KvTable:
     @property
     def backed_blocks(self) -> int:
         return self._backed
-
-    @property
-    def epoch(self) -> int:
-        return int(self._head["epoch"][0])
 
     def entry(self, block: int) -> tuple[int, bool]:
         """Generation, and whether it has memory."""
@@ -94,7 +92,13 @@ class KvTable:
         self._backed += (len(blocks) if backed else 0) - int((before & BACKED).sum())
         self._head["backed_blocks"] = self._backed
         self._head["changed_ns"] = now_ns
-        self._head["epoch"] += 1
+        self.epoch += 1
+        self._head["epoch"] = self.epoch
+
+    def lose(self, places: BlockPlaces, columns: Ints, now_ns: int) -> None:
+        """`record` for every block with a byte in these columns."""
+        self._backed -= places.lose(self._raw, columns, now_ns)
+        self.epoch += 1
 
     def set_target(self, blocks: int) -> None:
         self._head["target_blocks"] = blocks
@@ -108,6 +112,7 @@ class KvTable:
     def close(self) -> None:
         """The hook keeps its own mapping: what it reads there stays as it was left."""
         self._head = self._entries = self._column_of = np.empty(0, "<u4")
+        self._raw = None
         self._memory.close()
         os.close(self.fd)
 
@@ -138,8 +143,18 @@ class BookRows:
     tokens: Ints
 
 
-VIEW_AT = (BOOK_HEAD.names or ()).index("epoch_seen")
-assert (BOOK_HEAD.names or ())[VIEW_AT:] == BookView._fields, "see KvBook.view"
+def words_of(head: np.dtype[Any], names: tuple[str, ...]) -> struct.Struct:
+    """These words of a head, all at once. numpy takes twice as long where caches are cold."""
+    assert head.fields is not None
+    layout, at = "<", 0
+    for name in names:
+        kind, offset = head.fields[name][:2]
+        layout += f"{offset - at}x{'Q' if kind.itemsize == 8 else 'I'}"
+        at = offset + kind.itemsize
+    return struct.Struct(layout)
+
+
+VIEW, MODE = words_of(BOOK_HEAD, BookView._fields), words_of(BOOK_HEAD, ("mode",))
 MODES = {int(mode): mode for mode in KvMode}
 
 
@@ -173,9 +188,9 @@ class KvBook:
         return BOOK_HEAD.itemsize + -(-blocks // 64) * 64 + rows * ROW.itemsize + 4 * rows * row_blocks
 
     def view(self) -> BookView:
-        words = self._head[0].item()[VIEW_AT:]  # all of them at once: a look at each name costs ten times as much
+        words = VIEW.unpack_from(self._memory)
         if max(words) > LARGEST:
-            words = map(plausible, words)
+            words = tuple(map(plausible, words))
         epoch, mode, used, wanted, *rest = words
         used = min(used, self._blocks)
         wanted = min(max(wanted, used), self._blocks)
@@ -183,7 +198,7 @@ class KvBook:
 
     @property
     def mode(self) -> KvMode:
-        return MODES.get(int(self._head["mode"][0]), KvMode.NONE)
+        return MODES.get(MODE.unpack_from(self._memory)[0], KvMode.NONE)
 
     def offered(self) -> NDArray[np.bool_]:
         return self._offered.astype(np.bool_)

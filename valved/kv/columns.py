@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valved.abi.kv_link import KvLayoutPart
+from valved.cells.taking import BlockPlaces, CellRuns, Handles
 from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
 from valved.model.ids import ClientId, GpuIndex
 from valved.model.memory import ColumnPick, KvLayout, KvRange
@@ -78,6 +79,7 @@ class Cells:
     slots: RangeSlots
     column: Ints
     place: Ints  # in what stands at all slots of the engine
+    runs: CellRuns
 
 
 class Columns:
@@ -90,7 +92,7 @@ class Columns:
         self._at = SlotHandles(NOTHING)  # at each slot of all its ranges, one after the other
         self._cell_column = self._cell_place = np.empty(0, np.int64)
         self._block_columns = self._block_ptr = np.empty(0, np.int64)
-        self._parts: list[Cells] = []
+        self.parts: list[Cells] = []
         self.places: list[KvRangeBook] = []  # a range for each process and GPU where it has some
         self._known: dict[str, Any] = {}
         self._known_at = -1, -1  # changes of `_at`, and others, that are in it
@@ -102,7 +104,7 @@ class Columns:
         self.least_handles: dict[GpuIndex, int] = {}  # ... and of one that has any there
         self._gpu_handles: dict[GpuIndex, Ints] = {}
         self._cell_gpu = NOTHING
-        self._bare: dict[GpuIndex, Ints] = {}
+        self._bare = self.gains = Handles(0, {})
         self._bare_at = -1  # changes of `_at` that are in it
 
     def lay(self, ranks: list[Rank]) -> None:
@@ -125,20 +127,22 @@ class Columns:
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
         self.heed_pins()
         self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
+        self.block_places = BlockPlaces(len(first.columns), self._block_columns, self._block_ptr)
         if len(self.going) != len(first.columns):
             self.going = np.zeros(len(first.columns), np.bool_)
             self.lost = np.zeros(len(first.columns), np.bool_)
         owners = [(book.key.client, book.gpu) for book in self._books]
-        self._parts = [
+        self.parts = [
             self._cells_in([at == owner for at in owners], cell_book, cell_slot) for owner in dict.fromkeys(owners)
         ]
-        self.places = [part.slots.books[0] for part in self._parts]
+        self.places = [part.slots.books[0] for part in self.parts]
         self._cell_gpu = np.array([book.gpu for book in self._books])[cell_book]
         self._gpu_handles = {
             GpuIndex(gpu): np.bincount(self._cell_column[self._cell_gpu == gpu], minlength=len(first.columns))
             for gpu in np.unique(self._cell_gpu).tolist()
         }
         self.columns, self.gpus = len(self._reclaimable), frozenset(self._gpu_handles)
+        self.gains = Handles(self.columns, self._gpu_handles)
         self.most_handles = {gpu: int(counts.max()) for gpu, counts in self._gpu_handles.items()}
         self.least_handles = {gpu: int(counts[counts > 0].min()) for gpu, counts in self._gpu_handles.items()}
 
@@ -147,10 +151,14 @@ class Columns:
         books = tuple(book for book, is_one in zip(self._books, is_mine, strict=True) if is_one)
         of = (np.cumsum(is_mine) - 1)[cell_book[mine]]
         slots = RangeSlots(books=books, of=of, slots=cell_slot[mine])
-        return Cells(slots=slots, column=self._cell_column[mine], place=self._cell_place[mine])
+        column, place, numbers = self._cell_column[mine], self._cell_place[mine], [book.key.number for book in books]
+        runs = CellRuns(len(self._reclaimable), self._at.rows, numbers, (column, place, of, slots.slots))
+        return Cells(slots=slots, column=column, place=place, runs=runs)
 
     def mark(self, columns: Ints, *, going: bool, lost: bool = False) -> None:
-        self.going[columns], self.lost[columns] = going, lost
+        self.going[columns] = going
+        if lost or not going:  # what begins to come is not lost
+            self.lost[columns] = lost
         self._changes += 1
 
     def heed_pins(self) -> None:
@@ -230,7 +238,7 @@ class Columns:
         is_wanted = np.zeros(self.columns, np.bool_)
         is_wanted[columns] = True
         found = []
-        for part in self._parts:
+        for part in self.parts:
             standing = self._at.rows[part.place]
             is_so = standing >= 0 if backed else standing == NO_HANDLE
             (chosen,) = (is_wanted[part.column] & is_so).nonzero()
@@ -238,35 +246,26 @@ class Columns:
                 found.append(part.slots[chosen])
         return found
 
-    def bare_handles(self, gpu: GpuIndex) -> Ints:
-        """How many handles each column lacks on this GPU that are not ordered yet."""
+    def bare_handles(self) -> Handles:
+        """How many handles each column lacks that are not ordered yet."""
         if self._bare_at != self._at.changes:  # a mark changes nothing of it
             self._bare_at = self._at.changes
             is_bare = self._standing() == NO_HANDLE
-            self._bare = {
+            bare = {
                 gpu: np.bincount(self._cell_column[is_bare & (self._cell_gpu == gpu)], minlength=self.columns)
                 for gpu in self._gpu_handles
             }
-        return self._bare[gpu]
+            self._bare = Handles(self.columns, bare)
+        return self._bare
 
     def lacking(self, columns: Ints) -> dict[GpuIndex, int]:
         """Handles that these lack on each GPU and that are not ordered yet."""
-        return {gpu: int(self.bare_handles(gpu)[columns].sum()) for gpu in self._gpu_handles}
+        return self.bare_handles().sum(columns)
 
     def fitting(self, columns: Ints, handles: Mapping[GpuIndex, int]) -> int:
         """How many of these can be backed by so many handles, from the first on."""
-        fits = len(columns)
-        for gpu in self._gpu_handles:
-            needed = self.bare_handles(gpu)[columns].cumsum()
-            fits = min(fits, int(needed.searchsorted(handles[gpu], side="right")))
-        return fits
-
-    def blocks_of(self, columns: Ints) -> Ints:
-        """Every block with a byte in these columns."""
-        are_out = np.ones(self.columns, np.bool_)
-        are_out[columns] = False
-        (blocks,) = (~self.are_whole(are_out)).nonzero()
-        return blocks
+        bare = self.bare_handles()
+        return min([bare.fitting(gpu, columns, handles[gpu]) for gpu in self._gpu_handles], default=len(columns))
 
     def are_whole(self, columns: Bools) -> Bools:
         """Of every block, whether it lies in these columns only."""

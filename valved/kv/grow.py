@@ -39,7 +39,7 @@ class Growth:
     def would_stop(self, engine: Engine, columns: int) -> frozenset[GpuIndex]:
         """The GPUs whose offline work a need for so many more columns stops; none where they can be had without."""
         bare = engine.bare_columns()[: max(0, columns)]
-        short = frozenset(self._supply.short(engine, bare))
+        short = frozenset(self._supply.short(engine, engine.lacking(bare)))
         return self._reclaimer.would_stop(short) if short else short
 
     def stops_by(self, engine: Engine) -> object:
@@ -93,8 +93,8 @@ class Growth:
         need = plan = None
         orders: list[Order] = []
         try:
-            if self._supply.short(engine, columns):
-                handles = engine.lacking(columns)
+            handles = engine.lacking(columns)
+            if self._supply.short(engine, handles):
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), over, rung_ns)
                 await need.begun
                 if not need.ready.is_set and self._books.is_attached(engine):

@@ -89,7 +89,8 @@ class Lending:
         """A service there waits for memory, and there is no other."""
         beside = (one for one in self._books.engines_with(Role.ONLINE) if not one.gpus.isdisjoint(engine.gpus))
         short = (one for one in beside if one.view().wanted_blocks > one.standing_count() * one.blocks_per_column)
-        return any(len(one.bare_columns()) and not self._supply.obtainable(one) for one in short)
+        supply = self._supply
+        return any(len(one.bare_columns()) and not supply.obtainable(one, supply.within_reach(one)) for one in short)
 
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:
         """Returns when the mapping is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -29,7 +29,7 @@ taken, so that packets and computing cost no time of their own. The last stage i
 mapping: when it comes, the service is still busy with the stage before. With `sparse` taking is quicker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MovePlan:
     """A plan that is made while the driver stops the GPU, or while a process unmaps. It stands in no book, and no
     client was told of it. If the books have changed since, or the stop failed, it is thrown away."""
@@ -38,7 +38,6 @@ class MovePlan:
     columns: Ints
     stages: list[list[Packed]]  # one after the other
     made_by: tuple[int, int] = (-1, -1)  # to take: changes of the engine's books
-    blocks: Ints = field(default_factory=lambda: NOTHING)  # to take: that are lost
     given: tuple[RangeSlots, ...] = ()  # to give: what earlier stages were
 
     def takes(self, columns: Ints) -> bool:
@@ -84,7 +83,7 @@ class Moves:
         """For this engine, and now."""
         wanted: Counter[tuple[GpuIndex, str]] = Counter()
         for part in stage:
-            wanted[part.slots.book.gpu, part.slots.book.domain] += len(part.slots)
+            wanted[part.slots.owner.gpu, part.slots.owner.domain] += len(part.slots)
         on_gpu: Counter[GpuIndex] = Counter()
         for (gpu, domain), count in wanted.items():
             on_gpu[gpu] += count
@@ -118,7 +117,7 @@ class Moves:
         return orders
 
     def _note_made(self, order: Order) -> None:
-        gpu, left = order.slots.book.gpu, len(order.slots) - order.done
+        gpu, left = order.slots.owner.gpu, len(order.slots) - order.done
         if left and order.status != errno.ECONNRESET:  # a process that ended says nothing of the card
             self._supply.full.hear(gpu, self._books.service_of(order.client), is_short=order.status == errno.ENOMEM)
         self._supply.note_made(gpu, order.done, left)
@@ -131,7 +130,7 @@ class Moves:
         """Precondition: the engine's table says that they are lost."""
         orders: list[Order] = []
         for part in parts:
-            if how is KvHow.AT_ONCE and self._ways.best(part.slots.book) is Remap.SPARSE:
+            if how is KvHow.AT_ONCE and self._ways.best(part.slots.owner) is Remap.SPARSE:
                 orders += self._outside.take(part)
             else:
                 orders += self._books.orders.take_away(KvOp.QUARANTINE, part.slots, how, part.drafts)
@@ -142,15 +141,15 @@ class Moves:
     def plan_taking(self, engine: Engine, columns: Ints, how: KvHow) -> MovePlan:
         """Between two steps nothing is given ahead: one stage."""
         stages: list[list[Packed]] = []
-        for slots in engine.cells(columns, backed=True):
-            way, count = self._ways.best(slots.book), slots.slots.size
-            is_cut = how is KvHow.AT_ONCE and count >= CUT_FROM
-            cuts = [edge for cut in (CUTS[way] if is_cut else ()) if (edge := round(count * cut)) < count]
-            for number, part in enumerate(self._outside.plan(slots, cuts, is_ours=way is Remap.SPARSE)):
-                stages += [[]] if number == len(stages) else []
-                stages[number].append(part)
-        blocks = engine.blocks_of(columns)
-        return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes, blocks=blocks)
+        for part in engine.parts:
+            books = part.slots.books
+            way = self._ways.best(books[0])
+            taken = part.runs.take(columns, CUTS[way] if how is KvHow.AT_ONCE else (), CUT_FROM)
+            stages += [[] for _ in range(len(taken) - len(stages))]
+            told = [(RangeSlots(books=books, of=of, slots=slots), raw) for of, slots, raw in taken]
+            for stage, one in zip(stages, self._outside.plan(told, is_ours=way is Remap.SPARSE), strict=False):
+                stage.append(one)
+        return MovePlan(engine=engine, columns=columns, stages=stages, made_by=engine.changes)
 
     def plan_giving(self, engine: Engine, columns: Ints, coming: list[Ints]) -> MovePlan:
         """`coming`: handles that will be free, stage by stage. All stages but the last back whole columns, as far as
@@ -167,7 +166,7 @@ class Moves:
             cells = [*rests, *engine.cells(columns[done:upto], backed=False)]
             stage, rests, done = [], [], max(done, upto)
             for slots in cells:
-                mine = pool.next_rows(slots.book.gpu, slots.book.domain, len(slots), rows, taken)
+                mine = pool.next_rows(slots.owner.gpu, slots.owner.domain, len(slots), rows, taken)
                 taken = np.concatenate([taken, mine])
                 here = len(slots) if is_last else len(mine)
                 stage += [self._pack(slots[:here], mine)] if here else []
@@ -188,11 +187,10 @@ class Moves:
         """Or not: the table says what is there."""
         self._over(engine, columns)
 
-    def lose(self, engine: Engine, columns: Ints, blocks: Ints | None = None) -> None:
-        """Tell first, then do. `blocks`: of just these columns."""
+    def lose(self, engine: Engine, columns: Ints) -> None:
+        """Tell first, then do."""
         engine.mark(columns, going=True, lost=True)
-        lost = engine.blocks_of(columns) if blocks is None else blocks
-        engine.table.record(lost, False, self._clock.now_ns())
+        engine.table.lose(engine.block_places, columns, self._clock.now_ns())
 
     def lost(self, engine: Engine, columns: Ints) -> None:
         self._over(engine, columns)

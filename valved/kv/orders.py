@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -47,7 +47,7 @@ class Send(Protocol):
     ) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """What an order will say, but for its number: it is in no book, and no shim knows it."""
 
@@ -75,7 +75,7 @@ class Order:
 
     @property
     def client(self) -> ClientId:
-        return self.slots.book.key.client
+        return self.slots.owner.key.client
 
     @property
     def is_creating(self) -> bool:
@@ -85,7 +85,7 @@ class Order:
 class Orders:
     def __init__(self, pool: Pool, send: Send, clock: Clock, takes_runs: Callable[[ClientId], bool]) -> None:
         self.pool = pool
-        self._takes_runs = takes_runs
+        self.takes_runs = takes_runs
         self._send = send
         self._clock = clock
         self._next = 1
@@ -126,29 +126,30 @@ class Orders:
     ) -> list[Order]:
         """QUARANTINE or UNBACK slots that are backed. `drafts`: for just these."""
         orders: list[Order] = []
-        for draft in self.draft_away(slots)[0] if drafts is None else drafts:
+        for draft in self.draft_away(slots) if drafts is None else drafts:
             order = self._give(draft, op, how)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
             orders.append(order)
         return orders
 
-    def draft_away(self, slots: RangeSlots, cuts: Sequence[int] = ()) -> list[list[Draft]]:
-        """Stage by stage, cut at these. What goes away has no names: a packet holds as many runs as fit."""
-        edges = [0, *cuts, slots.slots.size]
-        if not slots.slots.size or not self._takes_runs(slots.book.key.client):
-            stages = [slots[first:last] for first, last in pairwise(edges)]
-            return [[self._draft(one[part], NOTHING, 0) for part in self._parts(one)] for one in stages]
-        first, counts = slots.runs(cuts=cuts)
-        runs = _as_runs(slots, NOTHING, 0, first, counts)
-        drafts: list[list[Draft]] = [[] for _ in edges[1:]]
-        at = first.searchsorted(edges).tolist()
-        for stage, upto in enumerate(at[1:]):
-            for low in range(at[stage], upto, MAX_RUNS):
-                high = min(low + MAX_RUNS, upto)
-                begin, end = first[low], first[high] if high < len(first) else edges[-1]
-                raw = runs[low:high].tobytes()
-                drafts[stage].append(Draft(slots=slots[begin:end], names=NOTHING, kind=LinkType.KV_RUNS, raw=raw))
+    def draft_away(self, slots: RangeSlots, raw: bytes | None = None) -> list[Draft]:
+        """What goes away has no names: a packet holds as many runs as fit. `raw`: the runs of just these."""
+        if raw is None:
+            if not slots.slots.size or not self.takes_runs(slots.owner.key.client):
+                return [self._draft(slots[part], NOTHING, 0) for part in self._parts(slots)]
+            raw = _as_runs(slots, NOTHING, 0, *slots.runs()).tobytes()
+        if len(raw) <= RUN.itemsize * MAX_RUNS:
+            return [Draft(slots=slots, names=NOTHING, kind=LinkType.KV_RUNS, raw=raw)]
+        counts = np.frombuffer(raw, RUN)["count"].astype(np.int64)
+        ends = counts.cumsum().tolist()
+        drafts: list[Draft] = []
+        first = 0
+        for low in range(0, len(ends), MAX_RUNS):
+            high = min(low + MAX_RUNS, len(ends))
+            part = raw[RUN.itemsize * low : RUN.itemsize * high]
+            drafts.append(Draft(slots=slots[first : ends[high - 1]], names=NOTHING, kind=LinkType.KV_RUNS, raw=part))
+            first = ends[high - 1]
         return drafts
 
     def fence(self, book: KvRangeBook) -> Order:
@@ -163,7 +164,7 @@ class Orders:
     def _parts(self, slots: RangeSlots) -> list[slice]:
         """What fits into a packet, by its descriptors or entries; of one range, where its client knows no runs."""
         count = slots.slots.size
-        if count and self._takes_runs(slots.book.key.client):
+        if count and self.takes_runs(slots.owner.key.client):
             edges = list(range(0, count, MAX_ENTRIES))
         else:
             ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), count]
@@ -171,7 +172,7 @@ class Orders:
         return [slice(first, last) for first, last in pairwise([*edges, count])]
 
     def _draft(self, slots: RangeSlots, names: Ints, flags: int) -> Draft:
-        if not slots.slots.size or not self._takes_runs(slots.book.key.client):
+        if not slots.slots.size or not self.takes_runs(slots.owner.key.client):
             return Draft(slots=slots, names=names, kind=LinkType.KV_ORDER, raw=_as_entries(slots, names, flags))
         first, counts = slots.runs(names if names.size else None)
         raw = _as_runs(slots, names, flags, first, counts).tobytes()
@@ -181,7 +182,8 @@ class Orders:
         slots, number = draft.slots, self._next
         if op is KvOp.BACK:
             slots.put(CLAIMED)
-        order = Order(number=number, op=op, how=how, slots=slots, names=draft.names, sent_ns=self._clock.now_ns())
+        now_ns = self._clock.now_ns()
+        order = Order(number=number, op=op, how=how, slots=slots, rows=NOTHING, names=draft.names, sent_ns=now_ns)
         self._next += 1
         self._under_way[number] = order
         if draft.kind is LinkType.KV_RUNS:
@@ -301,7 +303,7 @@ class Orders:
 
     def creating(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that are being made."""
-        orders = (order for order in self._under_way.values() if order.is_creating and order.slots.book.gpu == gpu)
+        orders = (order for order in self._under_way.values() if order.is_creating and order.slots.owner.gpu == gpu)
         return sum(len(order.slots) for order in orders)
 
     def coming(self) -> Counter[tuple[GpuIndex, ClientId]]:
@@ -309,7 +311,7 @@ class Orders:
         backs = (order for order in self._under_way.values() if order.op is KvOp.BACK)
         found = Counter[tuple[GpuIndex, ClientId]]()
         for order in backs:
-            found[order.slots.book.gpu, order.client] += len(order.slots)
+            found[order.slots.owner.gpu, order.client] += len(order.slots)
         return found
 
     @property

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -45,7 +44,7 @@ RETRY_NS = 5_000_000_000
 Runs = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Packed:
     """Slots of one process on one GPU, and the packets for them."""
 
@@ -197,20 +196,22 @@ class Outside:
 
     # At work
 
-    def plan(self, slots: RangeSlots, cuts: Sequence[int], *, is_ours: bool) -> list[Packed]:
-        """What `take` will need, stage by stage. `is_ours`: valved makes the memory sparse."""
-        edges = pairwise([0, *cuts, slots.slots.size])
-        return [
-            Packed(slots=slots[first:last], drafts=drafts, runs=[runs_of(one.slots) for one in drafts if is_ours])
-            for (first, last), drafts in zip(edges, self._orders.draft_away(slots, cuts), strict=True)
-        ]
+    def plan(self, stages: list[tuple[RangeSlots, bytes]], *, is_ours: bool) -> list[Packed]:
+        """What `take` needs, for each stage: slots of a client, and their runs. `is_ours`: valved makes them sparse."""
+        knows_runs = bool(stages) and self._orders.takes_runs(stages[0][0].owner.key.client)
+        planned: list[Packed] = []
+        for slots, raw in stages:
+            drafts = self._orders.draft_away(slots, raw if knows_runs else None)
+            runs = [runs_of(one.slots) for one in drafts] if is_ours else []
+            planned.append(Packed(slots=slots, drafts=drafts, names=NOTHING, runs=runs))
+        return planned
 
     def take(self, part: Packed) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost. None
         where that needs more packets than its client has room for."""
         slots = part.slots
-        client = slots.book.key.client
-        way = self._ways[client, slots.book.gpu]
+        client = slots.owner.key.client
+        way = self._ways[client, slots.owner.gpu]
         if len(part.drafts) > UNHEARD - self._orders.unheard(client):
             return []
         orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, part.drafts)

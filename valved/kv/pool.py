@@ -113,8 +113,8 @@ class Pool:
             self._grow()
         rows = np.array([self._unused.pop() for _ in fds], dtype=np.int64)
         self._fd[rows] = fds
-        self._gpu[rows] = slots.book.gpu
-        self._domain[rows] = self._number(slots.book.domain)
+        self._gpu[rows] = slots.owner.gpu
+        self._domain[rows] = self._number(slots.owner.domain)
         self._name[rows] = names
         self.land(rows, slots)
 

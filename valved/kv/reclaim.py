@@ -242,14 +242,14 @@ class Reclaimer:
             if plan is None or not plan.takes(victims.columns):  # what was pinned since it was chosen stays
                 victims.columns = victims.columns[engine.takeable()[victims.columns]]
                 plan = self._moves.plan_taking(engine, victims.columns, how)
-            self._moves.lose(engine, victims.columns, plan.blocks)
+            self._moves.lose(engine, victims.columns)
             plans.append(plan)
         reclaim.told_ns = self._clock.now_ns()
         note_told(reclaim.needs if plans else [])
         parts = zip_longest(*(plan.stages for plan in plans), fillvalue=[])
         stages = [self._moves.take(chain(*stage), how) for stage in parts]
         for victims in reclaim.victims:
-            victims.orders = [order for order in chain(*stages) if order.client in victims.engine.clients]
+            victims.orders = [order for order in chain(*stages) if order.client in victims.engine.ranks]
         return stages
 
     def _begun(self, reclaim: Reclaim, stages: list[list[Order]]) -> None:

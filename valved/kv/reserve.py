@@ -44,7 +44,7 @@ class ReclaimBudget:
 
     def seen_by(self, gpus: Iterable[GpuIndex], since_ns: int) -> tuple[int, ...]:
         """Of the GPU that had most since then."""
-        recent = (tuple(at for at in self._at_ns.get(gpu, ()) if at > since_ns) for gpu in sorted(gpus))
+        recent = [tuple([at for at in self._at_ns.get(gpu, ()) if at > since_ns]) for gpu in sorted(gpus)]
         return max(recent, key=len, default=())
 
     def note(self, gpus: Iterable[GpuIndex], now_ns: int) -> None:
@@ -219,12 +219,13 @@ class Reserve:
         per_column, mapped, bare = engine.blocks_per_column, engine.mapped_columns(), engine.bare_columns()
         used = min(engine.columns, -(-view.used_blocks // per_column))
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
+        within_reach = self._supply.within_reach(engine)
         return OnlineMemory(
             used_handles=max(used, min(wanted, mapped)),  # what waits for the engine's next step is as good as used
             mapped_handles=mapped,
             unmet_handles=max(0, wanted - mapped),
-            free_handles=self._supply.fitting(engine, bare),
-            pool_handles=mapped + min(len(bare), self._supply.obtainable(engine)),
+            free_handles=engine.fitting(bare, within_reach),
+            pool_handles=mapped + min(len(bare), self._supply.obtainable(engine, within_reach)),
         )
 
     def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int | None) -> None:

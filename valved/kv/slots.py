@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class KvRangeBook:
         return np.flatnonzero(self.at == NO_HANDLE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RangeSlots:
     """Slots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
 
@@ -100,8 +100,13 @@ class RangeSlots:
 
     @property
     def book(self) -> KvRangeBook:
-        """Of the first slot: client, GPU and trust domain are those of all."""
+        """Of the first slot."""
         return self.books[int(self.of[0])] if self.of.size else self.books[0]
+
+    @property
+    def owner(self) -> KvRangeBook:
+        """Any of them, and found quickly: client, GPU and trust domain are those of all."""
+        return self.books[0]
 
     def each(self, values: list[int]) -> Ints:
         """For each slot what belongs to its range."""
@@ -110,17 +115,14 @@ class RangeSlots:
     def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
         return self.each([one is book for one in self.books]).astype(np.bool_)
 
-    def runs(self, names: Ints | None = None, cuts: Sequence[int] = ()) -> tuple[Ints, Ints]:
-        """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is.
-        None goes across a cut."""
+    def runs(self, names: Ints | None = None) -> tuple[Ints, Ints]:
+        """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is."""
         count, of, slots = self.slots.size, self.of, self.slots
         is_first = np.empty(count, np.bool_)
         is_first[:1] = True
         is_first[1:] = (slots[1:] - slots[:-1] != 1) | (of[1:] != of[:-1])
         if names is not None:
             is_first[1:] |= names[1:] - names[:-1] != 1
-        if cuts:
-            is_first[list(cuts)] = True
         (first,) = is_first.nonzero()
         counts = np.empty_like(first)
         counts[:-1], counts[-1:] = first[1:], count

@@ -101,7 +101,7 @@ class Supply:
     def note_given(self, need: Need, orders: Iterable[Order]) -> None:
         """A part of it is on its way."""
         for order in orders:
-            gpu = order.slots.book.gpu
+            gpu = order.slots.owner.gpu
             need.promised[gpu] = max(0, need.promised[gpu] - len(order.slots))
 
     def settle(self, need: Need | None) -> None:
@@ -163,13 +163,16 @@ class Supply:
                 missing[gpu] = short
         return missing
 
+    def within_reach(self, engine: Engine) -> dict[GpuIndex, int]:
+        """`affordable` on each of its GPUs."""
+        return {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus}
+
     def fitting(self, engine: Engine, columns: Ints) -> int:
         """How many of these, from the first on."""
-        return engine.fitting(columns, {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus})
+        return engine.fitting(columns, self.within_reach(engine))
 
-    def short(self, engine: Engine, columns: Ints) -> list[GpuIndex]:
-        """Where something must be taken for these to be backed."""
-        lacking = engine.lacking(columns) if len(columns) else {}
+    def short(self, engine: Engine, lacking: Mapping[GpuIndex, int]) -> list[GpuIndex]:
+        """Where something must be taken for it to get these."""
         return [gpu for gpu, count in lacking.items() if count > self.affordable(gpu, engine.service)]
 
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
@@ -185,19 +188,14 @@ class Supply:
 
     def takeable(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that offline engines could lose."""
-        if not self.is_allowed:
-            return 0
-        found = 0
-        for engine in self._books.engines_with(Role.OFFLINE):
-            if gpu in engine.gpus and engine.can_lose:
-                found += engine.takeable_handles()[gpu]
-        return found
+        engines = self._books.engines_with(Role.OFFLINE) if self.is_allowed else []
+        return sum([one.takeable_handles()[gpu] for one in engines if gpu in one.gpus and one.can_lose])
 
-    def obtainable(self, engine: Engine) -> int:
+    def obtainable(self, engine: Engine, within_reach: Mapping[GpuIndex, int]) -> int:
         """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""
         found = engine.columns
         for gpu, most in engine.most_handles.items():
-            found = min(found, (self.affordable(gpu, engine.service) + self.takeable(gpu)) // most)
+            found = min(found, (within_reach[gpu] + self.takeable(gpu)) // most)
         return found
 
     # Room for new handles

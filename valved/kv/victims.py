@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from valved.kv.columns import Queue, queue_of
 from valved.kv.engines import Engine
 from valved.kv.moves import MovePlan
@@ -53,48 +51,51 @@ class Stream:
         gain = sum(min(int(gains[self.taken]), max(0, left[gpu])) for gpu, gains in self.gains.items())
         return self.queue.picks[self.taken].marginal_cost / gain if gain else math.inf
 
-    def take_all(self, left: dict[GpuIndex, int]) -> None:
-        """As far as anything is missing: what `price` and `take` do one by one, for an engine that has no rival."""
-        brings = np.zeros(len(self.queue.picks) + 1, np.bool_)  # the last one is no pick
-        for gpu, gains in self.gains.items():
-            brings[:-1] |= (gains > 0) & (gains.cumsum() - gains < left[gpu])
-        self.taken = int(brings.argmin())
-
     def take(self, left: dict[GpuIndex, int]) -> None:
         for gpu, gains in self.gains.items():
             left[gpu] -= int(gains[self.taken])
         self.taken += 1
 
     def victims(self) -> Victims:
-        return Victims(
-            engine=self.engine,
-            columns=self.queue.columns[: self.taken],
-            picks=self.queue.picks[: self.taken],
-            cost=self.queue.index.cost,
-            freed=sum(int(gains[: self.taken].sum()) for gains in self.gains.values()),
-        )
+        freed = sum(int(gains[: self.taken].sum()) for gains in self.gains.values())
+        return _victims(self.engine, self.queue, self.taken, freed)
 
 
 def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: EvictionSettings) -> list[Victims]:
     """The cheapest handles first, whose they may be: the engines' greedy orders, merged by cost for each handle."""
-    streams: list[Stream] = []
+    able: list[tuple[Engine, Queue, dict[GpuIndex, int]]] = []
     for engine in engines:
         wanted = {gpu: count for gpu, count in missing.items() if count > 0 and gpu in engine.gpus}
-        streams += [_stream(engine, wanted, settings)] if wanted else []
+        able += [(engine, _queue(engine, wanted, settings), wanted)] if wanted else []
+    if len(able) == 1:  # as a rule
+        engine, queue, wanted = able[0]
+        taken, freed = engine.gains.reach(queue.columns, wanted)
+        return [_victims(engine, queue, taken, freed)] if taken else []
+    streams = [
+        Stream(engine=engine, queue=queue, gains={gpu: engine.handles_of(gpu)[queue.columns] for gpu in wanted})
+        for engine, queue, wanted in able
+    ]
+    streams.sort(key=lambda one: (-int(one.engine.takeable().sum()), one.engine.service))
     left = dict(missing)
-    if len(streams) == 1:
-        streams[0].take_all(left)
-    else:
-        streams.sort(key=lambda one: (-int(one.engine.takeable().sum()), one.engine.service))
-    while len(streams) > 1 and any(count > 0 for count in left.values()):
-        best = min(streams, key=lambda stream: stream.price(left), default=None)  # of equals the richest
-        if best is None or math.isinf(best.price(left)):
+    while streams and any(count > 0 for count in left.values()):
+        best = min(streams, key=lambda stream: stream.price(left))  # of equals the richest
+        if math.isinf(best.price(left)):
             break
         best.take(left)
     return [stream.victims() for stream in streams if stream.taken]
 
 
-def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Stream:
+def _victims(engine: Engine, queue: Queue, taken: int, freed: int) -> Victims:
+    return Victims(
+        engine=engine,
+        columns=queue.columns[:taken],
+        picks=queue.picks[:taken],
+        cost=queue.index.cost,
+        freed=freed,
+    )
+
+
+def _queue(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Queue:
     if engine.index is None:
         engine.put_index(engine.make_index(settings), engine.view().steps, 0)
     assert engine.index is not None
@@ -105,5 +106,4 @@ def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSetti
     queue, takeable = engine.queue, engine.takeable()
     if queue is None or not queue.serves(engine.index, takeable, handles):
         queue = engine.queue = queue_of(engine.index, takeable, handles)
-    gains = {gpu: engine.handles_of(gpu)[queue.columns] for gpu in wanted}
-    return Stream(engine=engine, queue=queue, gains=gains)
+    return queue

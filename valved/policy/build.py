@@ -1,4 +1,4 @@
-"""Writes the C source of the cffi extension: `build.py greedy.h OUT`. Meson calls it. Nothing imports it."""
+"""Writes the C source of a cffi extension: `build.py HEADER OUT`. Meson calls it. Nothing imports it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cffi import FFI
 
 
 def main() -> int:
-    header = re.sub(r"^#include.*$", "", Path(sys.argv[1]).read_text(), flags=re.MULTILINE)
+    path = Path(sys.argv[1])
     ffi = FFI()
-    ffi.cdef(header)
-    ffi.set_source("valved.policy._greedy", '#include "greedy.h"')
+    ffi.cdef(re.sub(r"^#include.*$", "", path.read_text(), flags=re.MULTILINE))
+    ffi.set_source(f"valved.{path.resolve().parent.name}._{path.stem}", f'#include "{path.name}"')
     ffi.emit_c_code(sys.argv[2])
     return 0
 

@@ -1,0 +1,1 @@
+"""Cells of engines as a reclaim needs them: C, and its binding."""
