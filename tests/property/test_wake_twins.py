@@ -13,9 +13,9 @@ from valve_tools.sim.machine import Settings
 from valve_tools.sim.world import Compute, run
 from valved.native._gate import ffi, lib
 
-from valved.gate import readings
 from valved.gate.permits import ACTIONS
 from valved.gate.records import REASONS
+from valved.machine.stamps import STAMP_BYTES, Stamps
 from valved.model.figures import LARGEST
 from valved.policy.wake import (
     HintView,
@@ -159,11 +159,11 @@ def test_native_and_policy_never_differ_along_the_golden_traces(hinted, monkeypa
 
 
 def test_the_stamp_is_read_as_the_header_lays_it_out():
-    assert readings._STAMP.size == ffi.sizeof("struct valve_stamp")
+    assert ffi.sizeof("struct valve_stamp") == STAMP_BYTES
     names = [name for name, _ in ffi.typeof("struct valve_stamp").fields]
     native = ffi.new("struct valve_stamp[1]", [{name: 3 + i for i, name in enumerate(names)}])
 
-    (stamp,) = readings.stamps(native, 1)
+    (stamp,) = Stamps(bytes(ffi.buffer(native)))
 
     renamed = {"kind": "code", "requests_started": "claims_started", "requests_ended": "claims_ended"}
     assert [renamed.get(name, name) for name in names] == list(stamp._fields)
@@ -173,6 +173,6 @@ def test_the_stamp_is_read_as_the_header_lays_it_out():
 def test_what_a_client_claims_of_its_requests_is_cut_to_what_can_be():
     native = ffi.new("struct valve_stamp[1]", [{"requests_started": 2**64 - 1, "requests_ended": 2**63}])
 
-    (stamp,) = readings.stamps(native, 1)
+    (stamp,) = Stamps(bytes(ffi.buffer(native)))
 
     assert (stamp.requests_started, stamp.requests_ended) == (LARGEST, LARGEST)

@@ -349,7 +349,7 @@ def test_the_worth_is_said_before_anybody_consents(tmp_path):
     steps_seen(world, hook, 8.0)
     a_stop(world)
     online = world.gating.online[service]
-    online.held_ns = online.freed_ns = 10**12
+    online.book.held_ns = online.book.freed_ns = 10**12
 
     granted = state(world).granted
     assert not granted.grant

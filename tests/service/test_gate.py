@@ -51,8 +51,8 @@ def test_the_first_launch_afterwards_stops_offline_and_is_one_preemption(world):
 
     assert rang
     assert world.gate.off
-    assert world.state(online).preemptions == 1
-    assert world.state(online).delay_ns == STOP_NS
+    assert world.state(online).book.preemptions == 1
+    assert world.state(online).book.delay_ns == STOP_NS
 
 
 def test_a_preemption_over_two_gpus_is_counted_once(world):
@@ -63,9 +63,9 @@ def test_a_preemption_over_two_gpus_is_counted_once(world):
     world.gate.launch(online)
     world.run(1)
 
-    assert world.state(online).preemptions == 1
+    assert world.state(online).book.preemptions == 1
     assert [account.gates for account in world.gating.gpus.values()] == [1, 1]
-    assert world.state(online).delay_ns == STOP_NS
+    assert world.state(online).book.delay_ns == STOP_NS
 
 
 def test_launches_inside_the_hold_neither_ring_nor_count(world):
@@ -77,7 +77,7 @@ def test_launches_inside_the_hold_neither_ring_nor_count(world):
     rang = [world.work(online, ms=5) for _ in range(10)]
 
     assert not any(rang)
-    assert world.state(online).preemptions == 1
+    assert world.state(online).book.preemptions == 1
 
 
 def test_a_gap_inside_the_hold_stretches_the_cooldown(world):
@@ -140,7 +140,7 @@ def test_where_idleness_is_measured_it_is_seen_without_offline_work(world):
     world.gate.launch(online)
     world.run(1)
     assert world.state(online).holding
-    assert world.state(online).preemptions == 0  # nobody was stopped
+    assert world.state(online).book.preemptions == 0  # nobody was stopped
 
 
 def test_offline_work_that_arrives_is_let_in_after_the_cooldown(world):
@@ -181,7 +181,7 @@ def test_two_services_on_one_gpu_both_have_to_let_go(world):
 
     assert one_is_not_enough
     assert not world.gate.off
-    assert [world.state(c).preemptions for c in (first, second)] == [1, 0]
+    assert [world.state(c).book.preemptions for c in (first, second)] == [1, 0]
 
 
 def test_the_watcher_never_watches_where_no_proof_is_wanted(world):
@@ -286,7 +286,7 @@ def test_what_was_stopped_before_a_process_told_of_requests_is_nobodys_after_the
     world.gate.hint(online, 1, 1)
     world.run(30)
 
-    assert world.state(online).preemptions == 4
+    assert world.state(online).book.preemptions == 4
     assert world.state(online).request_figures()[1:] == (1, [0, 1, 0, 0, 0, 0, 0, 0])
 
 

@@ -36,7 +36,11 @@ def test_counters_and_receipts_survive(first):
 
     second = successor(first)
 
-    assert second.gating.online[online_service].preemptions == first.gating.online[online_service].preemptions == 4
+    assert (
+        second.gating.online[online_service].book.preemptions
+        == first.gating.online[online_service].book.preemptions
+        == 4
+    )
     assert second.gating.counters.gates == first.gating.counters.gates
     assert second.gating.counters.restarts == 1
     assert second.gating.gpus[0].harvest_ns == first.gating.gpus[0].harvest_ns > 0

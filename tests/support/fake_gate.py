@@ -13,7 +13,7 @@ from lent_fds import lend
 from valve_tools.bench.waking import ClientPages, PolicyWaker
 
 from valved.machine.ports import ArmResult, ClientFds, ClientView, Gap, GpuInfo, Grants, LeftOff, WakeOutcome
-from valved.machine.stamps import Stamp, StampKind
+from valved.machine.stamps import Stamp, StampKind, Stamps
 from valved.model.ids import GpuIndex, Reach, Role
 
 OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
@@ -403,7 +403,7 @@ class FakeGate:
 
     def drain_stamps(self):
         stamps, self.stamps = self.stamps, []
-        return stamps
+        return Stamps.packed(stamps)
 
     def stamps_lost(self):
         return self.lost

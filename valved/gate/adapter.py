@@ -23,7 +23,7 @@ from valved.gate.grants import NativeGrants
 from valved.gate.reaching import NativeChannels
 from valved.machine import cards
 from valved.machine.ports import ClientFds, ClientView, GpuInfo, WakeLook, WakeOutcome, WakeRule
-from valved.machine.stamps import Stamp
+from valved.machine.stamps import STAMP_BYTES, Stamps
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 from valved.native._gate import ffi, lib
 
@@ -207,13 +207,13 @@ class NativeGate:
     def stamps_fd(self) -> int:
         return int(lib.valve_stamps_fd(self._gate))
 
-    def drain_stamps(self) -> list[Stamp]:
-        stamps: list[Stamp] = []
+    def drain_stamps(self) -> Stamps:
+        raw = b""
         while True:
             count = lib.valve_stamps_take(self._gate, self._batch, _STAMP_BATCH)
-            stamps.extend(readings.stamps(self._batch, count))
+            raw += ffi.buffer(self._batch, count * STAMP_BYTES)
             if count < _STAMP_BATCH:
-                return stamps
+                return Stamps(raw)
 
     def stamps_lost(self) -> int:
         return int(lib.valve_stamps_lost(self._gate))

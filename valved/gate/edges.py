@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from valved.gate.booking import LEAST, Booking, Note
 from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords, held_event, refused_event, stopped_event, woken_event
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort
-from valved.machine.stamps import GRANT_CAUSES, Stamp, StampKind
+from valved.machine.stamps import GRANT_CAUSES, Stamp, StampKind, Stamps
 from valved.model.ids import GpuIndex, Reach, ServiceId
-from valved.policy.breaker import Tally, step_breaker
+from valved.policy.breaker import step_breaker
 from valved.policy.locks import LockState, Stop, step_locks
 from valved.state.registry import Books
 from valved.state.stats import GpuAccount, NodeCounters
@@ -36,10 +37,56 @@ class Edges:
     _stop_failed: Callable[[Stamp], None]
     _online: Mapping[ServiceId, OnlineService]
     _gpus: Mapping[GpuIndex, GpuAccount]
+    least: int = LEAST  # stamps, for which the native booking is worth its begin
 
     def __post_init__(self) -> None:
         self._record = self._records.edge
+        self._booking = Booking(self._online, self._gpus, self._counters)
+        self._stopped: dict[ServiceId, OnlineService] = {}  # preempted somebody, and not judged since
         self.locks = LockState()  # what the stops told of the driver's locks
+
+    def take_all(self, stamps: Sequence[Stamp]) -> list[Exception]:
+        """Returns the errors that were met: the stamps behind are of other holds, and are not to be had again."""
+        errors: list[Exception] = []
+        at = 0
+        while at < len(stamps):
+            if isinstance(stamps, Stamps) and len(stamps) - at >= self.least:
+                at = self._take_many(stamps, at, errors)
+            if at < len(stamps):
+                self._attempt(errors, self.take, stamps[at])
+                at += 1
+        for online in self._stopped.values():
+            self._attempt(errors, self._judge, online)
+        self._stopped.clear()
+        return errors
+
+    def _take_many(self, stamps: Stamps, begin: int, errors: list[Exception]) -> int:
+        """Those from `begin` up to the first unusual one. Returns its place."""
+        batch = self._booking.take(stamps, begin)
+        self._records.edges(stamps, batch.gpus, batch.told())
+        for online in batch.stopped:
+            self._stopped[online.id] = online
+        for at, what in batch.notes:
+            self._attempt(errors, self._follow, stamps[at], what)
+        return batch.end
+
+    def _attempt(self, errors: list[Exception], act: Callable[..., None], *what: object) -> None:
+        try:
+            act(*what)
+        except Exception as error:
+            errors.append(error)
+
+    def _follow(self, stamp: Stamp, what: int) -> None:
+        """What the native booking leaves of an ordinary stamp."""
+        online = self._online[stamp.service]
+        if what == Note.HIT:
+            online.hit_requests(self._books.clients_of(online.id), self._gate.view, stamp)
+        elif what == Note.LOCKS:
+            self._learn_lock(stamp)
+        elif what == Note.WOKEN:
+            online.end_hit(stamp)
+        else:
+            self._want_rule(online)
 
     def take(self, stamp: Stamp) -> None:
         """Holds and wakes come a thousand a second at times, the others seldom."""
@@ -68,8 +115,11 @@ class Edges:
             finally:
                 self._stop_failed(stamp)
         elif stamp.kind is StampKind.LEARN and online is not None:
-            online.rule = None  # it waits for a new one
-            self._permits.look_soon(online)
+            self._want_rule(online)
+
+    def _want_rule(self, online: OnlineService) -> None:
+        online.rule = None  # it waits for a new one
+        self._permits.look_soon(online)
 
     def _closed(self, online: OnlineService | None, stamp: Stamp) -> None:
         self._counters.gates += 1
@@ -96,20 +146,19 @@ class Edges:
             account.latency.add(delay_ns)
         if online is None:
             return
-        tally = online.count_preemption(stamp.epoch, delay_ns)
-        if tally.gates:
+        self._stopped[online.id] = online
+        if online.count_preemption(stamp.epoch, delay_ns):
             online.hit_requests(self._books.clients_of(online.id), self._gate.view, stamp)
-        self._judge(online, tally)
 
     def _held(self, online: OnlineService | None, stamp: Stamp) -> None:
         if online is None:
             return
-        if online.woken_epoch is not None and (stamp.epoch - online.woken_epoch) & 0xFFFFFFFF >= 1 << 31:
+        if online.book.woken_epoch >= 0 and (stamp.epoch - online.book.woken_epoch) & 0xFFFFFFFF >= 1 << 31:
             return  # a slow issuer reports a stop after the wake that undid it (epochs are 32 bits wide and wrap)
         at_ns = stamp.launch_ns or stamp.seen_ns or self._clock.now_ns()
         for gpu in online.gpus:
             self._gpus[gpu].hold(online.id, stamp.done_ns or at_ns)
-        if not online.holding:
+        if not online.book.holding:
             online.begin_hold(at_ns)
 
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
@@ -120,17 +169,15 @@ class Edges:
         for gpu in online.gpus:
             self._gpus[gpu].release(stamp.service, at_ns)
         online.end_hold(at_ns)
-        online.woken_epoch = stamp.epoch
-        for client, requests in online.tallies.items():
-            if client == stamp.teller:
-                requests.report(stamp.requests_started, stamp.requests_ended)
-            requests.woken()
-        if stamp.channels != online.leaked:
+        online.book.woken_epoch = stamp.epoch
+        if online.book.unclaimed or stamp.teller:
+            online.end_hit(stamp)
+        if stamp.channels != online.book.leaked:
             self._records.leak(online, stamp.channels)
 
-    def _judge(self, online: OnlineService, tally: Tally) -> None:
+    def _judge(self, online: OnlineService) -> None:
         now_ns = self._clock.now_ns()
-        online.breaker, decision = step_breaker(online.breaker, tally, now_ns, self._settings.breaker)
+        online.breaker, decision = step_breaker(online.breaker, online.unjudged(), now_ns, self._settings.breaker)
         if decision.tripped:
             rest_ns = decision.open_until_ns - now_ns
             self._records.breaker(online, decision, self._settings.breaker.budget_share, rest_ns)

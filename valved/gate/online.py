@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import cast
 
 from valved.abi.link import Feature
 from valved.gate.requests import RequestTally
@@ -12,6 +13,7 @@ from valved.machine.ports import ClientView, WakeRule
 from valved.machine.stamps import Stamp
 from valved.model.consent import SILENT, Said
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
+from valved.native._booking import ffi
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
     Cooldown,
@@ -35,71 +37,91 @@ def is_hinting(client: ClientEntry, view: ClientView) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
+class ServiceBook:
+    """A service's numbers that follow its stamps. In valved a struct valve_book_service (native/books/booking.h) stands
+    for it: in that C books most stamps, and no number may leave 64 bits."""
+
+    id: int = 0
+    since_ns: int = 0  # of the present state
+    seen_ns: int = 0  # up to when the mark has aged
+    watch_since_ns: int = 0  # earlier gaps prove nothing
+    woken_epoch: int = -1  # of the last wake; -1: none
+    epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
+    epoch_delay_ns: int = 0
+    freed_ns: int = 0  # between holds
+    held_ns: int = 0  # in finished holds
+    unseen_ns: int = 0  # of these, while valved did not look whether it was idle
+    aged_ns: int = 0  # what the mark has aged since the cooldown was last read
+    delay_ns: int = 0
+    preemptions: int = 0
+    leaked: int = 0  # open requests that are not believed any more
+    holding: bool = True  # from birth, so that no launch precedes its gate
+    watching: bool = False
+    unclaimed: bool = False  # a preemption that no wake has followed
+    stopped: bool = False  # the last batch of stamps told of one
+    gpus: int = 0  # for one batch, as the last two
+    booked: int = 0
+    held: int = 0
+
+
+def native_book(service: ServiceId, now_ns: int) -> ServiceBook:
+    first = asdict(ServiceBook(id=service, since_ns=now_ns, seen_ns=now_ns))
+    return cast("ServiceBook", ffi.new("struct valve_book_service *", first))
+
+
+@dataclass(slots=True, kw_only=True)
 class OnlineService:
     id: ServiceId
     gpus: frozenset[GpuIndex] = frozenset()
+    book: ServiceBook
     read_state: CooldownState  # of the cooldown, when it was last read off
     cooldown: Cooldown
-    aged_ns: int = 0  # what the mark has aged since
-    seen_ns: int = 0  # up to when
     looked_ns: int = 0  # when its clients' regions were last read
     read_ns: int = 0  # when the cooldown was last read off its state
     breaker: BreakerState
-    holding: bool = True  # from birth, so that no launch precedes its gate
-    since_ns: int = 0  # of the present state
-    watching: bool = False
-    watch_since_ns: int = 0  # earlier gaps prove nothing
     rule: WakeRule | None = None  # by which the native side may wake it; None: it may not
     decision: WakeDecision | None = None
     timer: TimerHandle | None = None
     away: set[ProcessId] = field(default_factory=set)  # a predecessor's clients that have not come back yet
     back_ns: int = 0  # when the last of them did: its channels follow its HELLO
-    preemptions: int = 0
-    delay_ns: int = 0
-    held_ns: int = 0  # in finished holds
-    unseen_ns: int = 0  # of these, while valved did not look whether it was idle
-    freed_ns: int = 0  # between holds
-    judged_ns: int = 0  # held_ns at the breaker's last judgement
-    woken_epoch: int | None = None  # of the last wake
-    epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
-    epoch_delay_ns: int = 0
+    judged: Tally = field(default_factory=Tally)  # what the breaker has been told of, in all
     latency: Histogram = field(default_factory=Histogram)
     tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
     left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # they may come back and count on
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
-    leaked: int = 0  # of them, that are not believed any more
     said: Said = SILENT  # its launcher's words on granted time
 
-    def __post_init__(self) -> None:
-        self.seen_ns = self.read_state.seen_ns
+    @property
+    def holding(self) -> bool:
+        return self.book.holding
 
     def begin_hold(self, at_ns: int) -> None:
-        if not self.holding and at_ns > self.since_ns:
-            self.freed_ns += at_ns - self.since_ns
-        self.holding = True
-        self.since_ns = at_ns
-        self.seen_ns = max(self.seen_ns, at_ns)  # quiet time does not age the mark
+        if not self.book.holding and at_ns > self.book.since_ns:
+            self.book.freed_ns += at_ns - self.book.since_ns
+        self.book.holding = True
+        self.book.since_ns = at_ns
+        self.book.seen_ns = max(self.book.seen_ns, at_ns)  # quiet time does not age the mark
 
     def watch(self, on: bool, now_ns: int) -> None:
         """From now on the native side looks whether it is idle, or does so no more."""
-        self.unseen_ns = self._unseen_ns(now_ns)
-        self.watching, self.watch_since_ns = on, now_ns
+        self.book.unseen_ns = self._unseen_ns(now_ns)
+        self.book.watching, self.book.watch_since_ns = on, now_ns
 
     def end_hold(self, at_ns: int) -> None:
-        if not self.watching:
-            self.unseen_ns = self._unseen_ns(at_ns)
-        if at_ns > self.since_ns:
-            self.held_ns += at_ns - self.since_ns
-        self.holding = False
-        self.since_ns = at_ns
-        if at_ns > self.seen_ns:
-            self.aged_ns += at_ns - self.seen_ns
-            self.seen_ns = at_ns
+        if not self.book.watching:
+            self.book.unseen_ns = self._unseen_ns(at_ns)
+        if at_ns > self.book.since_ns:
+            self.book.held_ns += at_ns - self.book.since_ns
+        self.book.holding = False
+        self.book.since_ns = at_ns
+        if at_ns > self.book.seen_ns:
+            self.book.aged_ns += at_ns - self.book.seen_ns
+            self.book.seen_ns = at_ns
 
     def hold_ns(self, now_ns: int) -> int:
         """Time in which it held its GPUs, the hold under way included."""
-        return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
+        return self.book.held_ns + (max(0, now_ns - self.book.since_ns) if self.book.holding else 0)
 
     def busy_ns(self, now_ns: int) -> int:
         """Of this, the time in which it would have left them had it been idle. In the rest valved did not look: without
@@ -107,35 +129,42 @@ class OnlineService:
         return max(0, self.hold_ns(now_ns) - self._unseen_ns(now_ns))
 
     def _unseen_ns(self, now_ns: int) -> int:
-        is_unseen = self.holding and not self.watching
-        return self.unseen_ns + (max(0, now_ns - max(self.since_ns, self.watch_since_ns)) if is_unseen else 0)
+        is_unseen = self.book.holding and not self.book.watching
+        return self.book.unseen_ns + (
+            max(0, now_ns - max(self.book.since_ns, self.book.watch_since_ns)) if is_unseen else 0
+        )
 
     def idle_ns(self, now_ns: int) -> int:
         """Time in which it left its GPUs to others."""
-        return self.freed_ns + (0 if self.holding else max(0, now_ns - self.since_ns))
+        return self.book.freed_ns + (0 if self.book.holding else max(0, now_ns - self.book.since_ns))
 
     @property
     def cooldown_state(self) -> CooldownState:
         """As step_cooldown ages it without gaps. Each edge moves two numbers, and few ask."""
-        return replace(self.read_state, age_ns=self.read_state.age_ns + self.aged_ns, seen_ns=self.seen_ns)
+        return replace(self.read_state, age_ns=self.read_state.age_ns + self.book.aged_ns, seen_ns=self.book.seen_ns)
 
     @cooldown_state.setter
     def cooldown_state(self, state: CooldownState) -> None:
-        self.read_state, self.aged_ns, self.seen_ns = state, 0, state.seen_ns
+        self.read_state, self.book.aged_ns, self.book.seen_ns = state, 0, state.seen_ns
 
-    def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
-        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.
+    def count_preemption(self, epoch: int, delay_ns: int) -> bool:
+        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them. Returns
+        whether it is a new one."""
+        first = epoch != self.book.epoch
+        added_ns = delay_ns if first else max(0, delay_ns - self.book.epoch_delay_ns)
+        self.book.epoch_delay_ns = delay_ns if first else max(delay_ns, self.book.epoch_delay_ns)
+        self.book.epoch = epoch
+        self.book.preemptions += first
+        self.book.delay_ns += added_ns
+        return first
 
-        Returns what the breaker has not judged yet: this, and the holds since the last preemption.
-        """
-        first = epoch != self.epoch
-        added_ns = delay_ns if first else max(0, delay_ns - self.epoch_delay_ns)
-        self.epoch_delay_ns = delay_ns if first else max(delay_ns, self.epoch_delay_ns)
-        self.epoch = epoch
-        self.preemptions += first
-        self.delay_ns += added_ns
-        held_ns, self.judged_ns = self.held_ns - self.judged_ns, self.held_ns
-        return Tally(delay_ns=added_ns, held_ns=held_ns, gates=int(first))
+    def totals(self) -> Tally:
+        return Tally(delay_ns=self.book.delay_ns, held_ns=self.book.held_ns, gates=self.book.preemptions)
+
+    def unjudged(self) -> Tally:
+        """What the breaker has not been told of. It is, from now on."""
+        before, self.judged = self.judged, self.totals()
+        return self.judged.minus(before)
 
     def observe(self, looks: Sequence[tuple[ClientEntry, ClientView]], now_ns: int, settings: CooldownSettings) -> None:
         """Take in what the clients' regions say: requests, and gaps to learn the cooldown from."""
@@ -149,8 +178,8 @@ class OnlineService:
                 gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
         open_before, self.open_requests = self.open_requests, sum(hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)
-        since_ns = max(self.since_ns, self.watch_since_ns)
-        inside = gaps_inside_hold(gaps, since_ns, now_ns) if counted and gaps and self.holding else ()
+        since_ns = max(self.book.since_ns, self.book.watch_since_ns)
+        inside = gaps_inside_hold(gaps, since_ns, now_ns) if counted and gaps and self.book.holding else ()
         if inside or now_ns - self.read_ns > AGE_NS:
             self.read_ns = now_ns
             observation = CooldownObservation(gaps_ns=inside)
@@ -164,6 +193,7 @@ class OnlineService:
         self, clients: Iterable[ClientEntry], view_of: Callable[[ClientId], ClientView], stamp: Stamp | None
     ) -> None:
         """Every request open at this preemption was hit by it, also the first one of which an engine will ever tell."""
+        self.book.unclaimed = True
         for client in clients:
             requests = self.tally_of(client)
             if stamp is not None and stamp.teller:
@@ -179,11 +209,20 @@ class OnlineService:
                     continue
             requests.preempted()
 
+    def end_hit(self, stamp: Stamp) -> None:
+        """It was woken: a preemption hits no request that begins from here on."""
+        self.book.unclaimed = False
+        for client, requests in self.tallies.items():
+            if client == stamp.teller:
+                requests.report(stamp.requests_started, stamp.requests_ended)
+            requests.woken()
+
     def tally_of(self, client: ClientEntry) -> RequestTally:
         tally = self.tallies.get(client.id)
         if tally is None:
-            tally = self.left.pop((client.process, client.role), None) or RequestTally()
-            self.tallies[client.id] = tally
+            before = self.left.pop((client.process, client.role), None)
+            self.book.unclaimed |= before is not None  # it may have been away at the last wake
+            tally = self.tallies[client.id] = before or RequestTally()
         return tally
 
     def forget(self, client: ClientEntry, is_gone: Callable[[ProcessId], bool]) -> None:

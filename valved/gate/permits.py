@@ -176,7 +176,7 @@ class Permits:
         return now_ns < online.breaker.open_until_ns
 
     def _set_watch(self, online: OnlineService, on: bool) -> None:
-        if online.watching == on:
+        if online.book.watching == on:
             return
         online.watch(on, self._clock.now_ns())
         for client in self._books.clients_of(online.id):
@@ -190,15 +190,15 @@ class Permits:
 
 def is_due(online: OnlineService, now_ns: int) -> bool:
     """The service is not just passing through a short hold, or was last looked at long ago."""
-    return now_ns - online.since_ns >= TICK_NS // 4 or now_ns - online.looked_ns >= SELDOM_NS
+    return now_ns - online.book.since_ns >= TICK_NS // 4 or now_ns - online.looked_ns >= SELDOM_NS
 
 
 def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
     return WakeRule(
         cooldown_ns=online.cooldown.cooldown_ns,
         learn_ns=online.cooldown.gap_ns,
-        watch_since_ns=online.watch_since_ns,
-        looking_since_ns=online.watch_since_ns,
+        watch_since_ns=online.book.watch_since_ns,
+        looking_since_ns=online.book.watch_since_ns,
         watcher_lease_ns=settings.watcher_lease_ns,
         dead_look_ns=settings.dead_look_ns,
         hint_lease_ns=settings.hint_lease_ns,

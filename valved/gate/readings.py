@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from valved.machine import cards
 from valved.machine.ports import ClientView, Gap, GpuInfo, WakeLook, WakeRule
-from valved.machine.stamps import Stamp
 from valved.model.figures import MOST_OPEN, plausible
 from valved.model.ids import GpuIndex
 from valved.native._gate import ffi
-
-# struct valve_stamp of native/gate.h; a test compares the three.
-_STAMP = struct.Struct("<6Q4IiI3Q")
-_stamp = cast(
-    "Callable[[tuple[int, ...]], Stamp]", partial(tuple.__new__, Stamp)
-)  # Stamp(*fields), less a call of Python
-
-
-def stamps(batch: Any, count: int) -> list[Stamp]:
-    """The first `count` of an array."""
-    return list(map(_stamp, _STAMP.iter_unpack(ffi.buffer(batch, count * _STAMP.size))))
 
 
 def native_rule(rule: WakeRule) -> dict[str, int]:

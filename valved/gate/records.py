@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from valved.gate.online import OnlineService
-from valved.machine.stamps import Stamp
+from valved.machine.stamps import Stamp, StampKind, Stamps
 from valved.model.events import Event, EventKind
-from valved.model.ids import GpuIndex
+from valved.model.ids import GpuIndex, ServiceId
 from valved.model.statuses import status_text
 from valved.policy.breaker import BreakerDecision
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason
@@ -32,6 +32,10 @@ class GateRecords:
         self._journal = journal
         self.edge = journal.put_unmade  # with one of the functions below
 
+    def edges(self, stamps: Stamps, gpus: Mapping[ServiceId, Gpus], told: Iterable[int]) -> None:
+        """Those of `stamps` that stand at `told`, none of them a failed stop."""
+        self._journal.put_many_unmade(_event_of, (stamps, gpus), told)
+
     def failed(self, stamp: Stamp) -> None:
         """A stop that the driver refused, or that did not come back."""
         event = _switched(
@@ -47,7 +51,7 @@ class GateRecords:
         )
 
     def leak(self, online: OnlineService, leaked: int) -> None:
-        before, online.leaked = online.leaked, leaked
+        before, online.book.leaked = online.book.leaked, leaked
         if leaked > before:
             self._journal.emit(
                 EventKind.NOTED,
@@ -86,6 +90,12 @@ class GateRecords:
         )
 
 
+def _event_of(seq: int, told: tuple[Stamps, Mapping[ServiceId, Gpus]], at: int) -> Event:
+    stamps, gpus = told
+    stamp = stamps[at]
+    return EVENTS[stamp.kind](seq, stamp, gpus[stamp.service])
+
+
 def held_event(seq: int, stamp: Stamp, gpus: Gpus) -> Event:
     return _passing(seq, stamp, EventKind.HOLD, gpus, _why(stamp))
 
@@ -116,6 +126,15 @@ def _switched(seq: int, stamp: Stamp, kind: EventKind, gpus: tuple[GpuIndex, ...
     detail = {name: getattr(stamp, name) for name in names}
     at_ns = stamp.done_ns or stamp.seen_ns
     return Event(seq, at_ns, kind, stamp.service, stamp.client, gpus, reason, detail)
+
+
+# How stamps that need no more than a record are told.
+EVENTS: Mapping[StampKind, Callable[[int, Stamp, Gpus], Event]] = {
+    StampKind.GATE: stopped_event,
+    StampKind.HOLD: held_event,
+    StampKind.WAKE: woken_event,
+    StampKind.WAKE_REFUSED: refused_event,
+}
 
 
 def reason_of(code: int) -> WakeReason | None:

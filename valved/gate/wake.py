@@ -14,7 +14,7 @@ from valved.abi.link import Feature
 from valved.gate.accounts import book_hold, held_by
 from valved.gate.edges import Edges
 from valved.gate.listener import GateListener
-from valved.gate.online import OnlineService
+from valved.gate.online import OnlineService, native_book
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
@@ -69,7 +69,7 @@ class GateService:
             read_state=state,
             cooldown=read_cooldown(state, self.settings.cooldown),
             breaker=BreakerState(since_ns=now_ns),
-            since_ns=now_ns,
+            book=native_book(service, now_ns),
         )
         self.online[service] = online
         try:
@@ -122,7 +122,7 @@ class GateService:
             online.away.discard(client.process)
             online.back_ns = self._clock.now_ns()
         if client.role is Role.ONLINE:
-            self._gate.set_watch(client.id, online.watching)
+            self._gate.set_watch(client.id, online.book.watching)
         elif client.features & Feature.HINT:
             self._gate.set_hints(client.id)
         self.permits.look_soon(online)
@@ -217,14 +217,8 @@ class GateService:
         if self._is_reading:  # what a stamp sets off reads the books as they are
             return
         self._is_reading = True
-        errors = []
         try:
-            take = self.edges.take
-            for stamp in (stamps := self._gate.drain_stamps()):
-                try:
-                    take(stamp)
-                except Exception as error:  # the others are of other holds, and are not to be had again
-                    errors.append(error)
+            errors = self.edges.take_all(stamps) if (stamps := self._gate.drain_stamps()) else []
         finally:
             self._is_reading = False
         lost = self._gate.stamps_lost() - self._lost

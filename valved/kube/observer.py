@@ -199,8 +199,8 @@ class Observer:
                 pod=name,
                 service=pod.service if pod is not None else "",
                 lent_s=lent_s.get(claim.service, 0.0),
-                delay_s=online.delay_ns / 1e9,
-                preemptions=online.preemptions,
+                delay_s=online.book.delay_ns / 1e9,
+                preemptions=online.book.preemptions,
                 granted_s=grants.grants(claim.service).granted_ns / 1e9,
             )
 

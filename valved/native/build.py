@@ -1,4 +1,4 @@
-"""Write the C of the cffi extension: `build.py gate.h OUT`. Called by meson."""
+"""Write the C of a cffi extension: `build.py NAME.h OUT` for _NAME. Called by meson."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> int:
     lines = header.read_text().splitlines()
     ffi = FFI()
     ffi.cdef("\n".join(line for line in lines if not line.startswith("#")))
-    ffi.set_source("valved.native._gate", '#include "gate.h"')
+    ffi.set_source(f"valved.native._{header.stem}", f'#include "{header.name}"')
     ffi.emit_c_code(out)
     return 0
 

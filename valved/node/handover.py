@@ -29,6 +29,7 @@ from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.consent import Said
 from valved.model.events import EventKind
+from valved.model.figures import plausible
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
 from valved.model.plain import plain
 from valved.model.states import UnwrittenState
@@ -53,6 +54,7 @@ DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
 EXPECTED_NS = 60 * SECOND_NS  # offline processes of a predecessor have turns of their own for so long
 AGAIN_NS = SECOND_NS  # after one that failed
+LONGEST_NS = 1 << 60  # what no sum of times exceeds, whatever a state file says
 
 
 @dataclass(eq=False, repr=False)
@@ -309,9 +311,9 @@ class Handover:
 
 
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
-    online.preemptions, online.delay_ns = saved.preemptions, saved.delay_ns
-    online.held_ns, online.unseen_ns, online.freed_ns = saved.held_ns, saved.unseen_ns, saved.freed_ns
-    online.judged_ns = saved.held_ns
+    for name in ("preemptions", "delay_ns", "held_ns", "unseen_ns", "freed_ns"):
+        setattr(online.book, name, plausible(getattr(saved, name), LONGEST_NS))
+    online.judged = online.totals()
     online.said = Said(slo=saved.slo, grant=saved.grant, share_weights=saved.share_weights)
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted

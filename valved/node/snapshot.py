@@ -155,8 +155,8 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
     return msgspec.structs.replace(
         saved,
         cooldown=(mark.mark_ns, mark.age_ns, mark.gaps),
-        preemptions=online.preemptions,
-        delay_ns=online.delay_ns,
+        preemptions=online.book.preemptions,
+        delay_ns=online.book.delay_ns,
         held_ns=online.hold_ns(now_ns),
         unseen_ns=online.hold_ns(now_ns) - online.busy_ns(now_ns),
         freed_ns=online.idle_ns(now_ns),

@@ -160,14 +160,14 @@ class Reporter:
             role=entry.role,
             gpus=tuple(sorted(entry.gpus)),
             busy=online is not None and online.holding,
-            since_ns=online.since_ns if online is not None else 0,
+            since_ns=online.book.since_ns if online is not None else 0,
             cooldown_ns=online.cooldown.cooldown_ns if online is not None else 0,
             hinted=online is not None and online.is_hinted,
             open_requests=online.open_requests if online is not None else 0,
-            preemptions=online.preemptions if online is not None else 0,
+            preemptions=online.book.preemptions if online is not None else 0,
             requests=requests,
             max_preemptions_per_request=most,
-            delay_ns=online.delay_ns if online is not None else 0,
+            delay_ns=online.book.delay_ns if online is not None else 0,
             harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, now_ns),
             useful_tokens=self._register.tokens(entry.id),
             pids=tuple(sorted({client.process.pid for client in self._books.clients_of(entry.id)})),
@@ -225,8 +225,8 @@ class Reporter:
         online = self._gating.online.get(entry.service)
         alive = True
         view = self._gate.view(entry.id)
-        if entry.role is Role.ONLINE and online is not None and online.watching:
-            beat_ns = max(view.watcher_ns, online.watch_since_ns)
+        if entry.role is Role.ONLINE and online is not None and online.book.watching:
+            beat_ns = max(view.watcher_ns, online.book.watch_since_ns)
             alive = now_ns - beat_ns <= self._gating.settings.wake.watcher_lease_ns
         return ClientState(
             id=entry.id,

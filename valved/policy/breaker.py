@@ -43,6 +43,13 @@ class Tally:
             gates=self.gates + other.gates,
         )
 
+    def minus(self, other: Tally) -> Tally:
+        return Tally(
+            delay_ns=self.delay_ns - other.delay_ns,
+            held_ns=self.held_ns - other.held_ns,
+            gates=self.gates - other.gates,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerState:

@@ -128,6 +128,16 @@ class Journal:
         else:
             self._edges.append((seq, make, told, more))
 
+    def put_many_unmade(self, make: Callable[[int, Told, More], Event], told: Told, mores: Iterable[More]) -> None:
+        """One for each of `mores`."""
+        if self._has_readers:
+            for more in mores:
+                self.put_unmade(make, told, more)
+        else:
+            kept = [(seq, make, told, more) for seq, more in enumerate(mores, self._seq + 1)]
+            self._seq += len(kept)
+            self._edges.extend(kept)
+
     def _pass_on(self, event: Event) -> Event:
         is_quiet = event.kind in QUIET
         (self._edges if is_quiet else self._rest).append(event)
