@@ -90,6 +90,7 @@ def start_crowd(node: EmulatedNode) -> subprocess.Popen[str]:
     crowd = subprocess.Popen(
         [sys.executable, "-m", "valve_tools.bench.daemon", str(node.run_dir), *map(str, sizes)],
         env=node.environment(),
+        cwd=node.run_dir,  # never this checkout, whose packages are not built
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
