@@ -38,6 +38,45 @@ def test_offline_work_never_runs_on_because_no_file_takes_the_order(world, name,
     assert not world.node.status().unwritten
 
 
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_an_order_that_no_file_took_is_never_without_an_end(world, name, monkeypatch):
+    """A file system that can only be read refuses to remove what is not there: nobody could resume."""
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    getattr(world.brake, name)("alice")
+
+    world.node.resume()
+
+    assert not world.brake.switches.is_closed
+    assert not world.node.status().unwritten
+
+
+def test_a_node_whose_order_is_in_a_file_is_never_called_resumed_while_the_file_stays(world, monkeypatch):
+    world.brake.pause("alice")
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    with pytest.raises(OSError, match="Read-only"):
+        world.node.resume()
+
+    assert world.brake.is_paused
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_an_order_is_never_lost_by_a_restart_after_its_disk_took_files_again(world, name, monkeypatch):
+    """`valve doctor` says that valved tries again by itself."""
+    with monkeypatch.context() as trouble:
+        trouble.setattr(Path, "write_text", refuse)
+        getattr(world.brake, name)("alice")
+        world.brake.look_at_file()
+        assert world.node.status().unwritten
+
+    world.brake.look_at_file()  # as the upkeep does
+
+    assert not world.node.status().unwritten
+    assert (world.folder / name).read_text() == "alice\n"
+    assert world.brake.switches.is_closed
+
+
 def test_an_order_that_a_file_holds_by_now_is_never_called_unwritten(world, monkeypatch):
     with monkeypatch.context() as trouble:
         trouble.setattr(Path, "write_text", refuse)

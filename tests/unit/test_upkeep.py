@@ -62,7 +62,7 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
     told = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(metrics_port=taken.getsockname()[1])
-        node = types.SimpleNamespace(status=lambda: None)
+        node = types.SimpleNamespace(lasting_status=lambda: None)
         started = asyncio.run(_start_metrics(config, types.SimpleNamespace(node=node, note=told.append), None))
 
     assert started is None
@@ -130,7 +130,10 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
     notify.close()
 
 
-def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch):
+@pytest.mark.parametrize(("has_watch", "unwritten"), [(False, []), (True, ["pause"])])
+def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch, has_watch, unwritten):
+    """Nor is an order that no file took left alone where a watch tells of files."""
+
     def fails(**how):
         raise RuntimeError("once more")
 
@@ -140,12 +143,12 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
     settled, looked = [], []
     gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(time_passed=fails))
     handover = types.SimpleNamespace(settle=settle)
-    brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1))
+    brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1), unwritten=lambda: unwritten)
     folder = types.SimpleNamespace(is_ours=lambda: True)
     monkeypatch.setattr(upkeep, "TICK_S", 0.001)
 
     with pytest.raises(RuntimeError):
-        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=False).run())
+        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=has_watch).run())
 
     assert settled == [True]
     assert looked

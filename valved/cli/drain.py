@@ -16,7 +16,7 @@ from typing import Any
 from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import NodeClient, must_last, node
+from valved.cli.client import NodeClient, must_last, node, unwritten
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, STILL_THERE, CliError
 from valved.paths import DRAIN_FILE
 
@@ -71,6 +71,7 @@ class Unanswered:
     """Of a valved that is busy, or has died: it may go on, and whoever waits for it should know."""
 
     ends: bool = False  # valved, once it is empty: no file tells its successor to drain
+    is_unwritten: bool = False  # nor does one that could not be made
     error: CliError | None = None
     since_s: float = 0.0
 
@@ -78,7 +79,8 @@ class Unanswered:
         if self.error is None:
             self.since_s = time.monotonic()
         if self.error is None or self.error.code != error.code:
-            goes_on = "One that is started anew does not drain" if self.ends else "One that runs again drains on"
+            is_lost = self.ends or self.is_unwritten
+            goes_on = "One that is started anew does not drain" if is_lost else "One that runs again drains on"
             text = "offline work is not ended meanwhile, and may run again"
             print(f"{error}: {text}; {error.next_step}. {goes_on}", file=sys.stderr, flush=True)
         self.error = error
@@ -104,6 +106,7 @@ def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
     try:
         status = connection.status()
         silence.end()
+        silence.is_unwritten = unwritten(status, DRAIN_FILE) is not None
     except CliError as error:
         if not error.is_silence:
             raise
@@ -116,7 +119,7 @@ def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
         return node_pb2.Status(draining=True)
     if not status.draining and status.pid != before.pid:
         text = f"valved {before.pid} ended, and {status.pid} does not drain: offline work goes on"
-        raise CliError(text, FAILED, "drain again: valve drain --stop")
+        raise CliError(text, FAILED, f"drain again: valve drain{' --stop' if silence.ends else ''}")
     if not status.draining:
         raise CliError("the drain was taken back: offline work goes on", REFUSED, "see: valve events")
     return status

@@ -146,7 +146,9 @@ def memory(answer: Any) -> list[RenderableType]:
         parts = (gpu.handles, gpu.online, gpu.offline, gpu.free, gpu.moving, gpu.orphaned)
         pools.add_row(str(gpu.index), *(words.gib(part * size) for part in parts))
     columns = ("service", "engine", "role", "blocks", "used", "wants", "headroom", "per hour", "state")
-    engines = FittingTable("Engines", columns, spare=("per hour", "wants", "headroom", "service"))
+    engines = FittingTable(
+        "Engines", columns, spare=("per hour", "wants", "headroom", "service", "role", "used"), sentence="state"
+    )
     for engine in kv.engines:
         online = engine.role == node_pb2.ROLE_ONLINE
         engines.add_row(

@@ -23,6 +23,7 @@ from valved.cli.status import gpu_state, head, memory, no_gpus, notes
 from valved.cli.tables import FittingTable, Paper
 
 WIDTH = 20
+LEAST_ROWS = 16  # that show a service below the GPUs, beside one for each GPU
 HELD_S = 1.0  # a held view is drawn anew so often, for a terminal whose size has changed
 ORDERS: dict[str, Callable[[Any], Any]] = {
     "id": lambda service: service.id,
@@ -179,12 +180,13 @@ def render(
     answer: Any, history: History, view: View, *, has_keys: bool = False, rows: int = sys.maxsize
 ) -> RenderableType:
     """What is shown. The line of the keys comes second, where no table can push it off the screen. `rows`: of it, of
-    which no service beyond is seen, nor drawn each second."""
-    middle = [keys_line(view), Text()] if has_keys else []
+    which no service beyond is seen, nor drawn each second. One too low for GPUs and a service has services first."""
+    is_low = rows < LEAST_ROWS + len(answer.gpus)
+    middle = [keys_line(view), *([] if is_low else [Text()])] if has_keys else []
     if view.silence:
         middle.append(Text(f"{view.silence}: below is what it said last\n", style="red"))
     tables = (gpus(answer, history), services(answer, history, view, rows))
-    return Group(head(answer), *middle, *tables, *memory(answer), *notes(answer))
+    return Group(head(answer), *middle, *(reversed(tables) if is_low else tables), *memory(answer), *notes(answer))
 
 
 def top(options: argparse.Namespace) -> int:

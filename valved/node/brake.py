@@ -10,7 +10,7 @@ policy/stopping.py decides what becomes of offline work. node/leaving.py ends th
 
 A process that connects is welcomed in every row, and stopped: one that is turned away would run beside online work.
 Pause and drain are files in the run folder: they work without the API and outlive a restart. An order whose file
-cannot be made holds until valved ends, and the status says so.
+cannot be made is in force, and lost if valved ends before it can; the status says so.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Brake:
         self.look_at_file()
 
     def resume(self) -> None:
-        self._pause_file.unlink(missing_ok=True)
-        self._drain_file.unlink(missing_ok=True)
+        _remove(self._pause_file)
+        _remove(self._drain_file)
         self._unwritten.clear()
         self.look_at_file()
         self._end_drain()
@@ -132,15 +132,18 @@ class Brake:
         """No file system is in such trouble that offline work could not be stopped."""
         try:
             _put(path, by)
+            self._unwritten.pop(path, None)
         except OSError as error:
             self._unwritten[path] = by, error.strerror or str(error)
 
     def _order(self, path: Path) -> str | None:
-        """By whom; None: there is none. A file says it, else what no file took."""
+        """By whom; None: there is none. A file says it, else what no file took: that is tried again at each look."""
         if (by := _first_line(path)) is not None:
             self._unwritten.pop(path, None)
-            return by
-        return self._unwritten[path][0] if path in self._unwritten else None
+        elif path in self._unwritten:
+            by = self._unwritten[path][0]
+            self._put(path, by)
+        return by
 
     def hand_over(self) -> None:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
@@ -204,6 +207,15 @@ def _put(path: Path, by: str) -> None:
         path.write_text(f"{by}\n", encoding="utf-8")
     except OSError:
         if not path.exists():
+            raise
+
+
+def _remove(path: Path) -> None:
+    """A file system that can only be read refuses this of names that are not there, too."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if os.path.lexists(path):
             raise
 
 

@@ -56,7 +56,7 @@ class Upkeep:
             with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails
                 if is_minute:
                     parts.callback(self._handover.save)
-                if not self.has_watch:
+                if not self.has_watch or self._brake.unwritten():  # an order that no file took is tried again
                     parts.callback(self._brake.look_at_file)
                 parts.callback(self._handover.settle, patience_over=True)
                 parts.callback(self._gating.resync, is_thorough=is_minute)

@@ -151,3 +151,14 @@ def test_a_drain_that_ends_valved_is_never_said_to_go_on_in_the_next_one(run, ca
 
     assert (caught.value.code, caught.value.next_step) == (FAILED, "drain again: valve drain --stop")
     assert "restart it. One that is started anew does not drain\n" in capsys.readouterr().err
+
+
+def test_a_drain_that_no_file_took_is_never_said_to_go_on_in_the_next_one(run, capsys):
+    held = status(leaver(7))
+    held.unwritten.add(path="/run/valve/drain", error="Read-only file system")
+
+    with pytest.raises(CliError, match="valved 1 ended, and 2 does not drain: offline work goes on") as caught:
+        run(held, held, GONE, status(leaver(7), draining=False, valved=2))
+
+    assert caught.value.next_step == "drain again: valve drain"
+    assert "One that is started anew does not drain\n" in capsys.readouterr().err

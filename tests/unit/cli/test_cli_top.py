@@ -204,6 +204,20 @@ def test_what_no_screen_shows_is_never_drawn_each_second():
     assert "chat-24" not in screen.drawn[0]
 
 
+@pytest.mark.parametrize("height", [10, 16, 17, 24])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_no_screen_is_too_low_for_a_service(height, gpus):
+    screen, answer = Screen(height), crowd(2)
+    for index in range(gpus):
+        answer.gpus.add(index=index)
+
+    top.draw(screen, Script(), top.View(), answer, top.History())
+
+    seen = screen.drawn[0].splitlines()[: height - 1]  # the last line says that there is more
+    assert any("chat-0" in line for line in seen)
+    assert any("space hold" in line for line in seen)
+
+
 def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
     screen, view = Screen(height=24), top.View()
 

@@ -384,6 +384,19 @@ def test_a_long_sentence_never_hides_whose_it_is():
     assert " ".join(said.split()).count("no offline work") == 2
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("state", ["memory was taken within tau", "its hook cannot recompute: valved takes no memory"])
+def test_an_engines_row_never_hides_a_part_of_a_word(width, state):
+    answer = node_pb2.Status()
+    answer.memory.engines.add(service=3, name="demo-online", role=node_pb2.ROLE_ONLINE, blocks=51200, state=state)
+    out = io.StringIO()
+    Console(file=out, width=width).print(status.memory(answer)[-1])
+
+    assert "…" not in (said := out.getvalue())
+    assert {"engine", "blocks", "state", "demo-online"} | {*state.split()} <= {*said.split()}
+    assert all(len(line) <= width for line in said.splitlines())
+
+
 @pytest.mark.parametrize("name", [30 * "服务", "team/" + 30 * "服", 30 * "a服", 40 * "e\u0301"])
 def test_a_name_of_wide_characters_never_hides_whose_line_it_is(name):
     service = node_pb2.Service(id=7, name=name, role=node_pb2.ROLE_ONLINE, state="alone: there is no offline work")
