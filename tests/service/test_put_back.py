@@ -37,6 +37,8 @@ def test_a_service_never_loses_its_claim_because_an_upgrade_is_taken_back(first)
     assert second.handover.policy.mode is Mode.OBSERVE
     assert (second.books.services[service].name, second.books.services[service].role) == ("chat", Role.ONLINE)
     assert len(second.register.channels.leftovers) == 0
+    second.run(10_000)  # no shim of it has come back: it may stand still
+    assert second.books.services[service].gpus == {0}
 
 
 def test_what_was_scraped_is_never_taken_back_by_a_kill(first):

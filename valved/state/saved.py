@@ -193,9 +193,12 @@ def load(path: Path) -> tuple[SavedState | None, str]:
 
 
 def _of_another_version(said: dict[str, Any]) -> SavedState:
-    """What an operator set and who was claimed, as far as its words are ours: an upgrade that is taken back must not
-    begin to harvest, and its services stay what they are. No channels, whose numbers may mean something else there."""
+    """What an operator set, who was claimed and who was here, as far as its words are ours: an upgrade that is taken
+    back must not begin to harvest, and its services stay what they are and keep their GPUs until they are back. No
+    channels, whose numbers may mean something else there."""
     kept: dict[str, Any] = {name: said[name] for name in ("version", "policy", "services") if name in said}
+    if isinstance(clients := said.get("clients"), list):
+        kept["clients"] = [{**client, "channels": []} for client in clients if isinstance(client, dict)]
     for name in ("boot_id", "driver"):
         kept[name] = text if isinstance(text := said.get(name), str) else ""
     return sensible(kept)
