@@ -63,7 +63,7 @@ class Edges:
     def _take_many(self, stamps: Stamps, begin: int, errors: list[Exception]) -> int:
         """Those from `begin` up to the first unusual one. Returns its place."""
         batch = self._booking.take(stamps, begin)
-        self._records.edges(stamps, batch.gpus, batch.told())
+        self._attempt(errors, self._records.edges, stamps, batch.gpus, batch.told())
         for online in batch.stopped:
             self._stopped[online.id] = online
         for at, what in batch.notes:
