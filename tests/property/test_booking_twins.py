@@ -215,6 +215,14 @@ def test_what_is_ordinary_never_costs_python_a_call_for_each():
     assert [call for call in many if call != "<genexpr>"] == [call for call in few if call != "<genexpr>"]
 
 
+def test_what_is_out_of_the_ordinary_never_costs_a_batch_for_each():
+    twin = Twin(least=16)
+    twin.gate.stamps += [stamp._replace(service=ServiceId(999)) for stamp in cycles(twin, 80)]
+
+    assert calls_of(twin.gating.drain).count("_take_many") == 10
+    assert twin.gating.counters.wakes >= 80
+
+
 def test_who_waits_for_each_event_never_misses_one_that_was_booked_in_c():
     twin = Twin(least=1)
     watcher = twin.world.journal.watch((), 100, lambda: None)
