@@ -10,7 +10,7 @@ from pathlib import Path
 from valved.abi.link import Feature
 from valved.clients.register import Register
 from valved.gate.granting import Granting
-from valved.gate.online import OnlineService, is_hinting
+from valved.gate.online import OnlineService, open_requests
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo
@@ -163,7 +163,7 @@ class Reporter:
             since_ns=online.book.since_ns if online is not None else 0,
             cooldown_ns=online.cooldown.cooldown_ns if online is not None else 0,
             hinted=online is not None and online.is_hinted,
-            open_requests=self._open_requests(entry.id) if online is not None else 0,
+            open_requests=open_requests(self._books.clients_of(entry.id), self._gate.view) if online is not None else 0,
             preemptions=online.book.preemptions if online is not None else 0,
             requests=requests,
             max_preemptions_per_request=most,
@@ -177,11 +177,6 @@ class Reporter:
             idle_ns=online.idle_ns(now_ns) if online is not None else 0,
             granted=self.granting.state(entry.id) if self.granting is not None else GrantedState(),
         )
-
-    def _open_requests(self, service: ServiceId) -> int:
-        """As its clients say now. The gate looks only while the service holds, and seldom where its holds are short."""
-        looks = [(client, self._gate.view(client.id)) for client in self._books.clients_of(service)]
-        return sum(view.open_requests for client, view in looks if is_hinting(client, view))
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
         if not online.holding:
