@@ -16,7 +16,7 @@ from valved.native._gate import ffi as gate_ffi
 from virtual import VirtualClock
 
 from valved.gate.booking import GPU
-from valved.gate.online import ServiceBook
+from valved.gate.online import OnlineService, ServiceBook
 from valved.machine.stamps import STAMP_BYTES, Stamp, StampKind, Stamps, StopCause
 from valved.model.ids import ClientId, GpuIndex, ServiceId
 from valved.state.registry import BRAKE_SERVICE
@@ -45,6 +45,9 @@ class Twin:
     def use_python_alone(self) -> None:
         for online in self.gating.online.values():
             online.book = ServiceBook(**{name: getattr(online.book, name) for name in NUMBERS})
+
+    def state_of(self, place: int) -> OnlineService:
+        return self.gating.online[self.services[place]]
 
     def books(self) -> object:
         return (
@@ -212,6 +215,14 @@ def test_what_is_ordinary_never_costs_python_a_call_for_each():
     assert [call for call in many if call != "<genexpr>"] == [call for call in few if call != "<genexpr>"]
 
 
+def test_what_is_out_of_the_ordinary_never_costs_a_batch_for_each():
+    twin = Twin(least=16)
+    twin.gate.stamps += [stamp._replace(service=ServiceId(999)) for stamp in cycles(twin, 80)]
+
+    assert calls_of(twin.gating.drain).count("_take_many") == 10
+    assert twin.gating.counters.wakes >= 80
+
+
 def test_who_waits_for_each_event_never_misses_one_that_was_booked_in_c():
     twin = Twin(least=1)
     watcher = twin.world.journal.watch((), 100, lambda: None)
@@ -221,6 +232,21 @@ def test_who_waits_for_each_event_never_misses_one_that_was_booked_in_c():
     seen = [event for event, _ in watcher.take() if event.kind.value in ("hold", "wake")]
     assert [event.t_ns for event in seen] == [stamp.done_ns for stamp in stamps]
     assert [event.seq for event in seen] == sorted({event.seq for event in seen})
+
+
+def test_a_reader_of_events_that_fails_never_costs_the_books_a_stamp():
+    twin = Twin(least=1)
+    twin.world.journal.watch((), 100, iter(()).__next__)  # raises, each time
+    first, last = cycles(twin, 3), cycles(twin, 6)[6:]
+    unusual = first[0]._replace(service=ServiceId(999))
+
+    stamps = [*first, unusual, *last[:-1]]
+    assert book(twin, stamps)
+
+    kept = twin.world.journal.recent(lambda event: event.detail.get("epoch", 0) >= 1000, 100)
+    assert [event.t_ns for event in kept] == [stamp.done_ns for stamp in stamps]
+    assert twin.state_of(0).book.since_ns == last[-2].launch_ns
+    assert twin.state_of(0).holding
 
 
 def test_the_books_are_laid_out_as_the_header_says():

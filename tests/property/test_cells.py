@@ -140,6 +140,7 @@ def test_a_column_that_is_none_is_never_looked_up(column):
     table = KvTable(2, 16)
     for refuses in (
         lambda: cells.take(none, (), 8),
+        lambda: cells.take(here, (0.2, 0.4, 0.6, 0.8), 1),
         lambda: table.lose(BlockPlaces(2, here, np.arange(3)), none, 1),
         lambda: handles.reach(none, {GpuIndex(0): 5}),
         lambda: handles.fitting(GpuIndex(0), none, 5),
@@ -150,5 +151,32 @@ def test_a_column_that_is_none_is_never_looked_up(column):
     assert [slots.tolist() for _, slots, _ in cells.take(here, (), 8)] == [[0, 1]]
     assert table.epoch == 0
     table.close()
-    with pytest.raises(TypeError):
+    with pytest.raises(IndexError):
         table.lose(BlockPlaces(2, here, np.arange(3)), here, 1)
+
+
+def test_a_layout_of_another_table_is_never_written():
+    """What stands behind the entries would be overwritten."""
+    here, table = np.arange(8), KvTable(2, 16)
+    before = table._memory[:]
+
+    with pytest.raises(IndexError):
+        table.lose(BlockPlaces(8, here, np.arange(9)), here, 1)
+
+    assert table._memory[:] == before
+    table.close()
+
+
+@pytest.mark.parametrize("broken", [-1, 2, 1 << 62])
+@pytest.mark.parametrize("which", range(3))
+def test_a_layout_that_points_outside_of_its_arrays_is_never_taken(broken, which):
+    here, bad = np.arange(2), np.array([0, broken])
+    cells = [here, here, np.zeros(2, np.int64), here]
+    cells[which] = bad
+
+    with pytest.raises(IndexError):
+        CellRuns(2, here, [0, 0], tuple(cells))
+    with pytest.raises(IndexError):
+        BlockPlaces(2, bad, np.arange(3))
+    with pytest.raises(IndexError):
+        BlockPlaces(2, here, np.array([0, 2, 4]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from valve_tools.check import firstlines, names, pages, sharing, sizes, wiring
+from valve_tools.check import firstlines, includes, names, pages, sharing, sizes, wiring
 
 OWNER = "class Gate:\n    def __init__(self):\n        self.opened: Callable[[], None] = lambda: None\n"
 LISTENER = "class {0}:\n    def __init__(self):\n        self.listener = Listener()\n"
@@ -165,3 +165,11 @@ def test_a_table_of_files_never_leaves_one_out() -> None:
         "a/README.md: its table of files leaves out y.c",
         "a/README.md: its table of files leaves out y.h",
     ]
+
+
+@pytest.mark.parametrize("header", ["valved/cells/cells.h", "valved/policy/greedy.h", "valved/native/gate.h"])
+@pytest.mark.parametrize("user", ["valved/cells/x.c", "valved/policy/x.c", "valved/native/x.c"])
+def test_a_room_of_c_never_includes_the_header_of_another(header: str, user: str) -> None:
+    is_same = user.split("/")[:2] == header.split("/")[:2]
+
+    assert includes._same_room(user, header.rsplit("/", maxsplit=1)[-1], {header}) == is_same

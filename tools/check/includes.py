@@ -15,6 +15,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 ROOMS = (
     "shim",
     "valved/native",
+    "valved/cells",
+    "valved/policy",
     "tools/emulator/cuda",
     "tools/emulator",
     "tools/demo",

@@ -96,6 +96,9 @@ class RuleResult(enum.Enum):
     """The machine was too noisy to say; run it again. Never a pass."""
 
 
+MARKS = {True: RuleResult.KEPT, False: RuleResult.BROKEN, None: RuleResult.VOID}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One metric, medians over the rounds; per cent of the median alone."""
@@ -130,11 +133,12 @@ def latency(outcome: EngineOutcome) -> RuleResult:
     return RuleResult.KEPT if holds else RuleResult.BROKEN
 
 
-def progress(outcome: EngineOutcome) -> float:
-    """What the batches made of the time in which no online request was open, of what that time was worth."""
-    beside = [bench for bench in outcome.benches if bench.condition == "Valve"]
+def progress(outcome: EngineOutcome) -> float | None:
+    """What the batches made of the time in which no online request was open, of what that time was worth. None: no such
+    time was seen."""
+    beside = [bench for bench in outcome.benches if bench.condition == "Valve" and bench.share.idle_s > 0]
     could = sum(bench.idle_rate * bench.share.idle_s for bench in beside)
-    return sum(bench.share.tokens for bench in beside) / max(could, 1e-9)
+    return (sum(bench.share.tokens for bench in beside) / could if could > 0 else 0.0) if beside else None
 
 
 def show(console: Console, outcome: EngineOutcome) -> RuleResult:
@@ -151,10 +155,11 @@ def show(console: Console, outcome: EngineOutcome) -> RuleResult:
     total = len(outcome.undisturbed.tokens)
     noisy = ", ".join(too_noisy(outcome)) or "fewer than five rounds"
     judged = latency(outcome)
-    verdicts = {
-        f"offline progress {100 * done:.0f} % of what the idle time was worth: {sum(s.tokens for s in shares)} tokens"
+    worth = "of unknown worth" if done is None else f"{100 * done:.0f} % of what the idle time was worth"
+    verdicts: dict[str, bool | None] = {
+        f"offline progress {worth}: {sum(s.tokens for s in shares)} tokens"
         f" in {sum(s.idle_s for s in shares):.1f} idle of {sum(s.seconds for s in shares):.1f} s, allowed to run"
-        f" {sum(s.ran_s for s in shares):.1f} s": done >= LEAST_PROGRESS,
+        f" {sum(s.ran_s for s in shares):.1f} s": None if done is None else done >= LEAST_PROGRESS,
         f"reclaims from the working batch: {reclaims}; {outcome.lost_tokens} tokens computed again": reclaims > 0,
         f"batch: {len(answers)} of {total} requests answered, each once: {once}": once,
         f"batch: {same} of {total} answers identical to the undisturbed run": total == same > 0,
@@ -162,12 +167,12 @@ def show(console: Console, outcome: EngineOutcome) -> RuleResult:
     why = f" (runs alone differ by more than the bound: {noisy})" if judged is RuleResult.VOID else ""
     console.print(f"{judged.value:4} latency with Valve within the bound, without it beyond{why}")
     for words, holds in verdicts.items():
-        console.print(f"{'ok' if holds else 'NO':4} {words}")
+        console.print(f"{MARKS[holds].value:4} {words}")
     if not outlived:
         console.print("VOID a batch ended before the benchmark beside it did: give it more --requests")
-    if not all(verdicts.values()):
+    if False in verdicts.values():
         return RuleResult.BROKEN
-    return judged if outlived else RuleResult.VOID
+    return judged if outlived and done is not None else RuleResult.VOID
 
 
 def runs(outcome: EngineOutcome) -> Table:

@@ -97,6 +97,8 @@ class KvTable:
 
     def lose(self, places: BlockPlaces, columns: Ints, now_ns: int) -> None:
         """`record` for every block with a byte in these columns."""
+        if places.blocks != len(self._entries):
+            raise IndexError(f"places of {places.blocks} blocks, a table of {len(self._entries)}")
         self._backed -= places.lose(self._raw, columns, now_ns)
         self.epoch += 1
 

@@ -30,6 +30,8 @@ class CellRuns:
         """`columns` of the engine, what stands at all its places, the client's number of each range. `cells`: column,
         place, range and slot of each."""
         count = len(cells[0])
+        for values, most in zip(cells, (columns, len(rows), len(numbers)), strict=False):
+            _check_below(values, most)
         self._of, self._slot, runs = (np.empty(size, np.int64) for size in (count, count, 3 * count))
         self._kept = [_ints(one) for one in (*cells, np.array(numbers, np.int64), rows)]
         self._kept += [ffi.new("uint8_t[]", columns), _ints(self._of), _ints(self._slot), _ints(runs)]
@@ -92,8 +94,11 @@ class BlockPlaces:
     """In which columns the blocks of an engine lie."""
 
     def __init__(self, columns: int, column: Ints, ptr: Ints) -> None:
+        _check_below(column, columns)
+        _check_below(ptr, len(column) + 1)
+        self.blocks = len(ptr) - 1
         self._kept = [_ints(column), _ints(ptr), ffi.new("uint8_t[]", columns)]
-        self._blocks = ffi.new("struct valve_blocks *", [len(ptr) - 1, columns, *self._kept])
+        self._blocks = ffi.new("struct valve_blocks *", [self.blocks, columns, *self._kept])
 
     def lose(self, table: Any, columns: Ints, now_ns: int) -> int:
         wanted = ffi.from_buffer("int64_t[]", columns)
@@ -106,6 +111,8 @@ def table_at(memory: Any) -> Any:
 
 @cache
 def _cuts(cuts: tuple[float, ...]) -> Any:
+    if len(cuts) > MAX_CUTS:
+        raise IndexError(f"{len(cuts)} cuts, {MAX_CUTS} have room")
     return ffi.new("double[]", cuts)
 
 
@@ -113,6 +120,12 @@ def _checked(found: int) -> int:
     if found < 0:
         raise IndexError("a column that is none")
     return found
+
+
+def _check_below(values: Ints, most: int) -> None:
+    """Once for each layout: C trusts its own arrays."""
+    if values.size and not 0 <= values.min() <= values.max() < most:
+        raise IndexError(f"{values.min()} to {values.max()} are not all below {most}")
 
 
 def _ints(values: Ints) -> Any:

@@ -50,10 +50,12 @@ class Edges:
         errors: list[Exception] = []
         at = 0
         while at < len(stamps):
+            begin = at
             if isinstance(stamps, Stamps) and len(stamps) - at >= self.least:
                 at = self._take_many(stamps, at, errors)
-            if at < len(stamps):
-                self._attempt(errors, self.take, stamps[at])
+            alone = 1 if at > begin else self.least  # where it took none, it may take none of the next ones either
+            for stamp in map(stamps.__getitem__, range(at, min(at + alone, len(stamps)))):
+                self._attempt(errors, self.take, stamp)
                 at += 1
         for online in self._stopped.values():
             self._attempt(errors, self._judge, online)
@@ -63,7 +65,7 @@ class Edges:
     def _take_many(self, stamps: Stamps, begin: int, errors: list[Exception]) -> int:
         """Those from `begin` up to the first unusual one. Returns its place."""
         batch = self._booking.take(stamps, begin)
-        self._records.edges(stamps, batch.gpus, batch.told())
+        self._attempt(errors, self._records.edges, stamps, batch.gpus, batch.told())
         for online in batch.stopped:
             self._stopped[online.id] = online
         for at, what in batch.notes:

@@ -36,6 +36,12 @@ def is_hinting(client: ClientEntry, view: ClientView) -> bool:
     return bool(client.features & Feature.HINT) if client.role is Role.HOOK else view.hint_ns != 0
 
 
+def open_requests(clients: Iterable[ClientEntry], view_of: Callable[[ClientId], ClientView]) -> int:
+    """As its clients say now: `OnlineService.open_requests` is of the last look, which may be long ago."""
+    looks = [(client, view_of(client.id)) for client in clients]
+    return sum(view.open_requests for client, view in looks if is_hinting(client, view))
+
+
 @dataclass(slots=True, kw_only=True)
 class ServiceBook:
     """A service's numbers that follow its stamps. In valved a struct valve_book_service (native/books/booking.h) stands

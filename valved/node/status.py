@@ -10,7 +10,7 @@ from pathlib import Path
 from valved.abi.link import Feature
 from valved.clients.register import Register
 from valved.gate.granting import Granting
-from valved.gate.online import OnlineService
+from valved.gate.online import OnlineService, open_requests
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo
@@ -163,7 +163,7 @@ class Reporter:
             since_ns=online.book.since_ns if online is not None else 0,
             cooldown_ns=online.cooldown.cooldown_ns if online is not None else 0,
             hinted=online is not None and online.is_hinted,
-            open_requests=online.open_requests if online is not None else 0,
+            open_requests=open_requests(self._books.clients_of(entry.id), self._gate.view) if online is not None else 0,
             preemptions=online.book.preemptions if online is not None else 0,
             requests=requests,
             max_preemptions_per_request=most,

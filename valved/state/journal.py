@@ -129,10 +129,16 @@ class Journal:
             self._edges.append((seq, make, told, more))
 
     def put_many_unmade(self, make: Callable[[int, Told, More], Event], told: Told, mores: Iterable[More]) -> None:
-        """One for each of `mores`."""
+        """One for each of `mores`, also behind one that a reader failed at."""
         if self._has_readers:
+            errors = []
             for more in mores:
-                self.put_unmade(make, told, more)
+                try:
+                    self.put_unmade(make, told, more)
+                except Exception as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
         else:
             kept = [(seq, make, told, more) for seq, more in enumerate(mores, self._seq + 1)]
             self._seq += len(kept)

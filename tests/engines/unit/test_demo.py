@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from rich.console import Console
 from valve_tools.engines.figures import (
@@ -122,6 +124,28 @@ def test_both_sides_keep_a_prefix_cache(tmp_path):
 
 def test_progress_is_of_what_the_idle_time_was_worth():
     assert progress(outcome(alone=[1.0], Valve=[1.0, 1.0])) == pytest.approx(0.8)
+
+
+def test_progress_is_void_and_never_a_pass_where_no_idle_time_was_seen():
+    """valved showed requests as open that had ended: once that was a progress of 388900000000000 %."""
+    found = outcome(alone=QUIET, Valve=[100.9] * 5, ungated=[200.0])
+    answers = {"c0": ["a"]}
+    found.undisturbed, found.batches = BatchRun(seconds=1.0, tokens=answers), [BatchRun(seconds=1.0, tokens=answers)]
+    for bench in found.benches:
+        bench.share = Share(seconds=10.0, idle_s=0.0, ran_s=4.0, tokens=400)
+    console = Console(record=True, quiet=False, width=200, file=StringIO())
+
+    assert show(console, found) is RuleResult.VOID
+    assert "VOID offline progress of unknown worth: 2000 tokens in 0.0 idle of 50.0 s" in console.export_text()
+
+
+def test_a_batch_that_did_nothing_in_idle_time_never_passes():
+    found = outcome(alone=QUIET, Valve=[100.9] * 5, ungated=[200.0])
+    for bench in found.benches:
+        bench.idle_rate = 0.0
+
+    assert progress(found) == 0.0
+    assert show(Console(quiet=True), found) is RuleResult.BROKEN
 
 
 def test_a_batch_file_has_each_request_once_and_the_same_ones_every_time():
