@@ -8,6 +8,7 @@ import pytest
 from node_world import World
 
 from valved.clients.untold import LOOKS_BEFORE_FREEZE
+from valved.config import LadderTable
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
 from valved.node.bystanders import Bystanders
@@ -220,6 +221,18 @@ def test_a_job_whose_proof_was_late_never_stands_for_good(rig):
     assert rig.world.signals == [(pid_of(rig, job), "SIGSTOP"), (pid_of(rig, job), "SIGCONT")]
     many(rig, pid_of(rig, job))
     assert len(rig.world.signals) == 2
+
+
+def test_a_job_that_valved_may_not_freeze_is_never_made_to_go_on(rig):
+    """Its user may have stopped it."""
+    rig.world.ladder._settings = LadderTable(freeze=False)
+    job = rig.world.offline(gpus=())
+    many(rig, pid_of(rig, job))
+    rig.world.add_channel(job, h_client=0xC1D00077)
+    rig.look(pid_of(rig, job))
+
+    assert rig.world.signals == []
+    assert not rig.world.events(EventKind.THAWED)
 
 
 def test_threads_of_a_job_that_was_frozen_are_never_read_each_second(rig):
