@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from node_world import World
 
+from valved.clients.untold import LOOKS_BEFORE_FREEZE
+from valved.config import LadderTable
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
-from valved.node.bystanders import LOOKS_BEFORE_FREEZE, Bystanders
+from valved.node.bystanders import Bystanders
 from valved.state.registry import GUARD_SERVICE
 
 
@@ -219,6 +221,28 @@ def test_a_job_whose_proof_was_late_never_stands_for_good(rig):
     assert rig.world.signals == [(pid_of(rig, job), "SIGSTOP"), (pid_of(rig, job), "SIGCONT")]
     many(rig, pid_of(rig, job))
     assert len(rig.world.signals) == 2
+
+
+def test_a_job_that_valved_may_not_freeze_is_never_made_to_go_on(rig):
+    """Its user may have stopped it."""
+    rig.world.ladder._settings = LadderTable(freeze=False)
+    job = rig.world.offline(gpus=())
+    many(rig, pid_of(rig, job))
+    rig.world.add_channel(job, h_client=0xC1D00077)
+    rig.look(pid_of(rig, job))
+
+    assert rig.world.signals == []
+    assert not rig.world.events(EventKind.THAWED)
+
+
+def test_threads_of_a_job_that_was_frozen_are_never_read_each_second(rig):
+    """How many it has is its choice."""
+    job, asked = rig.world.offline(gpus=()), []
+    rig.world.processes.is_stopped = lambda pid: bool(asked.append(pid))
+    many(rig, pid_of(rig, job), looks=3 * LOOKS_BEFORE_FREEZE)
+
+    assert (pid_of(rig, job), "SIGSTOP") in rig.world.signals
+    assert len(asked) == LOOKS_BEFORE_FREEZE
 
 
 def test_no_card_is_harvested_beside_a_service_whose_channels_are_in_no_book(rig):

@@ -126,6 +126,26 @@ def test_a_channel_is_never_armed_for_two_offline_processes(world):
     assert answers(world, second, heir) == [0]
 
 
+def test_no_process_is_refused_its_own_channels_because_the_end_of_its_old_link_is_read_later(world):
+    online = world.online()
+    old = world.offline(gpus=())
+    world.add_channel(old, h_client=THEIRS, h_channel=5)
+    world.gate.launch(online)
+    assert (THEIRS, 5) in world.gate.off
+    new = world.hello(world.books.clients[old].process.pid).client
+
+    seq = world.add_channel(new, h_client=THEIRS, h_channel=5)
+
+    assert answers(world, new, seq) == [0]
+    world.register.leave(old, "its link ended")
+    assert (THEIRS, 5) in world.gate.off
+    world.work(online, ms=5)
+    world.run(5000)
+    assert (THEIRS, 5) not in world.gate.off
+    assert not len(world.register.channels.leftovers)
+    world.books.check_integrity()
+
+
 def test_an_online_process_never_widens_its_domain_by_words(world):
     online = world.online(gpus=(0,))
 

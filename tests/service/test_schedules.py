@@ -94,6 +94,11 @@ def test_no_process_has_all_channels_of_a_gpu_run_again_as_often_as_it_likes(wor
 
     assert answers == [[HANDED], *[[0]] * 19]
 
+    for _ in range(20):
+        world.schedule(offline, 0, LinkType.SCHEDULE_DONE)
+
+    assert [call for call in world.gate.calls if call[0] == "run_again"] == [("run_again", offline)]
+
 
 def test_no_process_that_has_told_of_no_gpu_is_let_run_while_one_is_held(world):
     offline = world.hello(world.processes.add(300), wanted=Role.OFFLINE).client

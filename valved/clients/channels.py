@@ -153,10 +153,13 @@ class Channels:
         """The channel's RM client is its sender's own."""
         status, want_fd = 0, False
         if entry.role is Role.OFFLINE:
-            if self._is_anothers(entry, channel):
+            key = (channel.h_client, channel.h_channel)
+            for old in _old_links(entry, channel, self._books, self.leftovers):
+                self._forget_channel(old, key)
+            if _is_anothers(entry, channel, self._books, self.possession):
                 self._refuse(entry, seq, "foreign")
                 return
-            known = entry.channels.get(key := (channel.h_client, channel.h_channel))
+            known = entry.channels.get(key)
             if known is not None and known.gpu != channel.gpu:  # the number came again
                 self._forget_channel(entry, key)
             self._comes(entry, channel)
@@ -170,12 +173,6 @@ class Channels:
         entry.asked_fd |= want_fd
         self._ack(entry.id, seq, status, want_fd=want_fd)
         self.schedules.release()
-
-    def _is_anothers(self, entry: ClientEntry, channel: ChannelRef) -> bool:
-        """Reported by another living client: a number that came again, or an inherited file."""
-        holders = self._books.holders.get((channel.h_client, channel.h_channel), set())
-        owners = self.possession.owners(channel.h_client)
-        return not holders <= {entry.id} or any(self._books.clients[owner].role is not Role.OFFLINE for owner in owners)
 
     def _owner_found(self, client: ClientId, h_client: int) -> None:
         """An online process has shown an RM client: no other client that reported its channels may stop them."""
@@ -307,6 +304,24 @@ def _told(gpu: GpuIndex, body: Channel) -> ChannelRef:
         engine=body.engine,
         compute=body.compute,
     )
+
+
+def _old_links(entry: ClientEntry, channel: ChannelRef, books: Books, leftovers: Leftovers) -> list[ClientEntry]:
+    """Of the same process, with this channel: their ends may be read after what it tells on its new link. The channel
+    may be off, so it is a leftover until it is armed anew."""
+    key = (channel.h_client, channel.h_channel)
+    mine = [books.clients[client] for client in books.holders.get(key, ()) if client != entry.id]
+    mine = [old for old in mine if old.process == entry.process and old.role is Role.OFFLINE]
+    if channel.compute and mine and not any(key in old.app_disabled for old in mine):
+        leftovers.put(mine[0].channels[key], entry.process)
+    return mine
+
+
+def _is_anothers(entry: ClientEntry, channel: ChannelRef, books: Books, possession: Possession) -> bool:
+    """Reported by another living client: a number that came again, or an inherited file."""
+    holders = books.holders.get((channel.h_client, channel.h_channel), set())
+    owners = possession.owners(channel.h_client)
+    return not holders <= {entry.id} or any(books.clients[owner].role is not Role.OFFLINE for owner in owners)
 
 
 def _text(body: NoteMessage, *, is_beside_offline: bool) -> str:

@@ -50,7 +50,8 @@ class Schedules:
 
     def __post_init__(self) -> None:
         self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
-        self._handed: dict[ClientId, int] = {}  # since when valved may run their channels, and they do not
+        self._handed: dict[ClientId, int] = {}  # when their channels were last handed to valved
+        self._to_run: set[ClientId] = set()  # of them, whose channels valved may not run yet
 
     def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
         gpus = self._gated_gpus(entry, body.h_client)
@@ -98,6 +99,7 @@ class Schedules:
         if entry.role is not Role.OFFLINE or body.h_client or is_often or not self._gate.channels.switches(entry.id):
             return 0
         self._handed[entry.id] = now_ns
+        self._to_run.add(entry.id)
         return HANDED
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:
@@ -112,6 +114,7 @@ class Schedules:
     def forget(self, client: ClientId) -> None:
         """The client is gone: it waits for no answers any more."""
         self._handed.pop(client, None)
+        self._to_run.discard(client)
         for held in list(self._held.get(client, {}).values()):
             self._let_go(held, None)
 
@@ -123,5 +126,6 @@ class Schedules:
             of_all = {h_client for h_client, _ in entry.channels}
             for h_client in {body.h_client} if body.h_client else of_all:
                 self._gate.channels.stop_again(entry.id, h_client)
-        if not body.h_client and entry.id in self._handed:
+        if not body.h_client and entry.id in self._to_run:
+            self._to_run.discard(entry.id)
             self._gate.channels.run_again(entry.id)

@@ -15,6 +15,7 @@ from valved.state.registry import Books, ClientEntry
 
 UNTOLD = "by channels of which valved was not told"
 LOOKS_TO_CLOSE = 2  # a moment between a look and the books is no sign
+LOOKS_BEFORE_FREEZE = 5  # one that is frozen is not looked at any more: its threads may be many
 
 
 class Untold:
@@ -39,7 +40,8 @@ class Untold:
             for pid in registered.keys() & cards[gpu.uuid].keys():
                 key = registered[pid].process, gpu.index
                 if key not in told:
-                    looks[key] = self._looks.get(key, 0) + (not self._processes.is_stopped(pid))
+                    count = self._looks.get(key, 0)
+                    looks[key] = count + (count < LOOKS_BEFORE_FREEZE and not self._processes.is_stopped(pid))
         self._looks = looks
 
     def looks(self, process: ProcessId, gpu: GpuIndex) -> int:

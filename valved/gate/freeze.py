@@ -110,7 +110,7 @@ class Ladder:
     def let_stranger_go(self, process: ProcessId, why: str) -> None:
         """It can be gated after all."""
         self._strangers.discard(process)
-        if process not in self._endings and process not in self.frozen():
+        if self._settings.freeze and process not in self._endings and process not in self.frozen():
             self._signals.send(process, signal.SIGCONT)
             self._journal.emit(EventKind.THAWED, reason=why, pid=process.pid)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valved.clients.identity import identify
-from valved.clients.untold import LOOKS_TO_CLOSE, UNTOLD, Untold
+from valved.clients.untold import LOOKS_BEFORE_FREEZE, LOOKS_TO_CLOSE, UNTOLD, Untold
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.machine.ports import GpuInfo, ProcessPort
@@ -23,7 +23,6 @@ from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, Books, ClientEntry, ProcessClaim
 
 REST_BEATS = 5  # while there is no offline work to stop: nobody is hurt yet, and NVML takes locks of the driver
-LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart of valved its shim comes back by itself
 UNHEARD = "uses the GPU without Valve (start it with valve run --online -- CMD)"
 NOT_CONNECTED = "uses the GPU, was started with Valve and is not connected to valved"
 
@@ -110,7 +109,7 @@ class Bystanders:
     def _stop(self, ungated: Mapping[ProcessId, str]) -> None:
         self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
         for process, looks in self._looks.items():
-            if looks >= LOOKS_BEFORE_FREEZE:
+            if looks >= LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
                 self._ladder.freeze_stranger(process, f"{ungated[process]} uses a GPU without the shim")
 
     def _words_of(self, client: ClientEntry, gpu: GpuIndex) -> list[str]:
