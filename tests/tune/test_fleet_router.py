@@ -11,7 +11,7 @@ from test_fleet import Adds, Idle, Router, model, worked
 from valve_tune.serve.fleet import FleetWorker, publisher
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
-from valve_tune.serve.publish import FILES
+from valve_tune.serve.publish import FILES, new_version
 from valve_tune.train.job import Stopped
 
 __all__ = ["model", "worked"]  # fixtures
@@ -323,6 +323,18 @@ def test_a_version_of_an_earlier_job_is_never_handed_to_an_engine(tmp_path):
         publish(1)
     assert len(handed) == 3
     assert (home / "chat-v1" / "adapter_model.safetensors").read_bytes() == b"first"
+
+
+def test_a_version_that_a_person_publishes_never_takes_the_number_of_the_fleets_next_one(tmp_path):
+    """Its job ended at that round, each time that it was begun again."""
+    folder = JobFolder(tmp_path / "chat")
+    folder.path.mkdir()
+    (folder.path / "fleet").write_text("chat\n")
+    for name in FILES:
+        (folder.path / name).write_text("{}")
+    with pytest.raises(FolderError, match="choose another --name"):
+        new_version(folder, "chat", folder.path)
+    assert new_version(folder, "mine", folder.path).name == "mine-v1"
 
 
 def test_a_name_whose_folder_was_removed_is_never_given_to_another_adapter(tmp_path):
