@@ -40,7 +40,7 @@ def test_offline_work_gets_pauses_with_consent_and_none_without(tmp_path: Path) 
     without, consenting = until(lambda run: run.grants > 0 and run.granted_s > 0, runs)
 
     any_pace = replace(plan, tpot_ms=float("inf"))
-    assert verdict([without, consenting], any_pace) == (0, [])
+    assert verdict([without, replace(consenting, offline_share=2.0)], any_pace) == (0, [])
     assert without.grants == without.pauses == 0
     assert "consents to no pauses" in without.words
     assert without.requests == consenting.requests == plan.requests
@@ -82,6 +82,7 @@ LATE = [60.0] * 10 + [20.0] * 90
         (CALM, {"longest_plain_ms": 300.0, "stood_most_ms": 250.0, "offline_ok": False}, 1),
         (CALM, {"grants": 0, "stood_most_ms": 250.0}, 1),
         (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
+        (CALM, {"offline_share": 0.5}, EXIT_VOID),
     ],
 )
 def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
@@ -89,7 +90,7 @@ def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
 ) -> None:
     """And nothing else is: only as far as it stood still."""
     without = figures(consents=False, tpots_ms=CALM)
-    consenting = figures(consents=True, tpots_ms=tpots_ms, **other)
+    consenting = figures(consents=True, tpots_ms=tpots_ms, **{"offline_share": 0.6, **other})
 
     assert verdict([without, consenting], GrantedPlan())[0] == code
 

@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -267,39 +266,6 @@ class Router:
         with urllib.request.urlopen(f"{self.url}/route/training/jobs") as answer:
             found = json.load(answer)["jobs"]
         return found[0] if found else {"kept": 0, "version": -1}
-
-
-class Slow(Adds):
-    """Computes until the router has heard of its trainer twice more, or was not told for long."""
-
-    def __init__(self, link: RouterLink) -> None:
-        self.told, self._ask = threading.Semaphore(0), link.ask
-        link.ask = self.ask
-
-    def ask(self, path, asked):
-        answer = self._ask(path, asked)
-        if path == "seen":
-            self.told.release()
-        return answer
-
-    def compute(self, number):
-        for _ in range(2):
-            self.told.acquire(timeout=10)
-        super().compute(number)
-
-
-def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed_twice(tmp_path):
-    router = Router(tmp_path / "queue", silent_s=4.0)
-    try:
-        link = RouterLink(router.url)
-        link.ask("job", {"job": "j", "rounds": 1, "round_batches": 1, "tokens": 1, "digest": "d"})
-        said: list[str] = []
-        FleetWorker(link, Slow(link), job="j", name="a", say=said.append).run()
-        assert not [text for text in said if "gone" in text]
-        with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
-            assert db.execute("SELECT MAX(id) FROM trainers").fetchone()[0] == 2  # one for each version
-    finally:
-        router.kill()
 
 
 def test_two_nodes_with_folders_of_one_name_never_give_each_other_up(monkeypatch, tmp_path):

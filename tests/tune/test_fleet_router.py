@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
+from command import until
 from test_fleet import Adds, Idle, Router, model, worked
 from valve_tune.serve.fleet import FleetWorker, publisher
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
-from valve_tune.serve.publish import FILES
+from valve_tune.serve.publish import FILES, new_version
 from valve_tune.train.job import Stopped
 
 __all__ = ["model", "worked"]  # fixtures
+SILENT_S = 0.8  # of a router whose clock a test sets
 
 
 class Clock:
@@ -320,3 +323,82 @@ def test_a_version_of_an_earlier_job_is_never_handed_to_an_engine(tmp_path):
         publish(1)
     assert len(handed) == 3
     assert (home / "chat-v1" / "adapter_model.safetensors").read_bytes() == b"first"
+
+
+def test_a_version_that_a_person_publishes_never_takes_the_number_of_the_fleets_next_one(tmp_path):
+    """Its job ended at that round, each time that it was begun again."""
+    folder = JobFolder(tmp_path / "chat")
+    folder.path.mkdir()
+    (folder.path / "fleet").write_text("chat\n")
+    for name in FILES:
+        (folder.path / name).write_text("{}")
+    with pytest.raises(FolderError, match="choose another --name"):
+        new_version(folder, "chat", folder.path)
+    assert new_version(folder, "mine", folder.path).name == "mine-v1"
+
+
+def test_a_name_whose_folder_was_removed_is_never_given_to_another_adapter(tmp_path):
+    """The same, where the earlier job went on for long: chat-v1 is no longer there to compare."""
+    engine, folder = Engine(set()), JobFolder(tmp_path / "out")
+
+    class Wrote:
+        class state:
+            @staticmethod
+            def finish() -> None:
+                for name in FILES:
+                    (folder.path / name).write_text("{}")
+
+    folder.path.mkdir()
+    publish = publisher(folder, Wrote, "chat", [engine], 1)
+    for version in (1, 2, 3):
+        publish(version)
+    with pytest.raises(FolderError, match="later versions of an earlier job"):
+        publish(1)
+    assert [path.name for path in engine.handed] == ["chat-v1", "chat-v2", "chat-v3"]
+    (folder.path / "published" / "chat-v9").mkdir()
+    publish(3)  # the same command again
+    assert sorted(path.name for path in (folder.path / "published").iterdir()) == ["chat-v3", "chat-v9"]
+
+
+class Slow(Adds):
+    """Computes for three times as long as the router waits for a word, on the router's clock."""
+
+    def __init__(self, link: RouterLink, clock: Path) -> None:
+        self.clock, self.now_s, self.heard_s, self._ask = clock, 1000.0, 0.0, link.ask
+        link.ask = self.ask
+        self.set(0.0)
+
+    def set(self, more_s: float) -> None:
+        self.now_s += more_s
+        beside = self.clock.with_suffix(".new")
+        beside.write_text(str(self.now_s))
+        beside.rename(self.clock)
+
+    def ask(self, path, asked):
+        asked_s = self.now_s
+        answer = self._ask(path, asked)
+        if path == "seen":
+            self.heard_s = asked_s
+        return answer
+
+    def compute(self, number):
+        for _ in range(7):
+            self.set(SILENT_S * 0.45)  # a jump of more than half, and the router takes its clock for set
+            until(lambda: self.heard_s == self.now_s, "the router hears of the trainer")
+        super().compute(number)
+
+
+def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed_twice(tmp_path):
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "clock").write_text("1000.0")
+    router = Router(tmp_path / "queue", silent_s=SILENT_S)
+    try:
+        link = RouterLink(router.url)
+        link.ask("job", {"job": "j", "rounds": 1, "round_batches": 1, "tokens": 1, "digest": "d"})
+        said: list[str] = []
+        FleetWorker(link, Slow(link, tmp_path / "queue" / "clock"), job="j", name="a", say=said.append).run()
+        assert not [text for text in said if "gone" in text]
+        with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
+            assert db.execute("SELECT MAX(id) FROM trainers").fetchone()[0] == 2  # one for each version
+    finally:
+        router.kill()

@@ -71,6 +71,23 @@ def test_what_an_engine_has_is_never_taken_for_unused(scene):
     assert scene.keeper.uses() == {"chat-v0", "chat-v1", "chat-v2"}
 
 
+def test_a_folder_that_an_engine_serves_under_another_name_is_never_taken_for_unused(scene):
+    """`--lora-modules prod=OUT/published/chat-v3`, or a link to it: the engine reads it again where it restarts."""
+    (scene.folder / "now").symlink_to(scene.version(4))
+    scene.engine.adapters = {"prod": f"{scene.version(3)}/", "latest": str(scene.folder / "now")}
+    scene.give(5)
+    assert {"chat-v3", "chat-v4", "chat-v5"} <= scene.keeper.uses()
+
+
+def test_a_version_that_an_engine_still_reads_is_never_taken_for_unused(scene):
+    """A newer one takes the place of one that waits, not of one that is being loaded."""
+    with scene.engine.decoding:  # nothing is loaded meanwhile
+        scene.keeper.hand(scene.version(1))
+        scene.until(lambda: "/v1/load_lora_adapter" in scene.engine.requests, "it loads")
+        scene.keeper.hand(scene.version(2))
+        assert {"chat-v1", "chat-v2"} <= scene.keeper.uses()
+
+
 def test_an_engine_that_restarts_never_stays_without_its_versions(scene):
     for number in (1, 2, 3):
         scene.give(number)

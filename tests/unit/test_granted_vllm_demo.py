@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from valve_tools.demo.endings import Interrupted
+from valve_tools.engines.demo import EngineDemo
 from valve_tools.engines.figures import RuleResult
 from valve_tools.engines.granted_demo import (
     PROMPTS,
     OpenClients,
     StreamedAnswer,
+    VllmGrantDemo,
     VllmGrantOutcome,
     VllmGrantPlan,
     VllmRound,
@@ -98,3 +106,57 @@ def test_each_client_reads_its_whole_answer_and_the_same_come_to_every_server():
     assert {(each.prompt, each.text) for each in first} == {(each.prompt, each.text) for each in second}
     assert len({each.text for each in first}) == PROMPTS
     assert all(each.text.count(".") == 3 and each.tpot_ms >= 0 for each in first)
+
+
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+signal.pause()
+"""
+
+
+def interrupted(*_):
+    raise Interrupted(signal.SIGINT)
+
+
+@pytest.fixture
+def deaf():
+    """A server that starts: vLLM puts its own handlers in place, and a signal that came before is lost."""
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "deaf\n"
+        yield process
+        process.kill()
+
+
+def test_a_demo_that_is_interrupted_never_waits_for_a_server_to_end_by_itself(deaf):
+    sides = SimpleNamespace(
+        command=lambda *_: [], engine_flags=list, environment=dict, port=0, prepare=lambda: None,
+        write_requests=lambda *_: [Path(), Path()], node=SimpleNamespace(run=lambda *_, **__: deaf),
+        wait_for_server=interrupted,
+    )  # fmt: skip
+    with pytest.raises(Interrupted):
+        VllmGrantDemo(sides=sides, plan=PLAN, say=str).serve(Path(), consents=True)
+    assert deaf.wait() == -signal.SIGKILL
+
+
+def test_a_demo_on_both_sides_that_is_interrupted_never_waits_either(deaf, monkeypatch):
+    monkeypatch.setattr(EngineDemo, "warm_up", lambda _: deaf)
+    monkeypatch.setattr(EngineDemo, "rounds_of", interrupted)
+    sides = SimpleNamespace(prepare=lambda: None, write_requests=lambda *_: [Path(), Path()])
+    with pytest.raises(Interrupted):
+        EngineDemo(sides=sides, rounds=1, requests=1, prompts=1, rate=1.0, say=str).perform()
+    assert deaf.wait() == -signal.SIGKILL
+
+
+def test_clients_that_wait_for_an_answer_never_keep_the_demo_from_ending(monkeypatch):
+    """A thread that is no daemon is waited for at the end, and an answer has ten minutes."""
+    threads = []
+
+    def answer(_, prompt, answers):
+        threads.append(threading.current_thread())
+        answers.append(prompt)
+
+    monkeypatch.setattr(OpenClients, "_ask", answer)
+    OpenClients(port=0, plan=replace(PLAN, rate=1e6)).send(3)
+    assert [thread.daemon for thread in threads] == [True, True, True]

@@ -5,7 +5,8 @@ open; with it, pauses between two steps as well, as long as each request keeps i
 the service's hook that it keeps the target alone, so the figures are those of the requests after them.
 
 Where this machine stood still for as long as a request or a gap took too long, or where the service misses its target
-without any pause, the run is VOID: neither a pass nor a failure. The exit code is then 3.
+without any pause, or where pauses brought offline work nothing, the run is VOID: neither a pass nor a failure. The exit
+code is then 3.
 """
 
 from __future__ import annotations
@@ -210,6 +211,9 @@ def misses(runs: list[GrantedFigures], plan: GrantedPlan) -> list[tuple[str, str
     if not consenting.grants:  # rightly: valved grants nothing that this machine could make too late
         share = f"this machine stood still for {consenting.stood_share:.0%} of the time"
         found.append(("nothing was granted with consent", share if consenting.stood_share > MOST_OVER else ""))
+    elif consenting.offline_share <= without.offline_share:  # rightly: a pause that costs too much is not worth it
+        cost = f"one of {consenting.grants} grants cost {consenting.cost_ms or 0:.0f} ms on this machine"
+        found.append(("offline work got no more with consent", cost))
     for run in runs:
         missed, explained = run.missed(plan), run.explained(plan)
         if run.is_too_many(missed):

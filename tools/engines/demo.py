@@ -24,7 +24,7 @@ from valve_tools.demo.endings import EXIT_VOID, perform
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, ClientRun, EngineOutcome, RuleResult, StatusSample, report, share, show
-from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides, add_options, has_engines, started
+from valve_tools.engines.sides import CONFIG, POOL_MIB, STEP_US, Sides, add_options, ending, has_engines, started
 
 from valved.model.ids import Remap
 
@@ -54,11 +54,8 @@ class EngineDemo:
     def perform(self) -> None:
         self.sides.prepare()
         whole, *parts = self.sides.write_requests(self.requests, self.rounds)
-        server = self.warm_up()
-        try:
+        with ending(self.warm_up()):
             self.rounds_of(whole, parts)
-        finally:
-            end(server)
 
     def rounds_of(self, whole: Path, parts: list[Path]) -> None:
         for number, part in enumerate(parts):
@@ -78,7 +75,8 @@ class EngineDemo:
             self.outcome.benches.clear()
             if any(engine.role == node_pb2.ROLE_ONLINE for engine in self.node.status().memory.engines):
                 return server
-            end(server)
+            with ending(server):
+                pass
 
     def bench(self, condition: str, batch: subprocess.Popen[bytes] | None = None) -> ClientRun:
         self.say(f"[bold]{condition}[/]: {self.prompts} requests at {self.rate}/s")
@@ -145,11 +143,6 @@ class EngineDemo:
         self.bench("ungated", batch)
         self.say("waiting for the batch to end")
         self.outcome.undisturbed = self.sides.finish(batch, "undisturbed", began)
-
-
-def end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    server.wait(PATIENCE_S)
 
 
 def options() -> Any:

@@ -27,9 +27,8 @@ from valve_kube.options import option, whole
 from valve_tools.bench.row import percentile
 from valve_tools.demo.endings import EXIT_VOID, DemoError, perform
 from valve_tools.demo.granted import DRIVER, MOST_OVER, launch
-from valve_tools.engines.demo import end
 from valve_tools.engines.figures import RuleResult
-from valve_tools.engines.sides import CONFIG, STEP_US, Sides, add_options, has_engines, started
+from valve_tools.engines.sides import CONFIG, STEP_US, Sides, add_options, ending, has_engines, started
 
 from valved.model.rungs import Rung
 
@@ -158,7 +157,7 @@ class VllmGrantDemo:
         command = sides.command("serve", *sides.engine_flags(), "--port", str(sides.port))
         argv = [*launch("server", plan, consents=consents), *command]
         server = sides.node.run("", argv, name="server", env=sides.environment())
-        try:
+        with ending(server):
             sides.wait_for_server(server)
             clients = OpenClients(port=sides.port, plan=plan)
             clients.send(UNSEEN)
@@ -170,9 +169,7 @@ class VllmGrantDemo:
             served = self.judged(clients, name, batch, consents=consents)
             self.say("waiting for the batch to end")
             self.outcome.batches.append(sides.finish(batch, name).tokens)
-            return served
-        finally:
-            end(server)
+        return served
 
     def judged(self, clients: OpenClients, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> VllmRound:
         begun_s, before = time.monotonic(), self.tokens(name)
@@ -207,7 +204,7 @@ class OpenClients:
         threads = []
         for number in range(count):
             time.sleep(self._chance.expovariate(self._plan.rate))
-            threads.append(threading.Thread(target=self._ask, args=(number % PROMPTS, answers)))
+            threads.append(threading.Thread(target=self._ask, args=(number % PROMPTS, answers), daemon=True))
             threads[-1].start()
         for thread in threads:
             thread.join()

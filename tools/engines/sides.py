@@ -214,6 +214,19 @@ def started(options: argparse.Namespace, config: str, step_us: str) -> Iterator[
         yield Sides(node=node, folder=folder, python=python_of(options), port=options.port, step_us=step_us)
 
 
+@contextlib.contextmanager
+def ending(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Only a demo that goes on lets a server end by itself: one that is told so while it starts may not hear it, and
+    one that serves answers all its requests first."""
+    try:
+        yield
+    except BaseException:
+        server.kill()
+        raise
+    server.terminate()
+    server.wait(PATIENCE_S)
+
+
 def favour(valved: subprocess.Popen[bytes]) -> None:
     """A node's daemon goes first; here two engines fill two cores, an online process waits 50 ms for it."""
     with contextlib.suppress(PermissionError):

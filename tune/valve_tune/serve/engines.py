@@ -89,8 +89,10 @@ class RunningEngine:
     def unload(self, name: str) -> None:
         self._ask(f"{self._prefix}/unload_lora_adapter", {"lora_name": name})
 
-    def loaded(self) -> set[str]:
-        return {str(entry["id"]) for entry in self._models() if entry.get("parent") or entry["id"] != self.base}
+    def loaded(self) -> dict[str, str]:
+        """The names of its adapters, and where it has each from; empty: it does not say."""
+        others = (entry for entry in self._models() if entry.get("parent") or entry["id"] != self.base)
+        return {str(entry["id"]): str(entry.get("root") or "") for entry in others}
 
     def path_of(self, name: str) -> str:
         """Where it has this adapter from; empty: it does not say."""

@@ -33,7 +33,7 @@ from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.keeper import EngineKeeper
 from valve_tune.serve.link import GivenUp, RouterAway, RouterLink
 from valve_tune.serve.patience import AsksRouter, PatientLink
-from valve_tune.serve.publish import FILES, copied, drop_old, token_in
+from valve_tune.serve.publish import FILES, copied, drop_old, number_of, token_in
 from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
 from valve_tune.train.data import Rows
@@ -75,9 +75,7 @@ class FleetWorker:
         self._refused = -1  # the version of which the router refused this trainer's average
         self._number = 0
         self._is_unsure, self._begun = False, ""
-        self._stands_at: tuple[
-            str, ...
-        ] = ()  # version and push that are in the trainer, and nothing beyond; else empty
+        self._stands_at: tuple[str, ...] = ()  # the version and the push that are in the trainer, and nothing beyond
         self.version = -1
         self._took_s = 0.0
         self._silent_s = 60.0
@@ -308,6 +306,10 @@ def publisher(
         trainer.state.finish()  # the trainer has just taken the version up
         home = folder.path / "published" / f"{job}-v{version}"
         if not home.is_dir():
+            if any(number_of(path.name, job) > version for path in home.parent.glob("*")):  # this one was removed since
+                raise FolderError(
+                    f"{home.parent}: holds later versions of an earlier job {job}; choose another --job or --out"
+                )
             copied(folder.path, home)
         elif (home / FILES[1]).read_bytes() != (folder.path / FILES[1]).read_bytes():
             raise FolderError(f"{home}: is another adapter, of an earlier job {job}; choose another --job or --out")
@@ -315,7 +317,7 @@ def publisher(
             keeper.hand(home)
         used = [keeper.uses() for keeper in keepers]
         if keep and None not in used:
-            drop_old(home.parent, job, keep, set().union(*(names or () for names in used)))
+            drop_old(home.parent, job, keep, {home.name}.union(*(names or () for names in used)))
 
     return publish
 

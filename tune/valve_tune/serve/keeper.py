@@ -6,6 +6,7 @@ is seen all the time was unloaded by an operator, and stays away.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,9 +28,10 @@ class EngineKeeper:
         """`name`: its versions are called NAME-vN."""
         self._url, self._token, self._name, self._say, self._look_s = url, token, name, say, look_s
         self._waiting: Path | None = None  # the version that it has still to get
+        self._giving: Path | None = None  # the last one that it was given or is being given
         self._given: list[Path] = []  # it had these, oldest first
         self._base = ("", "")  # that took them
-        self._loaded: set[str] | None = None  # what it had when it was asked last
+        self._loaded: set[str] | None = None  # what it had when it was asked last, and the folders of that
         self._was_away, self._trouble = False, ""
         self._pause_s = self._next_s = 0.0  # what was refused is tried again then
         self._changing = threading.Lock()  # of what waits; never held while the engine is asked
@@ -48,8 +50,8 @@ class EngineKeeper:
         if self._loaded is None:
             return None
         with self._changing:
-            waiting = [self._waiting] if self._waiting else []
-        return self._loaded | {one.name for one in (*self._given, *waiting)}
+            coming = [one for one in (self._waiting, self._giving) if one]
+        return self._loaded | {one.name for one in (*self._given, *coming)}
 
     def close(self) -> None:
         """One last try for what waits, and not without end."""
@@ -92,7 +94,9 @@ class EngineKeeper:
             self._next_s = time.monotonic() + self._pause_s
 
     def _give(self, engine: RunningEngine) -> None:
-        loaded = self._loaded = engine.loaded()
+        loaded = engine.loaded()
+        paths = [each for path in loaded.values() for each in (path, os.path.realpath(path))]
+        self._loaded = {*loaded, *(Path(path).name for path in paths)}  # a folder may serve under another name
         if self._was_away and self._given and not any(one.name in loaded for one in self._given):
             if (engine.base, engine.root) != self._base:
                 raise EngineError(
@@ -103,9 +107,11 @@ class EngineKeeper:
                     engine.load(one.name, str(one))
                 self._say(f"{self._url} had lost {one.name} and has it again")
         self._was_away = False
-        if self._waiting is None:
+        with self._changing:  # a newer one may come while the engine still reads this one
+            version = self._waiting
+            self._giving = version or self._giving
+        if version is None:
             return
-        version = self._waiting
         if version.name not in loaded:
             hand_over(engine, version, self._name, KEPT, probe=False)
         elif engine.path_of(version.name) not in ("", str(version)):  # else this command was started again

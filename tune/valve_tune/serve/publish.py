@@ -103,6 +103,8 @@ def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str
     """A whole copy under the next number, or nothing. What the service has `loaded` may be of another job's folder."""
     if not NAME.fullmatch(name):
         raise FolderError(f"{name}: a name has up to 100 letters, digits, ., - and _")
+    if name == folder.fleet:  # the fleet's next version would find its number taken, and its job end
+        raise FolderError(f"{folder.path}: the router numbers the versions of {name}; choose another --name")
     sums = None if source == folder.path else _sums(source)
     with _alone(folder.path / "published") as home:
         taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
