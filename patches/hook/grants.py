@@ -37,6 +37,7 @@ FIRST_SLICED = GrantCost(stop_ms=0.3, wake_ms=0.0, bubble_ms=0.0, damage_ms=0.5)
 LEAD_LEAST_MS, LEAD_MOST_MS = 0.3, 10.0
 LEAD_UP, LEAD_DOWN_MS = 1.25, 0.02  # a step that was late by more than the usual, and one that was not
 LEARN = 0.125
+FADES_NS = 30_000 * MS  # a cost that no grant has shown again for so long is half forgotten
 KEPT_NS = 30_000 * MS  # what was learnt, without a consent: a valved that is started again tells it anew
 
 Wait = Callable[[float], bool]
@@ -77,6 +78,7 @@ class Asking:
         self._gone_ns = 0
         self._again_ns, self._again_ms = 0, AGAIN_MS
         self._lead_ms = FIRST_COST.stop_ms
+        self._seen_ns = 0  # when a grant last showed what it costs
         self.policy: GrantPolicy | None = None
 
     @property
@@ -194,11 +196,18 @@ class Asking:
 
     def _cost(self, **seen: float) -> None:
         assert self.policy is not None
-        old = self.policy.cost
-        parts = {name: getattr(old, name) for name in ("stop_ms", "wake_ms", "bubble_ms", "damage_ms")}
+        parts = parts_of(self.policy.cost)
         for name, ms in seen.items():
             parts[name] += LEARN * (ms - parts[name])
-        self.policy.cost = GrantCost(**parts)
+        self.policy.cost, self._seen_ns = GrantCost(**parts), self._last_ns
+
+    def _fade(self, policy: GrantPolicy, now_ns: int, first: GrantCost) -> None:
+        """A cost that keeps all grants away would never be seen again: one stall of the machine is enough to learn it.
+        It goes half way to the first guess, and so is put to the test."""
+        guess = parts_of(first)
+        policy.cost = GrantCost(**{name: min(ms, (ms + guess[name]) / 2) for name, ms in parts_of(policy.cost).items()})
+        self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
+        self._seen_ns = now_ns
 
     # ---- a pause ----
 
@@ -226,6 +235,8 @@ class Asking:
             return resume_ns if self._until(resume_ns) >= now_ns + LEAST_NS else 0
         if stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
             self._sharing.end()
+        if now_ns - self._seen_ns > FADES_NS:
+            self._fade(policy, now_ns, FIRST_SLICED if page.by_slices else FIRST_COST)
         return 0
 
     def _can_share(self, policy: GrantPolicy, now_ns: int, facts: EngineFacts) -> bool:
@@ -305,6 +316,10 @@ class Asking:
         self.sums.longest_ns = max(self.sums.longest_ns, now_ns - begun_ns)
         self.sums.given += is_given
         self.sums.ended_early += is_early
+
+
+def parts_of(cost: GrantCost) -> dict[str, float]:
+    return {name: getattr(cost, name) for name in ("stop_ms", "wake_ms", "bubble_ms", "damage_ms")}
 
 
 def is_decoding(facts: EngineFacts) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from grant_valved import GAP_MS, STEP_NS, TPOT_MS, Valved, Waiting, decoding, facts_of, grants_of, stop_time
+from grant_valved import GAP_MS, HOST_NS, STEP_NS, TPOT_MS, Valved, Waiting, decoding, facts_of, grants_of, stop_time
 from hypothesis import given
 from hypothesis import strategies as st
 from valve_abi import GrantAnswer
@@ -196,6 +196,27 @@ def test_what_was_learnt_is_not_kept_for_ever_without_consent(valved: Valved, mo
     monkeypatch.setattr(time, "monotonic_ns", lambda: now + 2 * KEPT_NS)
     assert not grants.follows
     assert grants.policy is None
+
+
+@pytest.mark.parametrize("by_slices", [False, True])
+def test_one_stall_after_a_pause_never_ends_granting_for_good(valved: Valved, by_slices: bool) -> None:
+    """What the stall cost is learnt as the cost of a grant, and no grant comes that could show another."""
+    valved.by_slices(by_slices)
+    grants = grants_of(valved)
+    now = decoding(grants)
+    assert grants.pause(grants.wants(now, facts_of()), Waiting(valved), is_done=True)
+
+    def step(taken_ns: int) -> bool:
+        """And whether the engine would pause after it."""
+        time.sleep((HOST_NS + taken_ns) / 1e9)
+        now = time.monotonic_ns()
+        grants.stepped(now - taken_ns, now, 1, prefill=False)
+        grants.delivered([("a", 1, False)], now)
+        return grants.wants(now, facts_of()) > 0
+
+    step(3_000 * MS)
+    assert not any(step(STEP_NS) for _ in range(1_000))  # 6.5 s; the tokens that were late are made up for
+    assert any(step(STEP_NS) for _ in range(30_000))
 
 
 def test_another_target_is_learnt_anew(valved: Valved) -> None:
