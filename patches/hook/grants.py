@@ -75,10 +75,9 @@ class Asking:
         self._sharing = Sharing()
         self._last_ns = 0  # end of the last step, or of the pause after it
         self._is_after_pause = False
-        self._gone_ns = 0
+        self._gone_ns = self._seen_ns = 0  # since when it has no consent; when a grant last showed what it costs
         self._again_ns, self._again_ms = 0, AGAIN_MS
         self._lead_ms = FIRST_COST.stop_ms
-        self._seen_ns = 0  # when a grant last showed what it costs
         self.policy: GrantPolicy | None = None
 
     @property
@@ -201,14 +200,6 @@ class Asking:
             parts[name] += LEARN * (ms - parts[name])
         self.policy.cost, self._seen_ns = GrantCost(**parts), self._last_ns
 
-    def _fade(self, policy: GrantPolicy, now_ns: int, first: GrantCost) -> None:
-        """A cost that keeps all grants away would never be seen again: one stall of the machine is enough to learn it.
-        It goes half way to the first guess, and so is put to the test."""
-        guess = parts_of(first)
-        policy.cost = GrantCost(**{name: min(ms, (ms + guess[name]) / 2) for name, ms in parts_of(policy.cost).items()})
-        self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
-        self._seen_ns = now_ns
-
     # ---- a pause ----
 
     @property
@@ -236,7 +227,9 @@ class Asking:
         if stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
             self._sharing.end()
         if now_ns - self._seen_ns > FADES_NS:
-            self._fade(policy, now_ns, FIRST_SLICED if page.by_slices else FIRST_COST)
+            first, self._seen_ns = FIRST_SLICED if page.by_slices else FIRST_COST, now_ns
+            policy.cost = faded(policy.cost, first)
+            self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
         return 0
 
     def _can_share(self, policy: GrantPolicy, now_ns: int, facts: EngineFacts) -> bool:
@@ -316,6 +309,13 @@ class Asking:
         self.sums.longest_ns = max(self.sums.longest_ns, now_ns - begun_ns)
         self.sums.given += is_given
         self.sums.ended_early += is_early
+
+
+def faded(cost: GrantCost, first: GrantCost) -> GrantCost:
+    """Half way to the first guess. A cost that keeps all grants away would never be seen again, and one stall of the
+    machine is enough to learn it: so it is put to the test."""
+    guess = parts_of(first)
+    return GrantCost(**{name: min(ms, (ms + guess[name]) / 2) for name, ms in parts_of(cost).items()})
 
 
 def parts_of(cost: GrantCost) -> dict[str, float]:
