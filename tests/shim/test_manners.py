@@ -201,10 +201,17 @@ def test_a_program_that_changes_its_root_never_loses_the_next_valved(world, tmp_
     puppet, client = world.online()
     client.gate(0)
 
+    until(lambda: set(states_of_threads(puppet.process.pid)) == {"S"})  # the session's thread has begun
     puppet.chroot(str(tmp_path))
     world.daemons[0].close()
 
     assert world.daemon(ONLINE).client().gone.is_set() is False
+
+
+def states_of_threads(pid):
+    """Of all but the first. One that has not begun yet is ready to run."""
+    threads = [thread for thread in Path(f"/proc/{pid}/task").iterdir() if thread.name != str(pid)]
+    return [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
 
 
 # -- exit --
