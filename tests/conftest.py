@@ -26,9 +26,15 @@ def repository() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: a collection of garbage between two tests need not walk it."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def no_lent_descriptor_outlives_its_test() -> Iterator[None]:
-    """Fakes hand out descriptors by the thousand in a whole run; a machine may allow 1,024."""
-    yield
+def nothing_of_a_test_acts_in_another() -> Iterator[None]:
+    """What fakes had of the last test goes before the next one begins: its pytest item let go of it only now."""
     lent_fds.collect()
+    yield
     assert gc.isenabled(), "a test left the garbage collector off: descriptors pile up in those that follow"

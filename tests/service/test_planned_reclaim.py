@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from valved.abi.kv_link import KvHow, KvNeed, KvOp, KvSpan
 from valved.abi.link import LinkType
-from valved.cells.taking import CellRuns
 from valved.config import MIB, Config, MemoryTable
 from valved.kv import orders
 from valved.kv.moves import MovePlan
@@ -76,10 +75,18 @@ def test_planning_never_changes_the_books(world):
 def test_who_waits_for_memory_never_waits_for_a_packet_to_be_put_together(world, monkeypatch):
     offline, online = beside(world)
     made = []
-    as_runs = orders._as_runs
-    monkeypatch.setattr(orders, "_as_runs", lambda *arguments: made.append("made") or as_runs(*arguments))
-    take = CellRuns.take
-    monkeypatch.setattr(CellRuns, "take", lambda *arguments: made.append("made") or take(*arguments))
+    as_runs, ranges = orders._as_runs, world.kv.books.pool.ranges
+
+    def as_runs_noted(slots, *arguments):
+        if ranges.get(slots.owner.key) is slots.owner:  # not of a world that is being dropped
+            made.append("made")
+        return as_runs(slots, *arguments)
+
+    monkeypatch.setattr(orders, "_as_runs", as_runs_noted)
+    for engine in world.kv.books.engines.values():
+        for part in engine.parts:
+            take = part.runs.take
+            part.runs.take = lambda *arguments, take=take: made.append("made") or take(*arguments)
     for hook in offline, online:
         on_send = hook.shim.connection.on_send
         hook.shim.connection.on_send = lambda kind, body, *rest, on_send=on_send: (
