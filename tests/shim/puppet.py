@@ -77,11 +77,6 @@ class Commands:
     def hint(self, open_requests):
         LIBC.valve_hint_open_requests(open_requests)
 
-    def launch_globally(self, count=1, name="cuLaunchKernel"):
-        """Through the global scope, as a directly linked program's references are bound."""
-        call = getattr(LIBC, name)
-        return [call(*[ctypes.c_uint64(n) for n in range(1, 12)]) for _ in range(count)]
-
     def launch_in_threads(self, threads, count):
         team = [threading.Thread(target=self.launch, args=(count,)) for _ in range(threads)]
         for thread in team:

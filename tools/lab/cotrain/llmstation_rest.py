@@ -45,7 +45,7 @@ from valve_tools.sim.metrics import Claim, at_least, at_most
 BIG = Goal(step_ms=80.0, ttft_ms=500.0)
 BIG_RATES = (1.0, 2.0, 4.15)
 LLAMA70B_H100 = Table(gpu="h100", model="Llama-2-70b-hf", params=855.6e6)
-SMALL_RATE, BIG_RATE = 0.88, 4.15
+SMALL_RATE = 0.88
 TARGETS_MS = (20.0, 30.0, 40.0, 50.0, 80.0)
 CHUNKS = (64, 128, 256)
 SETTING = Setting(micro_tokens=llmstation.SAMPLES["padded"], prompt_budget=llmstation.MOST_PROMPT)

@@ -73,15 +73,6 @@ QWEN7B = Base(
     other_bytes=2.18e9,
     kept_bytes=139264,
 )
-LLAMA7B = Base(
-    name="Llama-2-7B",
-    layers=32,
-    hidden=4096,
-    layer_params=202.4e6,
-    kv_bytes=524288,
-    other_bytes=0.52e9,
-    kept_bytes=139264,
-)
 USABLE = 0.92
 ADAPTERS = 0.3e9
 
