@@ -167,6 +167,30 @@ def test_a_table_of_files_never_leaves_one_out() -> None:
     ]
 
 
+def test_a_page_never_names_a_decision_that_is_gone() -> None:
+    page = 'see DECISIONS, "A kept" and DECISIONS.md, 2026-11-29,\n"An old one"'
+
+    assert list(pages.undecided(["A kept one", "A new one"], {"docs/x.md": page})) == [
+        'docs/x.md: names the entry "An old one", which is not in DECISIONS.md'
+    ]
+
+
+def test_the_readme_never_has_a_figure_that_no_results_page_has() -> None:
+    table = (
+        "| promise | measured | budget |\n|---|---|---|\n| launch | 6 / 17 us | 10 |\n| idle | **0.5 %** | 0.5 % |\n"
+    )
+    readme = f"    alone   29.3 ms   1.0 ms\n\n## Figures\n\n{table}\n## Limits\n| none | 9 | 9 |\n"
+    result = "| launch | 6 / 17 us | load 1 |\n| idle | 0.5 % | load 1 |\n\n     alone 29.3 ms 1.0 ms\n"
+
+    assert list(pages.unmeasured(readme, [result])) == []
+    assert list(pages.unmeasured(readme, [result.replace("6 / 17", "6 / 18"), "0.5 % in words is no cell"])) == [
+        "README.md: no table of docs/results has the figure '6 / 17 us'"
+    ]
+    assert list(pages.unmeasured(readme, [result.replace("29.3", "29.4")])) == [
+        "README.md: no page of docs/results has the line 'alone 29.3 ms 1.0 ms'"
+    ]
+
+
 @pytest.mark.parametrize("header", ["valved/cells/cells.h", "valved/policy/greedy.h", "valved/native/gate.h"])
 @pytest.mark.parametrize("user", ["valved/cells/x.c", "valved/policy/x.c", "valved/native/x.c"])
 def test_a_room_of_c_never_includes_the_header_of_another(header: str, user: str) -> None:

@@ -1,4 +1,4 @@
-"""Every page names files that exist, every room is named by a page, and a README's table of files is complete."""
+"""Pages name files and decisions that exist, all rooms are named by a page, README has the figures of results pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ SPAN = re.compile(r"`([^`\n]+)`")
 SOURCE = re.compile(r"[\w./-]*\w\.(?:py|c|h|S|sh|proto|map)")
 FILES = re.compile(r"^\|(?: room \|)? file \|", re.MULTILINE)
 BRACES = re.compile(r"(.*?)\{([^{}]*)\}(.*)")
+DECISION = re.compile(r"DECISIONS(?:\.md)?,\s+(?:[\d-]+,\s+)?\"([^\"]+)\"")
+HEADING = re.compile(r"^## [\d-]+ (.*)", re.MULTILINE)
+FIGURES = re.compile(r"^## Figures\n(.*?)^## ", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^ {4,}.* ms\b.*", re.MULTILINE)
 # Of other projects: an engine's, NVIDIA's.
 FOREIGN = ("managers/scheduler.py", "py_executor.py", "g_subdevice_nvoc.c", "cudaTypedefs.h")
 
@@ -22,7 +26,15 @@ FOREIGN = ("managers/scheduler.py", "py_executor.py", "g_subdevice_nvoc.c", "cud
 def findings() -> list[str]:
     files = [path.relative_to(ROOT).as_posix() for path in tracked("")]
     pages = {name: (ROOT / name).read_text() for name in files if name.endswith(".md") and name not in HISTORY}
-    return [*missing(files, pages), *unnamed(files, pages), *unlisted(files, pages)]
+    decisions = HEADING.findall((ROOT / "DECISIONS.md").read_text())
+    results = [text for name, text in pages.items() if name.startswith("docs/results/")]
+    return [
+        *missing(files, pages),
+        *unnamed(files, pages),
+        *unlisted(files, pages),
+        *undecided(decisions, pages),
+        *unmeasured(pages["README.md"], results),
+    ]
 
 
 def missing(files: Iterable[str], pages: Mapping[str, str]) -> Iterator[str]:
@@ -67,6 +79,35 @@ def unlisted(files: Iterable[str], pages: Mapping[str, str]) -> Iterator[str]:
         for base in (base for base in inside if base.endswith(CODE) and base != "__init__.py"):
             if base not in named and re.sub(r"\.h$", ".c", base) not in named:  # a header goes with its .c
                 yield f"{page}: its table of files leaves out {base}"
+
+
+def undecided(decisions: Iterable[str], pages: Mapping[str, str]) -> Iterator[str]:
+    """Entries of DECISIONS.md that a page names by the first words of their title, and that are gone."""
+    known = list(decisions)
+    for page, text in pages.items():
+        for named in (" ".join(name.split()) for name in DECISION.findall(text)):
+            if not any(title.startswith(named) for title in known):
+                yield f'{page}: names the entry "{named}", which is not in DECISIONS.md'
+
+
+def unmeasured(readme: str, results: Iterable[str]) -> Iterator[str]:
+    """Of README's table of figures and its lines of a program's output, what no results page says in the same words."""
+    pages = list(results)
+    measured = {cell for page in pages for row in _rows(page) for cell in row}
+    printed = {" ".join(line.split()) for page in pages for line in page.splitlines()}
+    table = _rows("".join(FIGURES.findall(readme)))
+    column = table[0].index("measured") if table else 0
+    for cell in (row[column] for row in table[2:]):
+        if cell not in measured:
+            yield f"README.md: no table of docs/results has the figure {cell!r}"
+    for line in (" ".join(line.split()) for line in PRINTED.findall(readme)):
+        if line not in printed:
+            yield f"README.md: no page of docs/results has the line {line!r}"
+
+
+def _rows(page: str) -> list[list[str]]:
+    lines = (line.replace("**", "").strip() for line in page.splitlines())
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def _above(name: str) -> list[str]:
