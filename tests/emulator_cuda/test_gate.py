@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import node_workload
 from cuda_driver import NOT_READY, Cuda, wait_until, word
 from emulated import on_gpu
 from gate_process import gate_of
@@ -172,7 +173,7 @@ def test_two_processes_share_the_card_by_time_slices(cuda: Cuda) -> None:
     """Given an endless kernel of another process, when we launch, then our kernel is done all the same."""
     with tempfile.NamedTemporaryFile() as page:
         page.truncate(4096)
-        program = Path(__file__).parents[1] / "support" / "node_workload.py"
+        program = node_workload.__file__
         with subprocess.Popen(
             [sys.executable, program, "offline", page.name], stdout=subprocess.PIPE, env=dict(os.environ)
         ) as other:
@@ -201,7 +202,7 @@ cuda.launch(spin, 1000)
 @on_gpu(cuda="exit_waits=1")
 def test_a_process_that_waits_in_exit_hangs_there_while_it_is_gated(cuda: Cuda) -> None:
 
-    program = EXITING.format(support=str(Path(__file__).parents[1] / "support"))
+    program = EXITING.format(support=str(Path(node_workload.__file__).parent))
     with (
         subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
         gate_of(cuda) as gate,

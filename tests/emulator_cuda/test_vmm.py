@@ -149,8 +149,6 @@ def export_fd(cuda: Cuda, handle: int) -> int:
 
 
 IMPORTER = """
-import sys
-sys.path.insert(0, {support!r})
 from ctypes import byref, c_void_p
 from cuda_driver import Cuda
 from cuda_memory import PAGE, allow, reserve
@@ -172,8 +170,7 @@ def test_an_exported_handle_is_the_same_memory_in_another_process(cuda: Cuda) ->
     allow(cuda, address, PAGE)
     cuda.write(address, b"hello")
     fd = export_fd(cuda, handle)
-    here = os.path.dirname(__file__)
-    program = IMPORTER.format(support=os.path.join(here, "..", "support"), fd=fd)
+    program = IMPORTER.format(fd=fd)
     done = subprocess.run([sys.executable, "-c", program], pass_fds=[fd], check=False)
 
     assert done.returncode == 0

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from rooms import ROOMS
 from valve_hook.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ class Engines:
         return folder
 
     def environment(self, *more_paths: Path, **variables: str) -> dict[str, str]:
-        paths = [self.hook, ROOT / "tests" / "support", HERE, *more_paths]
+        paths = [self.hook, *ROOMS, HERE, *more_paths]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VALVE_"))}
         return {
             **kept,

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Renders the chart once per values file of its ci/ folder into a folder (default: tests/helm/golden).
-# In that folder, those that hardly differ from the default are kept as their difference (tests/support/goldens.py).
+# In that folder, those that hardly differ from the default are kept as their difference (tests/support/cluster/goldens.py).
 # Needs helm: HELM=/path/to/helm, or the one `make cluster-tools` built.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)

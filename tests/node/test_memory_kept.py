@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from kv_world import SUPPORT, Engine
+import rooms
+from kv_world import PROGRAM, Engine
 from valve_tools.demo.node import EmulatedNode
 
 GIB = 1 << 30
@@ -27,10 +28,8 @@ def program(node: EmulatedNode, role: str, name: str, device: int = 0, *, starts
     with errors.open("a") as sink:
         made = Engine(
             subprocess.Popen(
-                node.valve_command(
-                    "run", f"--{role}", "--name", name, "--", sys.executable, str(SUPPORT / "kv_process.py")
-                ),
-                env=node.environment({"PYTHONPATH": str(SUPPORT)}),
+                node.valve_command("run", f"--{role}", "--name", name, "--", sys.executable, str(PROGRAM)),
+                env=node.environment({"PYTHONPATH": rooms.PYTHONPATH}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,

@@ -17,7 +17,7 @@ from valve_tools.demo import tune_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VALVE_TUNE_PYTHON", ROOT / ".venv-tune" / "bin" / "python"))
-WORKLOAD = ROOT / "tests" / "support" / "tune_workload.py"
+WORKLOAD = ROOT / "tests" / "support" / "card" / "tune_workload.py"
 STEPS = 12
 STASH_MIB = 8  # an online cache is backed whole first (32 MiB): for that it takes all of the pool
 ADAPTER = "adapter_model.safetensors"

@@ -15,6 +15,10 @@ from unittest import mock
 # ruff: noqa: E402
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
 
+from rooms import ROOMS
+
+sys.path[:0] = map(str, ROOMS)
+
 from exchange_record import PORT, readable
 from test_picker import picked
 from valve_router import picker

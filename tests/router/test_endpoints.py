@@ -23,7 +23,7 @@ from valve_router.endpoints import Endpoints, urls_of
 from valve_router.replicas import KEPT_S, NobodyAlive, Replicas
 from valve_router.settings import RouterSettings, Service, service_of
 
-ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
+ENGINE = Path(__file__).parents[1] / "support" / "router" / "played_engine.py"
 
 
 def endpoint(address, pod="", **conditions):

@@ -1,6 +1,6 @@
 """NRI: the shim into online containers as the runtime creates them, and nothing that could stop a container.
 
-The runtime's side is written a second time (support/fake_runtime.py) and speaks over a real socket.
+The runtime's side is written a second time (support/cluster/fake_runtime.py) and speaks over a real socket.
 """
 
 from __future__ import annotations

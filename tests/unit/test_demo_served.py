@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
+from fake_daemon import until
 from valve_tools.demo.endings import DemoError
 from valve_tools.demo.tune_served import serve
-
-from tests.support.fake_daemon import until
 
 
 def test_no_process_of_the_engine_outlives_the_demo(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import termios
 from types import SimpleNamespace
 
 import pytest
+from fake_daemon import until
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from tests.support.fake_daemon import until
 from valved.cli import status, top
 from valved.cli.exits import CliError
 from valved.cli.keys import Keys, is_live

@@ -18,7 +18,7 @@ from pathlib import Path
 from help_texts import parser_of
 from valve_tools.bench.command import TOLD
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 SHELLS = ("", "sh", "bash", "console")
 PROGRAMS = r"(?:valve|valved|valve-scheduler|make|kubectl[- ]valve)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from valve_tune.serve.control import FolderControl
 from valve_tune.train.report import Answer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "demo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "demo"))
 import tune_program
 
 FOLDER, OUT, (STEPS, SPIN_US, STASH_MIB, TILE, RESIDENT) = (

@@ -16,7 +16,7 @@ def mounted(engines, mount, script):
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: valve-test\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nvalve_test = {script}:register\n")
-    here = Path(__file__).resolve().parents[1] / "engines"
+    here = Path(__file__).resolve().parents[2] / "engines"
     return (here, mount, engines.folder / "stubs"), {"SGLANG_PLUGINS": "valve,valve_test", "OMP_NUM_THREADS": "1"}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rooms
 from fake_daemon import CHANNEL_ADD, LONG_S, ONLINE, Client, FakeDaemon, Message, until
 from kv_pool import Pool
 from valve_tools.emulator.client import Emulator
@@ -18,7 +19,7 @@ from valve_tools.emulator.node import environment
 
 from valved.paths import preload_library
 
-SUPPORT = Path(__file__).parent
+PROGRAM = Path(__file__).with_name("kv_process.py")
 
 
 @dataclass
@@ -78,13 +79,13 @@ class World:
             "VALVE_RUN_DIR": os.fspath(self.folder),
             "VALVE_ROLE": "online" if self.role == ONLINE else "offline",
             "VALVE_EMU_CUDA": cuda,
-            "PYTHONPATH": os.fspath(SUPPORT),
+            "PYTHONPATH": rooms.PYTHONPATH,
         }
         errors = self.folder / f"engine-{len(self.engines)}.err"
         with errors.open("w") as sink:
             made = Engine(
                 subprocess.Popen(
-                    [*self.prefix, sys.executable, "-X", "faulthandler", SUPPORT / "kv_process.py"],
+                    [*self.prefix, sys.executable, "-X", "faulthandler", PROGRAM],
                     env=environment(self.emulator.directory, own),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

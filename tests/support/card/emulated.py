@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import rooms
 
-SUPPORT = Path(__file__).parent
 DEADLINE_S = 200  # only ends a hung test
 
 
 def child_env(directory: Path, cuda: str = "", env: Mapping[str, str] | None = None) -> dict[str, str]:
     from valve_tools.emulator.node import environment
 
-    path = os.pathsep.join([os.fspath(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    path = os.pathsep.join([rooms.PYTHONPATH, *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return environment(directory, {**os.environ, "PYTHONPATH": path, "VALVE_EMU_CUDA": cuda, **(env or {})})
 
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import rooms
 from fake_daemon import FakeDaemon
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import environment
@@ -27,7 +27,7 @@ def process_on(emulator: Emulator, daemon: FakeDaemon, role: str) -> Iterator[su
             "LD_PRELOAD": os.fspath(preload_library()),
             "VALVE_RUN_DIR": os.fspath(daemon.path.parent),
             "VALVE_ROLE": role,
-            "PYTHONPATH": os.fspath(Path(__file__).parent),
+            "PYTHONPATH": rooms.PYTHONPATH,
         },
     )
     child = subprocess.Popen(

@@ -5,7 +5,7 @@ from pathlib import Path
 from valve_tools.cluster import helm
 from valve_tools.cluster.controlplane import ControlPlane
 
-CHART = Path(__file__).resolve().parents[2] / "helm/valve"
+CHART = Path(__file__).resolve().parents[3] / "helm/valve"
 
 
 class Helm(helm.Helm):

@@ -21,7 +21,7 @@ from valved.machine.ports import ArmResult, ClientFds
 from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # A loaded machine must not look like a driver that hangs: only tests about one have a short patience.
 SETTINGS = NativeSettings(lease_ns=500_000_000, hang_ns=30_000_000_000, order_ns=100_000_000_000, fifo_priority=0)
 HASTY = replace(SETTINGS, hang_ns=150_000_000)

@@ -1,4 +1,4 @@
-"""Workloads of tests/support/node_workload.py as pods of a real node, told what to do through files they share."""
+"""Workloads of tests/support/card/node_workload.py as pods of a real node, told what to do through files they share."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import node_workload
 from valve_kube import names
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.node import RealNode
 from valve_tools.cluster.workpods import HOST_FOLDERS
 
-SUPPORT = Path(__file__).parent
-WORKLOAD = SUPPORT / "node_workload.py"
+WORKLOAD = Path(node_workload.__file__)
 PATIENCE_S = 200.0  # ends only a hung test
 
 
 def folders() -> list[str]:
     """Where Python and the workload are, less what every pod has."""
-    wanted = [sys.prefix, sys.base_prefix, str(SUPPORT)]
+    wanted = [sys.prefix, sys.base_prefix, str(WORKLOAD.parent)]
     return [path for path in dict.fromkeys(wanted) if not any(path.startswith(f"{one}/") for one in HOST_FOLDERS)]
 
 
