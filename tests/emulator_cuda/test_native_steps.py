@@ -106,6 +106,25 @@ def gate(tree: Tree, channels: list[RunlistChannel], *, on: bool) -> int:
     return tree.gate([(channel.h_client, channel.h_channel) for channel in channels], on=on)
 
 
+def stopped_at_random(emulator: Emulator, tree: Tree, job: Job, chance: random.Random) -> int:
+    """How often it was stopped in the middle, up to 150 times; nothing moved meanwhile."""
+    channels = job.channels(emulator.wait(lambda state: job.progress > 0, "the step computes"))
+    stopped = 0
+    while channels and job.process.poll() is None and stopped < 150:
+        aim = job.progress + chance.randrange(200)
+        emulator.wait(lambda _, aim=aim: job.progress >= aim or job.process.poll() is not None, "it goes on")
+        if gate(tree, channels, on=False) != OK:
+            break  # it has ended
+        seen = job.progress
+        # A step that began just now counts itself before it looks at the grant, and computes nothing.
+        emulator.wait(lambda state: not any(c.active for c in state.of(job.process.pid)), "all have parked")
+        moved = job.progress - seen
+        gate(tree, channels, on=True)
+        assert moved == 0
+        stopped += 1
+    return stopped
+
+
 def test_gates_at_random_moments_do_not_change_what_is_computed(
     emulator: Emulator, start: Starter, native_step: Path, tmp_path: Path
 ) -> None:
@@ -115,25 +134,11 @@ def test_gates_at_random_moments_do_not_change_what_is_computed(
     undisturbed = Job(start, native_step, tmp_path / "alone").checksum()
     with RmProcess(emulator.directory) as process:
         tree = grow_tree(process, channels=0, scheduled=False)
-        job = Job(start, native_step, tmp_path / "gated")
-        channels = job.channels(emulator.wait(lambda state: job.progress > 0, "the step computes"))
         stopped = 0
-        while job.process.poll() is None and stopped < 150:
-            aim = job.progress + chance.randrange(200)
-            emulator.wait(lambda _, aim=aim: job.progress >= aim or job.process.poll() is not None, "it goes on")
-            if gate(tree, channels, on=False) != OK:
-                break  # it has ended
-            seen = job.progress
-            # A step that began just now counts itself before it looks at the grant, and computes nothing.
-            emulator.wait(lambda state: not any(c.active for c in state.of(job.process.pid)), "all have parked")
-            moved = job.progress - seen
-            gate(tree, channels, on=True)
-            assert moved == 0
-            stopped += 1
-        result = job.checksum()
-
-    assert stopped > 5  # on a machine so busy that this test hardly runs
-    assert result == undisturbed
+        while stopped <= 5:  # a test that has no core meanwhile finds a step at its end, and begins another
+            job = Job(start, native_step, tmp_path / "gated")
+            stopped = stopped_at_random(emulator, tree, job, chance)
+            assert job.checksum() == undisturbed
 
 
 def test_steps_shorter_than_a_gate_stop_every_time(

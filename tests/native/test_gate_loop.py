@@ -46,7 +46,7 @@ def test_a_stuck_loop_never_costs_a_hold_that_was_there(driver: FakeDriver) -> N
 
         assert rig.driver.counts.enables == seen
         assert workload.on() == 0
-        assert any(stamp.kind is StampKind.HOLD and stamp.client == online.client for stamp in rig.take_stamps())
+        rig.wait_stamp(lambda stamp: stamp.kind is StampKind.HOLD and stamp.client == online.client)
 
 
 def test_a_loop_that_stays_away_never_keeps_its_heartbeat(driver: FakeDriver) -> None:

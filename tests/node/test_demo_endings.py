@@ -130,7 +130,7 @@ def test_a_fork_of_a_killed_program_never_keeps_what_that_started() -> None:
         marked, fork = map(int, killed.stdout.readline().split())
         killed.kill()
         try:
-            EmulatedNode(Path("/")).wait_for(lambda: not _lives(marked), "what it started is gone", 60)
+            EmulatedNode(Path("/")).wait_for(lambda: not _lives(marked), "what it started is gone")
             assert _lives(fork), "it would be no test: the pipe was closed by its end"
         finally:
             os.kill(fork, signal.SIGKILL)

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import functools
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import aiohttp
 import pytest
 from fakeapi import FakeApi
 from fakeapi import until as until_true
+from played_engines import PATIENT, Engines
 from ports import free_ports, serving
 from valve_kube.client import KubeClient
 from valve_router import endpoints
@@ -22,8 +20,6 @@ from valve_router.command import main
 from valve_router.endpoints import Endpoints, urls_of
 from valve_router.replicas import KEPT_S, NobodyAlive, Replicas
 from valve_router.settings import RouterSettings, Service, service_of
-
-ENGINE = Path(__file__).parents[1] / "support" / "router" / "played_engine.py"
 
 
 def endpoint(address, pod="", **conditions):
@@ -189,7 +185,7 @@ async def test_a_service_that_is_not_there_is_never_waited_for_in_silence():
 @alone
 async def test_the_router_answers_from_the_pods_that_are_ready_now():
     own, *ports = free_ports(3)
-    engines = [subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", "0"]) for port in ports]
+    engines = Engines(ports, 0.0)
     api = FakeApi()
     gone, stays = ports
     api.items = [slice_of("a", endpoint("127.0.0.1", "a"), ports=((None, gone),))]
@@ -200,7 +196,7 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
             None,
         ]
     ]
-    settings = RouterSettings(service=service_of("serving/chat"), port=own, health_s=0.05)
+    settings = RouterSettings(service=service_of("serving/chat"), port=own, **PATIENT)
     url = f"http://127.0.0.1:{settings.port}"
     try:
         async with api as access, aiohttp.ClientSession() as client, serving(settings, access=access):
@@ -214,9 +210,7 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
                 await asyncio.sleep(0.02)
             assert (answer.status, answer.headers["x-valve-replica"]) == (200, "1")
     finally:
-        for one in engines:
-            one.kill()
-            one.wait()
+        engines.end()
 
 
 def test_a_router_whose_port_is_taken_says_so_and_nobody_waits_for_it():

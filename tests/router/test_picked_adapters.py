@@ -9,7 +9,7 @@ import json
 import aiohttp
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from played_engines import Engines
+from played_engines import PATIENT, Engines
 from ports import free_ports
 from valve_router.command import parser, settings_of
 from valve_router.counts import Counts
@@ -56,9 +56,9 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def pooled(count=2, health_s=0.05):
+async def pooled(count=2, **more):
     engines = Engines(free_ports(count), 0.0, "--strict")
-    settings = RouterSettings(replicas=engines.urls, health_s=health_s)
+    settings = RouterSettings(replicas=engines.urls, **{**PATIENT, **more})
     try:
         async with aiohttp.ClientSession() as client:
             await engines.until_well(client)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from played_engines import Engines
+from played_engines import PATIENT, Engines
 from ports import free_ports, serving
 from valve_router import picker
 from valve_router.command import main
@@ -65,7 +65,7 @@ async def picked(folder, count=2, door=None, gate=lambda ports: {}, **more):
     """`gate`: how the gateway is set up, by the ports of the engines."""
     own, door_port, *ports = free_ports(2 + count)
     engines = Engines(ports, 0.0)
-    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{**PATIENT, **more})
     door = replace(door or GatewayDoor(), port=door_port)
     try:
         async with aiohttp.ClientSession() as client:

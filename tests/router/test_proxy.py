@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from played_engines import Engines
+from played_engines import PATIENT, Engines
 from ports import free_ports, serving
 from valve_router.command import main
 from valve_router.prompt import AskedBody
@@ -79,7 +79,7 @@ class Routed:
 async def routed(count=2, piece_s=0.0, headers=None, **more):
     own, *ports = free_ports(1 + count)
     engines = Engines(ports, piece_s)
-    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{**PATIENT, **more})
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
             await engines.until_well(client)

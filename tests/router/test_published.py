@@ -9,7 +9,7 @@ import json
 
 import aiohttp
 import pytest
-from played_engines import Engines
+from played_engines import PATIENT, Engines
 from ports import free_ports, serving
 from valve_router import checkups, prompt
 from valve_router.checkups import MODELS_BYTES
@@ -100,7 +100,7 @@ class Published:
 async def routed(*flags, count=2, **more):
     own, *ports = free_ports(1 + count)
     engines = Engines(ports, 0.0, *flags)
-    settings = RouterSettings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
+    settings = RouterSettings(replicas=engines.urls, port=own, **{**PATIENT, **more})
     try:
         async with aiohttp.ClientSession() as client:
             await engines.until_well(client)

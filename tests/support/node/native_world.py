@@ -23,9 +23,12 @@ class NativeWorld:
         self.rig = rig
         self.world = World(folder, gate=rig.gate, clock=VirtualClock(time.monotonic_ns()), **more)
         self._pages: list[region_pages.Page] = []
+        self._launchers: list[Launcher] = []
 
     def pump(self) -> None:
-        """What the event loop would do now: stamps, then timers."""
+        """What the event loop would do now: stamps, then timers. The watchers of all services live."""
+        for launcher in self._launchers:
+            launcher.region["watcher_ns"] = time.monotonic_ns()
         self.world.gating.drain()
         self.world.clock.advance(max(0, time.monotonic_ns() - self.world.clock.now_ns()))
 
@@ -77,6 +80,7 @@ class NativeWorld:
         launcher.submitted = 0
         region_pages.fill_region(launcher.region)
         self._pages += [launcher.control, launcher.region]
+        self._launchers.append(launcher)
         self._channel(client, gpu)
         return launcher
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import aiohttp
 
 ENGINE = Path(__file__).with_name("played_engine.py")
+# Settings of a router before them: asked often, and none is away because the machine is busy.
+PATIENT = {"health_s": 0.05, "connect_s": 200.0}
 
 
 class Engines:
