@@ -37,7 +37,10 @@ FIRST_SLICED = GrantCost(stop_ms=0.3, wake_ms=0.0, bubble_ms=0.0, damage_ms=0.5)
 LEAD_LEAST_MS, LEAD_MOST_MS = 0.3, 10.0
 LEAD_UP, LEAD_DOWN_MS = 1.25, 0.02  # a step that was late by more than the usual, and one that was not
 LEARN = 0.125
-FADES_NS = 30_000 * MS  # a cost that no grant has shown again for so long is half forgotten
+FADES_NS = 30_000 * MS  # a cost that kept grants away for so long, with none to show it again, is half forgotten
+SPARED_NS, LATE_SHARE = 3_000 * MS, 0.001  # what it may cost a service to learn again what was forgotten
+DEAR = {GrantReason.SHORT, GrantReason.LATE, GrantReason.GAP, GrantReason.TTFT, GrantReason.WORTH, GrantReason.GRANTED}
+"""Why a cost keeps a grant away; granted, too: so short that it ends before it has begun."""
 KEPT_NS = 30_000 * MS  # what was learnt, without a consent: a valved that is started again tells it anew
 
 Wait = Callable[[float], bool]
@@ -78,6 +81,7 @@ class Asking:
         self._gone_ns = self._seen_ns = 0  # since when it has no consent; when a grant last showed what it costs
         self._again_ns, self._again_ms = 0, AGAIN_MS
         self._lead_ms = FIRST_COST.stop_ms
+        self._paid_ns = -int(SPARED_NS / LATE_SHARE)  # when all that was forgotten is paid for
         self.policy: GrantPolicy | None = None
 
     @property
@@ -178,7 +182,8 @@ class Asking:
         policy.stepped(batch, self._followed.context, ms, gap_ms, prefill=prefill, granted=granted)
 
     def rested(self, now_ns: int) -> None:
-        """The engine had nothing to do: that is no gap between two steps."""
+        """The engine had nothing to do: that is no gap between two steps, and no cost kept grants away."""
+        self._seen_ns += now_ns - self._last_ns
         self._last_ns = now_ns
         self._sharing.end()
 
@@ -223,14 +228,24 @@ class Asking:
         self.reasons[decision.reason] += 1
         if decision.grant_ms > 0:
             resume_ns = now_ns + int(decision.grant_ms * MS)
-            return resume_ns if self._until(resume_ns) >= now_ns + LEAST_NS else 0
-        if stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
+            if self._until(resume_ns) >= now_ns + LEAST_NS:
+                return resume_ns
+        elif stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
             self._sharing.end()
-        if now_ns - self._seen_ns > FADES_NS:
-            first, self._seen_ns = FIRST_SLICED if page.by_slices else FIRST_COST, now_ns
-            policy.cost = faded(policy.cost, first)
-            self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
+        if decision.reason in DEAR and now_ns > max(self._seen_ns + FADES_NS, self._paid_ns):
+            self._forget_cost(policy, now_ns, FIRST_SLICED if page.by_slices else FIRST_COST)
         return 0
+
+    def _forget_cost(self, policy: GrantPolicy, now_ns: int, first: GrantCost) -> None:
+        """A cost that keeps all grants away would never be seen again, and one stall of the machine is enough to learn
+        it: half of it is forgotten, and so it is put to the test. If it is real, steps after grants are late by
+        1 / LEARN of what was forgotten, in sum, until it is learnt again. So that is paid for with time.
+        """
+        old, self._seen_ns = policy.cost, now_ns
+        policy.cost = faded(old, first)
+        self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
+        late_ns = (old.after_ms - policy.cost.after_ms) / LEARN * MS
+        self._paid_ns = max(self._paid_ns, now_ns - int(SPARED_NS / LATE_SHARE)) + int(late_ns / LATE_SHARE)
 
     def _can_share(self, policy: GrantPolicy, now_ns: int, facts: EngineFacts) -> bool:
         """Steps beside offline work spend credit as pauses do: the reserve is not theirs. A policy that is short of
@@ -312,8 +327,7 @@ class Asking:
 
 
 def faded(cost: GrantCost, first: GrantCost) -> GrantCost:
-    """Half way to the first guess. A cost that keeps all grants away would never be seen again, and one stall of the
-    machine is enough to learn it: so it is put to the test."""
+    """Half way to the first guess."""
     guess = parts_of(first)
     return GrantCost(**{name: min(ms, (ms + guess[name]) / 2) for name, ms in parts_of(cost).items()})
 
