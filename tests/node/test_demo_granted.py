@@ -62,6 +62,7 @@ def figures(*, consents: bool, tpots_ms: list[float], **other: Any) -> GrantedFi
         "stood_share": 0.0,
     }
     usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms), "gaps": 100, "gaps_judged": 95}
+    usual |= {"longest_stood_ms": 300.0}
     return GrantedFigures(consents=consents, tpots_ms=tpots_ms, **{**usual, **other})
 
 
@@ -85,6 +86,7 @@ LATE = [60.0] * 10 + [20.0] * 90
         (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
         (CALM, {"offline_share": 0.5}, EXIT_VOID),
         (CALM, {"gaps_judged": 89}, EXIT_VOID),
+        (CALM, {"gaps_judged": 89, "longest_stood_ms": 90.0}, 0),
         (CALM, {"gaps_judged": 89, "longest_plain_ms": 300.0}, 1),
     ],
 )
@@ -137,4 +139,4 @@ def test_a_gap_in_which_the_machine_stood_still_is_never_judged_whatever_its_len
 
     found = GrantedDemo(None, GrantedPlan(hasty=True))._figures(granted, summary, job_out, True, 1.0, stalls)
 
-    assert (found.gaps, found.gaps_judged, found.longest_plain_ms) == (8, 4, 120.0)
+    assert (found.gaps, found.gaps_judged, found.longest_plain_ms, found.longest_stood_ms) == (8, 4, 120.0, 150.0)
