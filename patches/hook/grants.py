@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from valve_hook.followed import Followed, Row
+from valve_hook.grant_cost import LearntCost
 from valve_hook.grant_page import GrantPage
-from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantReason, GrantSettings, Target
+from valve_hook.policy.granting import EngineFacts, GrantPolicy, GrantReason, GrantSettings, Target
 from valve_hook.sharing import Sharing
 from valve_hook.wire import GrantAnswer
 
@@ -32,12 +33,6 @@ LOOK_S = 0.0003  # between two looks for the answer
 AGAIN_MS, AGAIN_MOST_MS = 100.0, 5_000.0  # until a refusal is put to the test
 GRANTS_PER_S = 18.0  # a little below valved's own bound, which counts from when it opened
 OPENED_NS = int(1e9 / GRANTS_PER_S)  # the same bound for the openings of the timeslice rung; its pauses have none
-FIRST_COST = GrantCost(stop_ms=1.0, wake_ms=1.0, bubble_ms=0.0, damage_ms=0.5)
-FIRST_SLICED = GrantCost(stop_ms=0.3, wake_ms=0.0, bubble_ms=0.0, damage_ms=0.5)
-LEAD_LEAST_MS, LEAD_MOST_MS = 0.3, 10.0
-LEAD_UP, LEAD_DOWN_MS = 1.25, 0.02  # a step that was late by more than the usual, and one that was not
-LEARN = 0.125
-FADES_NS = 30_000 * MS  # a cost that no grant has shown again for so long is half forgotten
 KEPT_NS = 30_000 * MS  # what was learnt, without a consent: a valved that is started again tells it anew
 
 Wait = Callable[[float], bool]
@@ -75,9 +70,9 @@ class Asking:
         self._sharing = Sharing()
         self._last_ns = 0  # end of the last step, or of the pause after it
         self._is_after_pause = False
-        self._gone_ns = self._seen_ns = 0  # since when it has no consent; when a grant last showed what it costs
+        self._gone_ns = 0  # since when it has no consent
         self._again_ns, self._again_ms = 0, AGAIN_MS
-        self._lead_ms = FIRST_COST.stop_ms
+        self._learnt = LearntCost()
         self.policy: GrantPolicy | None = None
 
     @property
@@ -106,9 +101,9 @@ class Asking:
         self._sharing.end()
         self._told = tpot_ms, gap_ms, by_slices
         self._followed = Followed()
-        self._lead_ms, self._again_ns, self._again_ms = 0.0 if by_slices else FIRST_COST.stop_ms, 0, AGAIN_MS
+        self._again_ns, self._again_ms = 0, AGAIN_MS
         settings = replace(self._settings, grants_per_s=float("inf")) if by_slices else self._settings
-        cost = FIRST_SLICED if by_slices else FIRST_COST
+        cost = self._learnt.begin(by_slices=by_slices)
         self.policy = GrantPolicy(Target(tpot_ms=tpot_ms, gap_ms=gap_ms), cost, settings=settings)
 
     def refuse(self, why: str) -> None:
@@ -178,27 +173,15 @@ class Asking:
         policy.stepped(batch, self._followed.context, ms, gap_ms, prefill=prefill, granted=granted)
 
     def rested(self, now_ns: int) -> None:
-        """The engine had nothing to do: that is no gap between two steps."""
+        """The engine had nothing to do: that is no gap between two steps, and no cost kept grants away."""
+        self._learnt.rested(now_ns - self._last_ns)
         self._last_ns = now_ns
         self._sharing.end()
 
     def _learn_cost(self, policy: GrantPolicy, batch: int, taken_ms: float) -> None:
         late_ms = taken_ms - policy.model.predict(batch, self._followed.context).ms - policy.load.gap_ms
-        if self._sharing.is_begun:
-            self._cost(damage_ms=max(0.0, late_ms))
-            return
-        if late_ms > policy.model.late_ms:
-            self._lead_ms = min(LEAD_MOST_MS, self._lead_ms * LEAD_UP)
-        else:
-            self._lead_ms = max(LEAD_LEAST_MS, self._lead_ms - LEAD_DOWN_MS)
-        self._cost(stop_ms=self._lead_ms, damage_ms=max(0.0, late_ms))
-
-    def _cost(self, **seen: float) -> None:
-        assert self.policy is not None
-        parts = parts_of(self.policy.cost)
-        for name, ms in seen.items():
-            parts[name] += LEARN * (ms - parts[name])
-        self.policy.cost, self._seen_ns = GrantCost(**parts), self._last_ns
+        learn = self._learnt.shared if self._sharing.is_begun else self._learnt.stopped
+        learn(policy, self._last_ns, late_ms)
 
     # ---- a pause ----
 
@@ -223,13 +206,11 @@ class Asking:
         self.reasons[decision.reason] += 1
         if decision.grant_ms > 0:
             resume_ns = now_ns + int(decision.grant_ms * MS)
-            return resume_ns if self._until(resume_ns) >= now_ns + LEAST_NS else 0
-        if stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
+            if self._until(resume_ns) >= now_ns + LEAST_NS:
+                return resume_ns
+        elif stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
             self._sharing.end()
-        if now_ns - self._seen_ns > FADES_NS:
-            first, self._seen_ns = FIRST_SLICED if page.by_slices else FIRST_COST, now_ns
-            policy.cost = faded(policy.cost, first)
-            self._lead_ms = min(self._lead_ms, (self._lead_ms + first.stop_ms) / 2)
+        self._learnt.refused(policy, now_ns, decision.reason)
         return 0
 
     def _can_share(self, policy: GrantPolicy, now_ns: int, facts: EngineFacts) -> bool:
@@ -249,7 +230,7 @@ class Asking:
         return 0
 
     def _until(self, resume_ns: int) -> int:
-        return resume_ns - int(self._lead_ms * MS)
+        return resume_ns - int(self._learnt.lead_ms * MS)
 
     def pause(self, resume_ns: int, wait: Wait, *, is_done: bool) -> bool:
         """Let offline work run; back when it is time for the next step, or `wait` says that there is something to do.
@@ -279,8 +260,8 @@ class Asking:
             self._sharing.begin(page, now_ns)
             if page.by_slices:
                 self._again_ns = now_ns + OPENED_NS
-            if not self._sharing.is_begun:
-                self._cost(wake_ms=(now_ns - begun_ns) / MS)
+            if not self._sharing.is_begun and self.policy is not None:
+                self._learnt.opened(self.policy, self._last_ns, (now_ns - begun_ns) / MS)
             is_early = now_ns < resume_ns and wait((resume_ns - now_ns) / 1e9)
         is_whole = is_given and page.by_slices and not self._sharing.is_begun  # open beyond this pause
         if (is_early or answer is None or is_whole) and not self._sharing.end():
@@ -309,17 +290,6 @@ class Asking:
         self.sums.longest_ns = max(self.sums.longest_ns, now_ns - begun_ns)
         self.sums.given += is_given
         self.sums.ended_early += is_early
-
-
-def faded(cost: GrantCost, first: GrantCost) -> GrantCost:
-    """Half way to the first guess. A cost that keeps all grants away would never be seen again, and one stall of the
-    machine is enough to learn it: so it is put to the test."""
-    guess = parts_of(first)
-    return GrantCost(**{name: min(ms, (ms + guess[name]) / 2) for name, ms in parts_of(cost).items()})
-
-
-def parts_of(cost: GrantCost) -> dict[str, float]:
-    return {name: getattr(cost, name) for name in ("stop_ms", "wake_ms", "bubble_ms", "damage_ms")}
 
 
 def is_decoding(facts: EngineFacts) -> bool:

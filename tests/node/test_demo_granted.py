@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def figures(*, consents: bool, tpots_ms: list[float], **other: Any) -> GrantedFi
         "stood_most_ms": 0.0,
         "stood_share": 0.0,
     }
-    usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms)}
+    usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms), "gaps": 100, "gaps_judged": 95}
+    usual |= {"longest_stood_ms": 300.0}
     return GrantedFigures(consents=consents, tpots_ms=tpots_ms, **{**usual, **other})
 
 
@@ -83,6 +85,9 @@ LATE = [60.0] * 10 + [20.0] * 90
         (CALM, {"grants": 0, "stood_most_ms": 250.0}, 1),
         (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
         (CALM, {"offline_share": 0.5}, EXIT_VOID),
+        (CALM, {"gaps_judged": 89}, EXIT_VOID),
+        (CALM, {"gaps_judged": 89, "longest_stood_ms": 90.0}, 0),
+        (CALM, {"gaps_judged": 89, "longest_plain_ms": 300.0}, 1),
     ],
 )
 def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
@@ -117,4 +122,21 @@ def test_a_prompts_gap_is_not_taken_for_a_pauses() -> None:
     for now_ns, prompted_ns in ((10, 10), (30, 10), (90, 80), (95, 80)):
         asked.token(now_ns, prompted_ns)
 
-    assert (asked.longest_ns, asked.longest_plain_ns) == (60, 20)
+    assert (asked.longest_ns, asked.plain) == (60, [(10, 30), (90, 95)])
+
+
+def test_a_gap_in_which_the_machine_stood_still_is_never_judged_whatever_its_length(tmp_path: Path) -> None:
+    """And every other is."""
+    ms = 1_000_000
+    asked = OpenRequest(name="a", prompt=1, tokens=9, arrived_ns=0)
+    for at_ms in (100, 140, 290, 300, 420):
+        asked.token(at_ms * ms, 0)
+    job_out = tmp_path / "job.out"
+    job_out.write_text('{"summary": true, "now_s": 0.0, "units": 1, "wall_s": 1.0, "ok": true}\n')
+    summary = {"requests": [asked.row(), {**asked.row(), "arrived_s": 1.0}], "given": 1, "cost_ms": 1.0, "worth": 0.1}
+    granted = SimpleNamespace(words="", grants=1, broken=0, granted_ns=ms)
+    stalls = Stalls({0: [(150 * ms, 250 * ms)], 1: [(295 * ms, 299 * ms)]})
+
+    found = GrantedDemo(None, GrantedPlan(hasty=True))._figures(granted, summary, job_out, True, 1.0, stalls)
+
+    assert (found.gaps, found.gaps_judged, found.longest_plain_ms, found.longest_stood_ms) == (8, 4, 120.0, 150.0)

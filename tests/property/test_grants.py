@@ -198,7 +198,19 @@ def test_what_was_learnt_is_not_kept_for_ever_without_consent(valved: Valved, mo
     assert grants.policy is None
 
 
-@pytest.mark.parametrize("by_slices", [False, True])
+def resume_after(grants: Asking, taken_ns: int) -> int:
+    """When the engine would go on if it paused after such a step; else 0."""
+    time.sleep((HOST_NS + taken_ns) / 1e9)
+    now = time.monotonic_ns()
+    grants.stepped(now - taken_ns, now, 1, prefill=False)
+    grants.delivered([("a", 1, False)], now)
+    return grants.wants(now, facts_of())
+
+
+BOTH_RUNGS = pytest.mark.parametrize("by_slices", [False, True])
+
+
+@BOTH_RUNGS
 def test_one_stall_after_a_pause_never_ends_granting_for_good(valved: Valved, by_slices: bool) -> None:
     """What the stall cost is learnt as the cost of a grant, and no grant comes that could show another."""
     valved.by_slices(by_slices)
@@ -206,17 +218,50 @@ def test_one_stall_after_a_pause_never_ends_granting_for_good(valved: Valved, by
     now = decoding(grants)
     assert grants.pause(grants.wants(now, facts_of()), Waiting(valved), is_done=True)
 
-    def step(taken_ns: int) -> bool:
-        """And whether the engine would pause after it."""
-        time.sleep((HOST_NS + taken_ns) / 1e9)
-        now = time.monotonic_ns()
-        grants.stepped(now - taken_ns, now, 1, prefill=False)
-        grants.delivered([("a", 1, False)], now)
-        return grants.wants(now, facts_of()) > 0
+    assert not resume_after(grants, 3_000 * MS)
+    assert not any(resume_after(grants, STEP_NS) for _ in range(1_000))  # 6.5 s; the tokens that were late are made up
+    assert any(resume_after(grants, STEP_NS) for _ in range(30_000))
 
-    step(3_000 * MS)
-    assert not any(step(STEP_NS) for _ in range(1_000))  # 6.5 s; the tokens that were late are made up for
-    assert any(step(STEP_NS) for _ in range(30_000))
+
+@BOTH_RUNGS
+def test_a_cost_that_is_real_never_comes_back_again_and_again(valved: Valved, by_slices: bool) -> None:
+    """Half of it is forgotten every 30 s at first: were it always, a reader would wait 3 s every three minutes."""
+    valved.by_slices(by_slices)
+    grants = grants_of(valved)
+    resume_ns, begun_ns = grants.wants(decoding(grants), facts_of()), time.monotonic_ns()
+    while time.monotonic_ns() < begun_ns + 1_500_000 * MS:
+        paused = resume_ns and grants.pause(resume_ns, Waiting(valved), is_done=True)
+        resume_ns = resume_after(grants, 3_000 * MS if paused else 5 * STEP_NS)
+
+    assert grants.sums.given == 2
+
+
+@pytest.mark.parametrize("facts", [{"kv_used": 900}, {"running": 60}, {"reclaim_pending": True}])
+def test_a_cost_is_never_forgotten_while_something_else_keeps_grants_away(
+    valved: Valved, facts: dict[str, object]
+) -> None:
+    grants = grants_of(valved)
+    grants.pause(grants.wants(decoding(grants), facts_of()), Waiting(valved), is_done=True)
+    resume_after(grants, 20 * MS)
+    cost = grants.policy.cost
+    for seconds in range(100):
+        grants.wants(time.monotonic_ns() + seconds * 1_000 * MS, facts_of(**facts))
+    assert grants.policy.cost is cost
+
+
+def test_a_cost_is_never_forgotten_because_no_request_came(valved: Valved) -> None:
+    grants = grants_of(valved)
+    grants.pause(grants.wants(decoding(grants), facts_of()), Waiting(valved), is_done=True)
+    resume_after(grants, 20 * MS)
+    grants.delivered([("a", 1, True)], time.monotonic_ns())
+    cost = grants.policy.cost
+    for _ in range(10):
+        time.sleep(1_000)
+        grants.rested(time.monotonic_ns())
+        decoding(grants, ("b",), steps=1)
+        assert not grants.wants(time.monotonic_ns(), facts_of())
+        grants.delivered([("b", 1, True)], time.monotonic_ns())
+    assert grants.policy.cost is cost
 
 
 def test_another_target_is_learnt_anew(valved: Valved) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -43,25 +44,25 @@ class OpenRequest:
     last_ns: int = 0
     made: int = 0
     longest_ns: int = 0
-    longest_plain_ns: int = 0
-    """Of the gaps in which no prompt was computed: those that a pause could have made too long."""
+    plain: list[tuple[int, int]] = field(default_factory=list)
+    """The gaps in which no prompt was computed: those that a pause could have made too long."""
 
     def token(self, now_ns: int, prompted_ns: int) -> None:
         """`prompted_ns`: when the last prompt's step ended."""
         if self.made:
             self.longest_ns = max(self.longest_ns, now_ns - self.last_ns)
             if prompted_ns <= self.last_ns:
-                self.longest_plain_ns = max(self.longest_plain_ns, now_ns - self.last_ns)
+                self.plain.append((self.last_ns, now_ns))
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
         self.made += 1
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Any]:
         return {
             "arrived_s": self.arrived_ns / 1e9,
             "ttft_ms": (self.first_ns - self.arrived_ns) / MS,
             "tpot_ms": (self.last_ns - self.first_ns) / MS / max(1, self.made - 1),
             "longest_ms": self.longest_ns / MS,
-            "longest_plain_ms": self.longest_plain_ns / MS,
+            "plain": self.plain,
             "made": self.made,
             "first_ns": self.first_ns,
             "last_ns": self.last_ns,
@@ -192,6 +193,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     option(parser, "--sequence-us", 50, "The GPU time that each request adds to a step, in microseconds.")
     option(parser, "--seed", 1, "The seed of the drawn requests.")
     parser.add_argument("--hasty", action="store_true", help="Ask for pauses from the first step on.")
+    parser.add_argument("--stay", action="store_true", help="After the summary wait for SIGTERM.")
     parser.add_argument("--say-pauses", action="store_true", help="Print a line as each pause begins.")
     return parser.parse_args(argv)
 
@@ -203,7 +205,12 @@ def main(argv: list[str] | None = None) -> int:
     service.device.spin(1)
     threading.Thread(target=service.arrive, daemon=True).start()
     service.serve()
+    is_told = threading.Event()
+    if options.stay:
+        signal.signal(signal.SIGTERM, lambda *_: is_told.set())
     print(json.dumps(service.summary()), flush=True)
+    if options.stay:
+        is_told.wait()
     return 0
 
 

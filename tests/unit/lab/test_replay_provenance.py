@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from valve_tools.check import results
-from valve_tools.replay import provenance
+from valve_tools.lab.cotrain import page as cotrain
+from valve_tools.lab.granted import parts as granted
+from valve_tools.replay import code, provenance
 from valve_tools.replay.command import main
 from valve_tools.replay.report import Report, write
 
 from valved.config import Config
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 @pytest.fixture
@@ -74,6 +79,36 @@ def test_words_about_the_code_make_no_page_stale():
 
     assert provenance.code_of(told) == provenance.code_of(plain)
     assert provenance.code_of(told) != provenance.code_of(told.replace("return a", "return -a"))
+
+
+LABS = {
+    "granted.md": granted.sources,
+    **{f"cotrain/{name}.md": partial(cotrain.sources, name) for name in ("flexllm", "harli", "llmstation", "shared")},
+}
+
+
+@pytest.mark.parametrize("page", LABS)
+def test_no_page_of_a_lab_was_made_by_another_policy_or_simulator(page):
+    assert f"sha256 `{LABS[page]()}`" in (RESULTS / page).read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", LABS)
+@pytest.mark.parametrize(
+    "module",
+    [
+        "valve_tools.sim.machine",
+        "valve_tools.sim.traces",
+        "valve_tools.lab.granted.engine",
+        "valve_hook.policy.granting",
+    ],
+)
+def test_a_page_of_a_lab_never_passes_for_that_of_another_simulator(monkeypatch, page, module):
+    """Not only its own modules count: what they import made its figures, too."""
+    sources = LABS[page]
+    before, told = sources(), code._text
+    monkeypatch.setattr(code, "_text", lambda name: (told(name) or "") + "\nx = 1" if name == module else told(name))
+
+    assert sources() != before
 
 
 def test_the_check_never_lets_a_stale_page_pass(tmp_path, monkeypatch):

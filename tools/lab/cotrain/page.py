@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import valve_hook.cotrain
-import valve_hook.policy
 import valve_tools.lab.cotrain
 from valve_tools.lab.cotrain import harli, readings, shared
 from valve_tools.lab.cotrain.cells import MARGINS, Cell
-from valve_tools.replay.code import code_of
+from valve_tools.replay.code import sources_of
 from valve_tools.replay.svg import grouped_bars
 from valve_tools.sim.metrics import Claim
 
@@ -44,21 +41,16 @@ suits them, chosen in hindsight; ours, granted and idle get none. Tokens a secon
 Separate uses two. `ours_shared` trains the served base over one copy of the weights, as `temporal`, `chunked`,
 `llmstation` and `flexllm_greedy` do; the others can train any base, and have a copy of it.
 """
-COMMON = ("machines.py", "engine.py", "cells.py")
-OWN = {
-    "flexllm": ("steptables.py",),
-    "llmstation": ("llmstation_rest.py", "steptables.py"),
-}
+
+
+MORE = {"llmstation": ("llmstation_rest",)}
+"""What makes figures of a page beside the module of its name."""
 
 
 def sources(name: str) -> str:
     """A hash of what planned and simulated this page: other words about a planner make it no staler."""
-    digest = hashlib.sha256()
-    for package in (valve_hook.cotrain, valve_hook.policy, valve_tools.lab.cotrain):
-        for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
-            if package is not valve_tools.lab.cotrain or path.name in {*COMMON, *OWN.get(name, ()), f"{name}.py"}:
-                digest.update(path.name.encode() + code_of(path.read_text("utf-8")).encode())
-    return digest.hexdigest()[:16]
+    package = valve_tools.lab.cotrain.__name__
+    return sources_of(*(f"{package}.{module}" for module in (name, *MORE.get(name, ()))))
 
 
 def stale(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.lab.granted.page import claims, loosely, page
-from valve_tools.lab.granted.parts import PARTS, quick, sources
+from valve_tools.lab.granted.parts import PARTS, ROW_SEEDS, SEEDS, quick, sources
 from valve_tools.lab.granted.parts import swept as sweep_of
 from valve_tools.lab.granted.sweep import CellResult, split
 from valve_tools.sim.metrics import Claim
@@ -87,8 +87,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--traces", type=Path, help="folder of request traces")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for granted.json and granted.md")
     parser.add_argument("--load", help="one load alone: its figures")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--row-seeds", type=int, default=5, help="for one setting on every load")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--row-seeds", type=int, default=ROW_SEEDS, help="for one setting on every load")
     parser.add_argument("--from", dest="kept", type=Path, nargs="+", help="figures that are there already")
     parser.add_argument("--quick", action="store_true", help="generated traces, few cells, loose claims, no page")
     parser.add_argument("--jobs", type=int, default=2)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from valve_tools.lab.granted.engine import Bench, Load
 from valve_tools.lab.granted.sweep import COSTS_MS, GAPS_MS, OURS, TARGETS, CellResult, sweep
-from valve_tools.replay.code import code_of
+from valve_tools.replay.code import sources_of
 from valve_tools.replay.work import Workers, silent, spread
 from valve_tools.sim.generator import generate
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
@@ -68,7 +67,8 @@ QUICK = (("chat", 1, 400.0), ("tiny", 1, 300.0), ("rollout", 1, 600.0))
 QUICK_COSTS_MS = (0.5, 4.0)
 ROW = (2.0, 100.0, 0.5)
 """Target, gap and cost of the row that more seeds are run for."""
-WRITERS = ("__init__.py", "__main__.py", "page.py")
+SEEDS, ROW_SEEDS = 2, 5
+"""Of a page: for every cell, and for that row."""
 
 
 def load_of(folder: Path, part: Part, seed: int = 1) -> Load:
@@ -120,12 +120,4 @@ def quick() -> list[CellResult]:
 
 def sources() -> str:
     """A hash of what decided and simulated: another word about it, or another page of it, makes no figure stale."""
-    import valve_hook.policy
-    import valve_tools.lab.granted
-
-    digest = hashlib.sha256()
-    for package in (valve_hook.policy, valve_tools.lab.granted):
-        for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
-            if path.name not in WRITERS:
-                digest.update(path.name.encode() + code_of(path.read_text("utf-8")).encode())
-    return digest.hexdigest()[:16]
+    return sources_of(__name__)
