@@ -1,4 +1,4 @@
-"""What C says of an engine's cells is what numpy says, for any layout and any books: packets, table, counts."""
+"""What C says of an engine's cells is what numpy says, for any layout and any books: slots, packets, table, counts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from valved.abi.kv_files import KvTable
 from valved.abi.kv_link import RUN, KvLayoutPart
-from valved.cells.taking import BlockPlaces, CellRuns, Handles
+from valved.cells.taking import BlockPlaces, CellRuns, Handles, runs_of, spans_of
 from valved.kv.columns import Columns, Rank
 from valved.kv.moves import CUT_FROM, CUTS
-from valved.kv.orders import _as_runs
 from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, KvRangeBook, RangeKey, RangeSlots
 from valved.model.ids import ClientId, GpuIndex
 from valved.model.memory import KvTensor
@@ -63,19 +62,48 @@ def some(draw_from: st.DataObject, engine: Columns) -> np.ndarray:
     return np.array(order[: draw_from.draw(st.integers(0, engine.columns))], np.int64)
 
 
+def runs_in_numpy(slots: RangeSlots, names: np.ndarray = NOTHING, flags: int = 0) -> bytes:
+    """One run for neighbours in a range, by neighbouring names where names count."""
+    is_first = np.ones(len(slots), np.bool_)
+    is_first[1:] = (np.diff(slots.slots) != 1) | (np.diff(slots.of) != 0)
+    if names.size:
+        is_first[1:] |= np.diff(names) != 1
+    first = np.flatnonzero(is_first)
+    runs = np.zeros(len(first), RUN)
+    runs["handle"] = names[first] if names.size else 0
+    runs["range"] = np.array([book.key.number for book in slots.books])[slots.of][first]
+    runs["slot"], runs["flags"] = slots.slots[first], flags
+    runs["count"] = np.diff([*first.tolist(), len(slots)])
+    return runs.tobytes()
+
+
+def cells_in_numpy(engine: Columns, columns: np.ndarray, *, backed: bool) -> list[RangeSlots]:
+    found = []
+    for part in engine.parts:
+        standing = engine._at.rows[part.place]
+        is_so = standing >= 0 if backed else standing == NO_HANDLE
+        chosen = np.flatnonzero(np.isin(part.column, columns) & is_so)
+        found += [part.slots[chosen]] if chosen.size else []
+    return found
+
+
+def said(cells: list[RangeSlots]) -> list[tuple[RangeKey, list[int], list[int]]]:
+    return [(slots.owner.key, slots.of.tolist(), slots.slots.tolist()) for slots in cells]
+
+
 def in_numpy(slots: RangeSlots, cuts: tuple[float, ...]) -> list[tuple[list[int], list[int], bytes]]:
     count = len(slots)
     cuts = cuts if count >= CUT_FROM else ()
     edges = [0, *(edge for cut in cuts if (edge := round(count * cut)) < count), count]
     stages = [slots[first:last] for first, last in pairwise(edges)]
-    return [(one.of.tolist(), one.slots.tolist(), _as_runs(one, NOTHING, 0, *one.runs()).tobytes()) for one in stages]
+    return [(one.of.tolist(), one.slots.tolist(), runs_in_numpy(one)) for one in stages]
 
 
 @settings(max_examples=80)
 @given(engine=engines(), cuts=st.sampled_from(list(CUTS.values())), data=st.data())
 def test_the_slots_and_packets_of_a_reclaim_never_differ_from_those_of_numpy(engine, cuts, data):
     for columns in some(data, engine), some(data, engine):  # twice: nothing of the first is left
-        expected = {slots.owner.key: in_numpy(slots, cuts) for slots in engine.cells(columns, backed=True)}
+        expected = {slots.owner.key: in_numpy(slots, cuts) for slots in cells_in_numpy(engine, columns, backed=True)}
         taken = {part.slots.owner.key: part.runs.take(columns, cuts, CUT_FROM) for part in engine.parts}
         found = {
             owner: [(of.tolist(), slots.tolist(), raw) for of, slots, raw in stages]
@@ -86,6 +114,28 @@ def test_the_slots_and_packets_of_a_reclaim_never_differ_from_those_of_numpy(eng
         for stages in taken.values():
             for _, slots, raw in stages:
                 assert int(np.frombuffer(raw, RUN)["count"].sum()) == len(slots)
+
+
+@settings(max_examples=80)
+@given(engine=engines(), data=st.data())
+def test_the_slots_and_packets_of_a_move_never_differ_from_those_of_numpy(engine, data):
+    """What is given has names, and what is made sparse has addresses."""
+    columns = some(data, engine)
+    for backed in True, False:
+        cells = engine.cells(columns, backed=backed)
+        assert said(cells) == said(cells_in_numpy(engine, columns, backed=backed))
+        for slots in cells:
+            count = len(slots)
+            shuffled = slots[np.array(data.draw(st.permutations(range(count))), np.int64)]
+            names = np.array(data.draw(st.lists(st.integers(1, 12), min_size=count, max_size=count)), np.int64)
+            for one in slots, shuffled:
+                assert one.runs(names, 5) == runs_in_numpy(one, names, 5)
+                assert one.runs() == runs_in_numpy(one)
+            in_order = slots[np.lexsort((slots.slots, slots.of))]
+            runs = np.frombuffer(runs_in_numpy(in_order), RUN)
+            bases = {book.key.number: book.base for book in slots.books}
+            spans = [(bases[int(run["range"])] + int(run["slot"]) * HANDLE, int(run["count"]) * HANDLE) for run in runs]
+            assert shuffled.spans() == spans
 
 
 @settings(max_examples=80)
@@ -123,7 +173,7 @@ def test_how_far_handles_reach_never_differs_from_what_numpy_says(engine, missin
 
     bare = {gpu: np.zeros(engine.columns, np.int64) for gpu in engine.gpus}
     for column in range(engine.columns):
-        for slots in engine.cells(np.array([column]), backed=False):
+        for slots in cells_in_numpy(engine, np.array([column]), backed=False):
             bare[slots.owner.gpu][column] += len(slots)
     assert engine.lacking(columns) == {gpu: int(bare[gpu][columns].sum()) for gpu in engine.gpus}
     room = {gpu: data.draw(st.integers(0, 20)) for gpu in engine.gpus}
@@ -141,6 +191,12 @@ def test_a_column_that_is_none_is_never_looked_up(column):
     for refuses in (
         lambda: cells.take(none, (), 8),
         lambda: cells.take(here, (0.2, 0.4, 0.6, 0.8), 1),
+        lambda: cells.slots(none, 0, 9),
+        lambda: runs_of(none, here, NOTHING, [0, 0]),
+        lambda: spans_of(none, here, [0, 0], HANDLE),
+        lambda: runs_of(here[:1], here, NOTHING, [0, 0]),
+        lambda: runs_of(here, here, here[:1], [0, 0]),
+        lambda: spans_of(here[:1], here, [0, 0], HANDLE),
         lambda: table.lose(BlockPlaces(2, here, np.arange(3)), none, 1),
         lambda: handles.reach(none, {GpuIndex(0): 5}),
         lambda: handles.fitting(GpuIndex(0), none, 5),

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from valved.abi.kv_link import KvHow, KvNeed, KvOp, KvSpan
 from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
-from valved.kv import orders
 from valved.kv.moves import MovePlan
+from valved.kv.pool import Place, PlannedRows
 from valved.kv.slots import NO_HANDLE, NOTHING, KvRangeBook, RangeKey, RangeSlots
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, Role
@@ -75,14 +75,14 @@ def test_planning_never_changes_the_books(world):
 def test_who_waits_for_memory_never_waits_for_a_packet_to_be_put_together(world, monkeypatch):
     offline, online = beside(world)
     made = []
-    as_runs, ranges = orders._as_runs, world.kv.books.pool.ranges
+    runs, ranges = RangeSlots.runs, world.kv.books.pool.ranges
 
-    def as_runs_noted(slots, *arguments):
+    def runs_noted(slots, *arguments):
         if ranges.get(slots.owner.key) is slots.owner:  # not of a world that is being dropped
             made.append("made")
-        return as_runs(slots, *arguments)
+        return runs(slots, *arguments)
 
-    monkeypatch.setattr(orders, "_as_runs", as_runs_noted)
+    monkeypatch.setattr(RangeSlots, "runs", runs_noted)
     for engine in world.kv.books.engines.values():
         for part in engine.parts:
             take = part.runs.take
@@ -150,21 +150,43 @@ def test_handles_that_come_otherwise_than_expected_never_spoil_what_is_given(wor
     _, online = beside(world)
     pool = world.kv.books.pool
     expected = []
-    next_rows = pool.next_rows
+    pick = PlannedRows.pick
 
-    def guessed(*arguments):
-        rows = next_rows(*arguments)
+    def guessed(planned, *arguments):
+        """None of what is free by then."""
+        rows = pick(planned, *arguments)
         expected.append(rows)
-        for free in pool._free.values():
-            free.reverse()
-        return rows[::-1].copy()
+        return np.flatnonzero(pool._place == Place.MAPPED)[-len(rows) :]
 
-    monkeypatch.setattr(pool, "next_rows", guessed)
+    monkeypatch.setattr(PlannedRows, "pick", guessed)
     rings(online)
     world.run(200)
 
     assert expected
     assert len(online.backed()) >= 40
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as planned", "the other way round"])
+def test_a_plan_is_never_thrown_away_because_its_handles_are_free_in_another_order(tmp_path, monkeypatch, order):
+    """All stages at once: the pool gives what became free last, so the first stage would get the last one's handles."""
+    world = node(tmp_path)
+    beside(world)
+    [offline], [online] = (world.kv.books.engines_with(role) for role in (Role.OFFLINE, Role.ONLINE))
+    pool, moves = world.kv.books.pool, world.kv.moves
+    [slots] = offline.cells(np.flatnonzero(offline.takeable())[:4], backed=True)
+    rows, half = slots.standing(), len(slots) // 2
+    plan = moves.plan_giving(online, online.bare_columns()[:4], [rows[:half], rows[half:]])
+    planned = [draft for stage in plan.stages for part in stage for draft in part.drafts]
+    pool.lift(slots[::order])
+    monkeypatch.setattr(RangeSlots, "runs", lambda *_: pytest.fail("a packet was made anew"))
+
+    ahead, left = moves.give_ahead(plan)
+    given = [*ahead, *moves.give_columns(online, left.columns, left)]
+
+    assert len(ahead) == len(plan.stages) - 1 > 0
+    assert [order.names.tolist() for order in given] == [draft.names.tolist() for draft in planned]
+    assert all(np.array_equal(order.names, pool.names(order.rows)) for order in given)
+    pool.check_integrity()
 
 
 def test_no_packet_ever_names_a_handle_whose_place_in_the_pool_is_another_ones_by_now(world):

@@ -140,16 +140,16 @@ def test_a_look_that_fails_never_leaves_offline_work_stopped(world, monkeypatch)
 
 def test_a_stop_ahead_that_fails_half_way_never_leaves_offline_work_stopped(world, monkeypatch):
     _, online = beside(world)
-    look, fails = world.gating.permits.look_at_all, [True]
+    tell, fails = world.gating._tell_opened, [True]
 
-    def look_and_fail():
-        look()
+    def tell_and_fail():
+        tell()
         if fails and is_held(world):
             fails.pop()
             raise RuntimeError("what follows the hold")
 
     with monkeypatch.context() as patched:
-        patched.setattr(world.gating.permits, "look_at_all", look_and_fail)
+        patched.setattr(world.gating, "_tell_opened", tell_and_fail)
         with pytest.raises(RuntimeError):
             rings(online, 40)
         assert not is_held(world)
@@ -277,6 +277,21 @@ def test_moving_memory_never_goes_by_an_old_view_of_what_it_holds(world):
 
     turn.calm()
     assert not is_held(world)
+
+
+def test_a_move_of_memory_never_has_every_service_looked_at(world, monkeypatch):
+    """A permission to wake rests on nothing that it changes, and a node may have a hundred services."""
+    _, online = beside(world)
+    looks, look_soon = [], world.gating.permits.look_soon
+    monkeypatch.setattr(world.gating.permits, "look_soon", lambda *arguments: looks.append(1) or look_soon(*arguments))
+
+    rings(online, 40)
+    assert is_held(world)
+    while is_held(world):
+        world.run(1)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+    assert looks == []
 
 
 def test_a_machine_that_has_just_booted_never_takes_no_ring_for_one_long_ago(world):

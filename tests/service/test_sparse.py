@@ -15,7 +15,7 @@ from scarce import left
 from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
-from valved.kv.outside import UNHEARD, runs_of
+from valved.kv.outside import UNHEARD
 from valved.kv.slots import KvRangeBook, RangeKey, RangeSlots
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Remap
@@ -85,7 +85,7 @@ def test_neighbours_are_taken_in_one_call():
         key=RangeKey(1, 1), gpu=0, base=BASE, handle_bytes=2 * MIB, is_elastic=True, at=np.zeros(9, np.int64)
     )
 
-    runs = runs_of(RangeSlots.of_range(book, np.array([8, 1, 2, 0, 5])))
+    runs = RangeSlots.of_range(book, np.array([8, 1, 2, 0, 5])).spans()
 
     assert runs == [(BASE, 6 * MIB), (BASE + 10 * MIB, 2 * MIB), (BASE + 16 * MIB, 2 * MIB)]
 

@@ -1,6 +1,6 @@
 /*
  * What a reclaim asks of an engine's cells, in C because a service waits for it: numpy costs 5 to 10 us a call in cold
- * caches. Pure, but for the caller's arrays; allocates nothing.
+ * caches. Pure, but for the caller's arrays.
  */
 #include <stdint.h>
 
@@ -20,6 +20,34 @@ struct valve_cells {
 	int64_t *out_slot;
 	int64_t *out_runs;
 };
+
+/*
+ * The cells in these columns where from `lowest` to `highest` stands: out_of and out_slot. Returns how many there are;
+ * -1 for a column that is none.
+ */
+int64_t valve_cells_slots(const struct valve_cells *cells, const int64_t *columns, int64_t wanted,
+                          int64_t lowest, int64_t highest);
+
+/* Slots in the order in which they are ordered. */
+struct valve_slots {
+	int64_t count;
+	const int64_t *of; /* which range */
+	const int64_t *slot;
+	const int64_t *names;   /* of what is to be mapped; NULL for none */
+	const int64_t *numbers; /* of each range, as its client counts */
+	int64_t flags;
+	int64_t *out_runs; /* results, [count], as in valve_cells */
+};
+
+/* Their runs: neighbours, by neighbouring names where names count. How many; -1 for one of no range. */
+int64_t valve_slots_runs(const struct valve_slots *slots, int64_t ranges);
+
+/*
+ * Where slots lie, in order of their addresses, with one span for neighbours of a range: address and bytes, in `out`,
+ * [2 * count]. `bases`: of each range; `size`: of a slot. Returns how many spans; -1 for a slot of no range.
+ */
+int64_t valve_slots_spans(const int64_t *of, const int64_t *slot, int64_t count, const uint64_t *bases,
+                          int64_t ranges, uint64_t size, uint64_t *out);
 
 /*
  * The cells in these columns that have a handle, and their runs of neighbours. `cuts` are parts of their number, rising;

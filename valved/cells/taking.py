@@ -57,6 +57,34 @@ class CellRuns:
             slot, run = last, upto
         return found
 
+    def slots(self, columns: Ints, lowest: int, highest: int) -> tuple[Ints, Ints]:
+        """Where so much stands in these columns, by range and slot."""
+        wanted = ffi.from_buffer("int64_t[]", columns)
+        count = _checked(lib.valve_cells_slots(self._cells, wanted, len(wanted), lowest, highest))
+        return self._of[:count].copy(), self._slot[:count].copy()
+
+
+def runs_of(of: Ints, slots: Ints, names: Ints, numbers: Sequence[int], flags: int = 0) -> bytes:
+    """As they stand in a packet. `names`: none, or one for each slot; `numbers`: the client's, of each range."""
+    count = len(slots)
+    kept = [_ints(of), _ints(slots), _ints(names) if len(names) else ffi.NULL, ffi.new("int64_t[]", numbers)]
+    if len(of) != count or len(names) not in (0, count):
+        raise IndexError(f"{len(of)} ranges and {len(names)} names for {count} slots")
+    out = ffi.new("int64_t[]", 3 * count)
+    runs = lib.valve_slots_runs(ffi.new("struct valve_slots *", [count, *kept, flags, out]), len(numbers))
+    raw: bytes = ffi.buffer(out, RUN_BYTES * _checked(runs))[:]
+    return raw
+
+
+def spans_of(of: Ints, slots: Ints, bases: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Address and bytes: neighbours are one span. `bases`: of each range; `size`: of a slot."""
+    if len(of) != len(slots):
+        raise IndexError(f"{len(of)} ranges for {len(slots)} slots")
+    out = ffi.new("uint64_t[]", 2 * len(slots))
+    count = lib.valve_slots_spans(_ints(of), _ints(slots), len(slots), bases, len(bases), size, out)
+    words = iter(ffi.unpack(out, 2 * _checked(count)))
+    return list(zip(words, words, strict=True))
+
 
 class Handles:
     """A number of handles for each column, on each of some GPUs."""
@@ -118,7 +146,7 @@ def _cuts(cuts: tuple[float, ...]) -> Any:
 
 def _checked(found: int) -> int:
     if found < 0:
-        raise IndexError("a column that is none")
+        raise IndexError("a column or a range that is none")
     return found
 
 

@@ -197,7 +197,8 @@ class GateService:
         if gpus == held:
             return
         if gpus:
-            self.let(self._let - gpus)
+            if self._let & gpus:
+                self.let(self._let - gpus)
             self._gate.put_service(service, gpus)
         else:
             self._gate.remove_service(service)
@@ -205,10 +206,12 @@ class GateService:
             self.gpus[gpu].release(service, now_ns)
         book_hold(self.gpus, service, gpus, now_ns)
         self.drain()
+        if service is MEMORY_SERVICE:  # a permission rests on nothing that a move of memory changes
+            self._tell_opened()
+            return
         self.permits.look_at_all()
         self._tell_opened()
-        if service is not MEMORY_SERVICE:
-            self.listener.standing_changed()
+        self.listener.standing_changed()
 
     # Stamps: what the native side did
 

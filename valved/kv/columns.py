@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valved.abi.kv_link import KvLayoutPart
-from valved.cells.taking import BlockPlaces, CellRuns, Handles
+from valved.cells.taking import LARGEST, BlockPlaces, CellRuns, Handles
 from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
 from valved.model.ids import ClientId, GpuIndex
 from valved.model.memory import ColumnPick, KvLayout, KvRange
@@ -235,16 +235,9 @@ class Columns:
 
     def cells(self, columns: Ints, *, backed: bool) -> list[RangeSlots]:
         """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
-        is_wanted = np.zeros(self.columns, np.bool_)
-        is_wanted[columns] = True
-        found = []
-        for part in self.parts:
-            standing = self._at.rows[part.place]
-            is_so = standing >= 0 if backed else standing == NO_HANDLE
-            (chosen,) = (is_wanted[part.column] & is_so).nonzero()
-            if chosen.size:
-                found.append(part.slots[chosen])
-        return found
+        wanted = (0, LARGEST) if backed else (NO_HANDLE, NO_HANDLE)
+        chosen = ((part.slots.books, *part.runs.slots(columns, *wanted)) for part in self.parts)
+        return [RangeSlots(books=books, of=of, slots=slots) for books, of, slots in chosen if slots.size]
 
     def bare_handles(self) -> Handles:
         """How many handles each column lacks that are not ordered yet."""

@@ -15,6 +15,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.outside import Outside, Packed
+from valved.kv.pool import PlannedRows
 from valved.kv.slots import NO_HANDLE, NOTHING, Ints, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.ways import Ways
@@ -87,7 +88,7 @@ class Moves:
         on_gpu: Counter[GpuIndex] = Counter()
         for (gpu, domain), count in wanted.items():
             on_gpu[gpu] += count
-            if len(self._books.pool.next_rows(gpu, domain, count)) < count:
+            if self._books.pool.free_in(gpu, domain) < count:
                 return False
         return all(count <= self._supply.affordable(gpu, engine.service) for gpu, count in on_gpu.items())
 
@@ -95,19 +96,19 @@ class Moves:
         self, cells: Iterable[RangeSlots], how: KvHow = KvHow.AT_ONCE, drafted: Iterable[Packed] = ()
     ) -> list[Order]:
         """Order these slots to be backed: free handles first, then new ones as far as there is room. `drafted`: for
-        these, if they get the handles that were expected.
+        these, if the handles that were planned for them are free.
 
         A free handle of another trust domain goes back to the driver, and makes room for a new one.
         """
-        orders: list[Order] = []
+        pool, orders = self._books.pool, list[Order]()
         for slots, part in zip_longest(cells, drafted):
-            book = slots.book
-            rows = self._books.pool.take(book.gpu, book.domain, len(slots))
-            short = len(slots) - len(rows)
-            is_as_drafted = part is not None and np.array_equal(self._books.pool.names(rows), part.names)
-            drafts = part.drafts if part is not None and is_as_drafted else None
-            orders += self._books.orders.back(slots[: len(rows)], rows, how, drafts)
-            if short:
+            if part is not None and pool.take_planned(part.rows, part.names):
+                orders += self._books.orders.back(slots[: len(part.rows)], part.rows, how, part.drafts)
+                slots = slots[len(part.rows) :]
+            book = slots.owner
+            rows = pool.take(book.gpu, book.domain, len(slots)) if len(slots) else NOTHING
+            orders += self._books.orders.back(slots[: len(rows)], rows, how) if len(rows) else []
+            if short := len(slots) - len(rows):
                 self._counters.remade_handles += self._supply.trim(book.gpu, short, book.domain)
                 rest = slots[len(rows) : len(rows) + self._supply.make(book.gpu, short)]
                 orders += self._books.orders.create(rest, how)
@@ -154,20 +155,19 @@ class Moves:
     def plan_giving(self, engine: Engine, columns: Ints, coming: list[Ints]) -> MovePlan:
         """`coming`: handles that will be free, stage by stage. All stages but the last back whole columns, as far as
         there are handles for them by then, or a part of the first one."""
-        pool = self._books.pool
         stages: list[list[Packed]] = []
         rests: list[RangeSlots] = []
-        done, rows, taken = 0, NOTHING, NOTHING
+        done, free, picked = 0, PlannedRows(self._books.pool), Counter[GpuIndex]()
         for number, more in enumerate(coming, 1):
             is_last = number == len(coming)
-            rows = np.concatenate([rows, more])
-            free = {gpu: pool.free_handles(gpu, rows) for gpu in engine.gpus}
-            upto = len(columns) if is_last else max(1, engine.fitting(columns, free))
+            free.come(more)
+            within_reach = {gpu: picked[gpu] + free.count(gpu) for gpu in engine.gpus}
+            upto = len(columns) if is_last else max(1, engine.fitting(columns, within_reach))
             cells = [*rests, *engine.cells(columns[done:upto], backed=False)]
             stage, rests, done = [], [], max(done, upto)
             for slots in cells:
-                mine = pool.next_rows(slots.owner.gpu, slots.owner.domain, len(slots), rows, taken)
-                taken = np.concatenate([taken, mine])
+                mine = free.pick(slots.owner.gpu, slots.owner.domain, len(slots))
+                picked[slots.owner.gpu] += len(mine)
                 here = len(slots) if is_last else len(mine)
                 stage += [self._pack(slots[:here], mine)] if here else []
                 rests += [slots[here:]] if here < len(slots) else []
@@ -175,8 +175,9 @@ class Moves:
         return MovePlan(engine=engine, columns=columns, stages=stages)
 
     def _pack(self, slots: RangeSlots, rows: Ints) -> Packed:
-        drafts = self._books.orders.draft_back(slots[: len(rows)], rows)
-        return Packed(slots=slots, drafts=drafts, names=self._books.pool.names(rows))
+        names = self._books.pool.names(rows)
+        drafts = self._books.orders.draft_back(slots[: len(rows)], names)
+        return Packed(slots=slots, drafts=drafts, rows=rows, names=names)
 
     # What is under way
 

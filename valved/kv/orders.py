@@ -28,7 +28,7 @@ from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
 assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8, 12], "see _as_entries"  # type: ignore[index]
-assert [RUN.fields[name][1] for name in RUN.names] == [0, 8, 12, 16, 20], "see _as_runs"  # type: ignore[index,union-attr]
+assert [RUN.fields[name][1] for name in RUN.names] == [0, 8, 12, 16, 20], "see cells.c"  # type: ignore[index,union-attr]
 
 
 class Send(Protocol):
@@ -103,7 +103,7 @@ class Orders:
         just these."""
         orders: list[Order] = []
         first = 0
-        for draft in self.draft_back(slots, rows) if drafts is None else drafts:
+        for draft in self.draft_back(slots, self.pool.names(rows)) if drafts is None else drafts:
             part = rows[first : first + len(draft.slots)]
             order = self._give(draft, KvOp.BACK, how, self.pool.fds(part))
             order.rows = part
@@ -111,8 +111,7 @@ class Orders:
             first += len(part)
         return orders
 
-    def draft_back(self, slots: RangeSlots, rows: Ints) -> list[Draft]:
-        names = self.pool.names(rows)
+    def draft_back(self, slots: RangeSlots, names: Ints) -> list[Draft]:
         return [self._draft(slots[part], names[part], ZERO) for part in self._parts(slots)]
 
     def create(self, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
@@ -138,7 +137,7 @@ class Orders:
         if raw is None:
             if not slots.slots.size or not self.takes_runs(slots.owner.key.client):
                 return [self._draft(slots[part], NOTHING, 0) for part in self._parts(slots)]
-            raw = _as_runs(slots, NOTHING, 0, *slots.runs()).tobytes()
+            raw = slots.runs()
         if len(raw) <= RUN.itemsize * MAX_RUNS:
             return [Draft(slots=slots, names=NOTHING, kind=LinkType.KV_RUNS, raw=raw)]
         counts = np.frombuffer(raw, RUN)["count"].astype(np.int64)
@@ -174,9 +173,7 @@ class Orders:
     def _draft(self, slots: RangeSlots, names: Ints, flags: int) -> Draft:
         if not slots.slots.size or not self.takes_runs(slots.owner.key.client):
             return Draft(slots=slots, names=names, kind=LinkType.KV_ORDER, raw=_as_entries(slots, names, flags))
-        first, counts = slots.runs(names if names.size else None)
-        raw = _as_runs(slots, names, flags, first, counts).tobytes()
-        return Draft(slots=slots, names=names, kind=LinkType.KV_RUNS, raw=raw)
+        return Draft(slots=slots, names=names, kind=LinkType.KV_RUNS, raw=slots.runs(names, flags))
 
     def _give(self, draft: Draft, op: KvOp, how: KvHow, fds: tuple[int, ...] = ()) -> Order:
         slots, number = draft.slots, self._next
@@ -336,12 +333,3 @@ def _as_entries(slots: RangeSlots, names: Ints, flags: int) -> bytes:
     entries[:, 0] = names if len(names) else 0
     entries[:, 1] = slots.slots + (flags << 32)
     return entries.tobytes()
-
-
-def _as_runs(slots: RangeSlots, names: Ints, flags: int, first: Ints, counts: Ints) -> Ints:
-    """By where each run begins, and how long it is."""
-    runs = np.empty((first.size, 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
-    runs[:, 0] = names[first] if names.size else 0
-    runs[:, 1] = slots.each([book.key.number for book in slots.books])[first] + (slots.slots[first] << 32)
-    runs[:, 2] = counts + (flags << 32)
-    return runs

@@ -50,7 +50,8 @@ class Packed:
 
     slots: RangeSlots
     drafts: list[Draft]
-    names: Ints = field(default_factory=lambda: NOTHING)  # of what will be mapped there
+    rows: Ints = field(default_factory=lambda: NOTHING)  # of the handles that will be mapped there ...
+    names: Ints = field(default_factory=lambda: NOTHING)  # ... and their names
     runs: list[Runs] = field(default_factory=list)  # of each draft, where valved makes the memory sparse itself
 
 
@@ -202,8 +203,8 @@ class Outside:
         planned: list[Packed] = []
         for slots, raw in stages:
             drafts = self._orders.draft_away(slots, raw if knows_runs else None)
-            runs = [runs_of(one.slots) for one in drafts] if is_ours else []
-            planned.append(Packed(slots=slots, drafts=drafts, names=NOTHING, runs=runs))
+            runs = [one.slots.spans() for one in drafts] if is_ours else []
+            planned.append(Packed(slots=slots, drafts=drafts, rows=NOTHING, names=NOTHING, runs=runs))
         return planned
 
     def take(self, part: Packed) -> list[Order]:
@@ -216,7 +217,7 @@ class Outside:
             return []
         orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE, part.drafts)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            runs = part.runs or [runs_of(order.slots) for order in orders]
+            runs = part.runs or [order.slots.spans() for order in orders]
             orders[-1].arrived.then(lambda: self._make(way, orders, runs))
         return orders
 
@@ -280,13 +281,3 @@ class Outside:
         self._ways.clear()
         for key in list(self._waiting):
             self._forget_waiting(key)
-
-
-def runs_of(slots: RangeSlots) -> Runs:
-    """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
-    ordered = slots[np.lexsort((slots.slots, slots.of))]
-    size = slots.book.handle_bytes
-    first, counts = ordered.runs()
-    bases = [book.base for book in slots.books]
-    begins = zip(ordered.of[first].tolist(), ordered.slots[first].tolist(), counts.tolist(), strict=True)
-    return [(bases[of] + slot * size, count * size) for of, slot, count in begins]

@@ -27,6 +27,32 @@ from valved.machine.ports import CloserPort
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
 
+class FreeRows(defaultdict[tuple[GpuIndex, int], list[int]]):
+    """By GPU and the number of a trust domain: what became free last is taken first."""
+
+    def add(self, rows: Ints, gpus: Ints, domains: Ints) -> None:
+        for gpu, domain in set(zip(gpus.tolist(), domains.tolist(), strict=True)):  # as a rule one: of one order
+            self[GpuIndex(gpu), domain] += rows[(gpus == gpu) & (domains == domain)].tolist()
+
+    def pick(self, place: tuple[GpuIndex, int], most: int) -> Ints:
+        free = self[place]
+        first = len(free) - min(most, len(free))
+        rows = np.array(free[first:], dtype=np.int64)
+        del free[first:]
+        return rows
+
+    def take_out(self, place: tuple[GpuIndex, int], rows: list[int]) -> None:
+        free = self[place]
+        if free[-len(rows) :] == rows:
+            del free[-len(rows) :]
+        else:
+            taken = set(rows)
+            free[:] = [row for row in free if row not in taken]
+
+    def count(self, gpu: GpuIndex) -> int:
+        return sum([len(rows) for (place, _), rows in self.items() if place == gpu])
+
+
 class Place(enum.IntEnum):
     GONE = 0  # the row is not in use
     FREE = 1
@@ -52,7 +78,7 @@ class Pool:
         self._unused = list(range(63, -1, -1))
         self._domain = np.zeros(64, np.int64)  # in which it was made, as a number
         self._domains: dict[str, int] = {}
-        self._free: defaultdict[tuple[GpuIndex, int], list[int]] = defaultdict(list)
+        self._free = FreeRows(list)
         self._orphans: dict[ProcessId, Ints] = {}
 
     # Ranges
@@ -77,18 +103,17 @@ class Pool:
         """Up to `most` free handles of a trust domain; they are moving until `land`, `free` or `drop`."""
         return self._take_from((gpu, self._number(domain)), most)
 
-    def next_rows(self, gpu: GpuIndex, domain: str, most: int, coming: Ints = NOTHING, taken: Ints = NOTHING) -> Ints:
-        """What `take` would give once `coming` are free, too, in this order, and `taken` are not any more."""
-        number = self._domains.get(domain, -1)
-        mine = coming[(self._gpu[coming] == gpu) & (self._domain[coming] == number)]
-        rows = np.array([*self._free.get((gpu, number), ()), *mine.tolist()], dtype=np.int64)
-        rows = rows[~np.isin(rows, taken)] if len(taken) else rows
-        return rows[max(0, len(rows) - most) :]
+    def take_planned(self, rows: Ints, names: Ints) -> bool:
+        """Just these, in whatever order they became free. False: one is not free, or not the handle that it was."""
+        if not ((self._place[rows] == Place.FREE).all() and np.array_equal(self._name[rows], names)):
+            return False
+        if len(rows):  # of one GPU and domain, as a handle stays there
+            self._free.take_out((GpuIndex(int(self._gpu[rows[0]])), int(self._domain[rows[0]])), rows.tolist())
+        self._place[rows] = Place.MOVING
+        return True
 
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
-        free = self._free[place]
-        rows = np.array(free[len(free) - min(most, len(free)) :], dtype=np.int64)
-        del free[len(free) - len(rows) :]
+        rows = self._free.pick(place, most)
         self._place[rows] = Place.MOVING
         return rows
 
@@ -131,11 +156,7 @@ class Pool:
     def free(self, rows: Ints) -> None:
         self._place[rows] = Place.FREE
         self._home[rows] = 0
-        gpus, domains = self._gpu[rows], self._domain[rows]
-        while len(rows):  # as a rule once: what one order frees lies on one GPU, in one domain
-            is_there = (gpus == gpus[0]) & (domains == domains[0])
-            self._free[GpuIndex(int(gpus[0])), int(domains[0])] += rows[is_there].tolist()
-            rows, gpus, domains = rows[~is_there], gpus[~is_there], domains[~is_there]
+        self._free.add(rows, self._gpu[rows], self._domain[rows])
 
     def drop(self, rows: Ints, *, is_awaited: bool = False) -> None:
         """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back.
@@ -228,9 +249,11 @@ class Pool:
 
     # Questions
 
-    def free_handles(self, gpu: GpuIndex, coming: Ints = NOTHING) -> int:
-        soon = int((self._gpu[coming] == gpu).sum()) if len(coming) else 0
-        return soon + sum([len(rows) for (place, _), rows in self._free.items() if place == gpu])
+    def free_in(self, gpu: GpuIndex, domain: str) -> int:
+        return len(self._free.get((gpu, self._domains.get(domain, -1)), ()))
+
+    def free_handles(self, gpu: GpuIndex) -> int:
+        return self._free.count(gpu)
 
     def count(self, gpu: GpuIndex) -> int:
         """All handles of this GPU."""
@@ -285,3 +308,18 @@ class Pool:
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._fd = np.concatenate([self._fd, np.full(old, -1, np.int64)])
         self._unused += range(2 * old - 1, old - 1, -1)
+
+
+class PlannedRows:
+    """The free handles of a pool, and those that will be. It stands in no book."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._free = FreeRows(list, {place: list(rows) for place, rows in pool._free.items()})
+        self.count = self._free.count
+
+    def come(self, rows: Ints) -> None:
+        self._free.add(rows, self._pool._gpu[rows], self._pool._domain[rows])
+
+    def pick(self, gpu: GpuIndex, domain: str, most: int) -> Ints:
+        return self._free.pick((gpu, self._pool._domains.get(domain, -1)), most)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from valved.cells.taking import runs_of, spans_of
 from valved.model.ids import ClientId, GpuIndex
 
 Ints = NDArray[np.int64]
@@ -115,18 +116,13 @@ class RangeSlots:
     def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
         return self.each([one is book for one in self.books]).astype(np.bool_)
 
-    def runs(self, names: Ints | None = None) -> tuple[Ints, Ints]:
-        """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is."""
-        count, of, slots = self.slots.size, self.of, self.slots
-        is_first = np.empty(count, np.bool_)
-        is_first[:1] = True
-        is_first[1:] = (slots[1:] - slots[:-1] != 1) | (of[1:] != of[:-1])
-        if names is not None:
-            is_first[1:] |= names[1:] - names[:-1] != 1
-        (first,) = is_first.nonzero()
-        counts = np.empty_like(first)
-        counts[:-1], counts[-1:] = first[1:], count
-        return first, counts - first
+    def runs(self, names: Ints = NOTHING, flags: int = 0) -> bytes:
+        """Neighbours in one range, by neighbouring names where names count, as they stand in a packet."""
+        return runs_of(self.of, self.slots, names, [book.key.number for book in self.books], flags)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Address and bytes of neighbours: a call costs the same for one handle and for all."""
+        return spans_of(self.of, self.slots, [book.base for book in self.books], self.owner.handle_bytes)
 
     def standing(self) -> Ints:
         """What stands there."""
