@@ -26,7 +26,7 @@ from valved.gate.wake import GateService
 from valved.gate.worth import Worths
 from valved.kv.lend import Shares
 from valved.machine.clock import Clock
-from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, ProverPort, WorkPort
+from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, PromptPort, ProverPort, WorkPort
 from valved.machine.signals import SignalPort
 from valved.model.events import EventKind
 from valved.model.states import DriverState
@@ -61,6 +61,9 @@ class Outer:
     prover: ProverPort
     uvm: OutsidePort
     work: WorkPort
+    disk: WorkPort  # for what may wait for a disk: one job at a time, in order
+    prompt: PromptPort
+    event_disk: WorkPort  # of trace and audit: another disk, maybe
     closer: CloserPort  # of memory alone: descriptors of strangers may hang for ever, and memory must go back
     signals: SignalPort
     fd_limit: int
@@ -104,18 +107,18 @@ class Daemon:
 
 def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     gate, processes, clock = outer.gate, outer.processes, outer.clock
-    journal = Journal(clock, config.ring_events, outer.files)
+    journal = Journal(clock, config.ring_events, outer.files, outer.event_disk)
     books = Books()
     gating = GateService(gate, books, journal, clock, _settings(config), NodeCounters())
     rooms = (gate, books, gating, journal, clock, processes)
     slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
-    limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir))
+    limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir, outer.prompt))
     register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
     endings = Endings(gating, journal, clock, processes, outer.signals, register.let_die)
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, processes, endings)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
     leaving = Leaving(config, books, register, journal, clock, processes, outer.signals, endings, ladder)
-    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
+    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, outer.prompt, kv)
     handover = Handover(
         run_dir / paths.STATE_FILE,
         gate,
@@ -127,6 +130,8 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         processes,
         outer.boot,
         ladder,
+        outer.disk,
+        outer.prompt,
         kv,
         is_ours=outer.is_ours,
     )
@@ -138,7 +143,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
     granting = Granting(gate.granting, gating, books, consents.of, leftovers.bar_grants, slices, worths)
-    sharing = SharedWeights(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
+    sharing = SharedWeights(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE, outer.prompt)
     reporter = Reporter(
         gate,
         books,
@@ -158,7 +163,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     switches = (gating, register, brake, reporter, handover, journal, consents)
     node = Node(*switches, lease_ns=config.lease_ns, stop=outer.stop)
     gating.listener = GateNews(books, register, ladder, granting, sharing, handover, kv)
-    register.listener = ClientsNews(handover, node, journal, run_dir, kv)
+    register.listener = ClientsNews(handover, node, journal, run_dir, outer.prompt, kv)
     return Daemon(
         gate=gate,
         clock=clock,

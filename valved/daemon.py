@@ -26,7 +26,7 @@ from valved.config import Config, group_id
 from valved.machine.cards import CardReader
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
-from valved.machine.helpers import Closer, Worker
+from valved.machine.helpers import Closer, Helpers, Prompt, Worker, heard
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
@@ -36,6 +36,7 @@ from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
 from valved.model.ids import Mode
+from valved.model.plain import plain
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, keep_reading, leave_nobody_standing, settled
@@ -67,6 +68,9 @@ def _outer(
         prover=prover,
         uvm=UvmDoors(loop),
         work=Worker(loop),
+        disk=Worker(loop, Helpers("valved-disk", 1)),
+        prompt=Prompt(),
+        event_disk=Worker(loop, Helpers("valved-events", 1)),
         closer=Closer(),
         signals=Signals(processes, clock, Thawer(loop)),
         fd_limit=raise_fd_limit() if config.memory.enabled else 0,
@@ -91,13 +95,28 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
         daemon.journal.emit(EventKind.NOTED, reason=problem)
     if saved is not None:
         daemon.handover.restore(saved, config.link.come_back_s)
-    else:
-        daemon.handover.save()  # unsaved channels are read beside it alone: it names their boot
+    if saved is None or not daemon.handover.is_own(saved):
+        daemon.handover.save()  # a state file of another boot or version stands for as short a time as can be
     if mode_flag is not None:
         daemon.handover.keep(mode=None)
-    daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")
+    mode = daemon.handover.policy.mode or mode_flag or config.mode
+    _pause_if_unknown(daemon, mode, mode_flag)
+    daemon.brake.set_mode(mode, "start")
     daemon.brake.look_at_file()
     daemon.sharing.begin()
+
+
+def _pause_if_unknown(daemon: Daemon, mode: Mode, mode_flag: Mode | None) -> None:
+    """Somebody set a mode of which this version does not know what it forbids. A pause forbids as much as any, and ends
+    no job. It is a file, and so outlives us."""
+    word = plain(daemon.handover.policy.unknown_mode)
+    if word and mode is Mode.HARVEST and mode_flag is None:
+        text = f"the mode that was set, {word}, is unknown to this version: paused until valve resume"
+        daemon.journal.emit(EventKind.NOTED, reason=text)
+        daemon.brake.pause(f"valved: the mode that was set is unknown: {word}")
+    if word and not daemon.brake.unwritten():
+        daemon.handover.keep(unknown_mode="")
+        daemon.handover.save()
 
 
 async def run(
@@ -148,6 +167,7 @@ async def run(
         metrics.close()
     await leave_nobody_standing(gate, daemon.brake)
     daemon.handover.save()
+    await heard(daemon.node.when_saved)
     await _close(daemon, link)
     loop.remove_reader(gate.stamps_fd())
     notify.close()
@@ -211,11 +231,12 @@ async def _open_api(config: Config, node: Node, run_dir: Path) -> list[Any]:
 async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> Any:
     if not config.metrics_port:
         return None
-    from valved.metrics import serve_metrics
+    from valved.scraping import serve_metrics
 
     more, missing = (room.metrics, room.reports.missing) if room is not None else (None, None)
     try:
-        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.lasting_status, more, missing)
+        node, address = daemon.node, (config.metrics_host, config.metrics_port)
+        return await serve_metrics(*address, node.status, more, missing, node.save)
     except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
         why = getattr(error, "strerror", None) or error
         daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}")

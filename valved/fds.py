@@ -55,7 +55,7 @@ def read_if_there(path: Path) -> bytes | None:
         raise
 
 
-def write_private(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
     """For this user alone, whatever its umask says. OSError where a pipe stands that nobody reads."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     with Fds() as fds:
@@ -63,6 +63,8 @@ def write_private(path: Path, data: bytes) -> None:
         os.fchmod(fd, 0o600)  # one that an older valved made
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
+        if sync:
+            os.fsync(fd)
 
 
 def names_in(folder: Path) -> list[str]:

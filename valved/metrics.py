@@ -1,13 +1,7 @@
-"""Prometheus metrics, made from one snapshot at each scrape: nothing is counted twice, nothing costs between scrapes.
-
-Scraped through a few lines of HTTP on the one asyncio loop; the port is off unless configured.
-"""
+"""Prometheus metrics, made from one snapshot at each scrape: nothing is counted twice or costs between scrapes."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -18,14 +12,6 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from valved.machine.priority import gate_threads
 from valved.model.ids import Mode, Role
 from valved.model.states import EngineState, GpuState, HistogramState, MemoryState, NodeState, ServiceState
-
-REQUEST_BYTES = 8192
-MOST_OPEN = 64  # connections; each takes a descriptor, which an online process may need
-BACKLOG = 16  # accepted in one turn of the loop
-ANSWER_S = 5.0  # for a whole conversation
-SHARE = 0.1  # of the loop, at most, for making the page
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 More = Callable[[], Iterator[Metric]] | None  # families of a room that not every node has
 
@@ -86,6 +72,8 @@ def _node(status: NodeState) -> Iterator[Metric]:
     yield gauge("valve_mode", "1 for the mode in force: off, observe or harvest", modes, ["mode"])
     yield gauge("valve_paused", "1 while harvesting is paused on this node", {(): float(status.paused)})
     yield gauge("valve_draining", "1 while valved drains: offline work must end", {(): float(status.draining)})
+    text = "Files of valved that it cannot write; while one is the state file, counters stand still"
+    yield gauge("valve_unwritten_files", text, {(): float(len(status.unwritten))})
     clients: dict[tuple[str, ...], float] = {(role.name.lower(),): 0.0 for role in Role if role is not Role.NONE}
     for client in status.clients:
         clients[(client.role.name.lower(),)] += 1
@@ -294,74 +282,10 @@ def _counts(status: NodeState) -> Iterator[Metric]:
 
 
 def render(look: Callable[[], NodeState], more: More = None) -> bytes:
+    return page_of(NodeCollector(look, more))
+
+
+def page_of(collector: Collector) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(look, more))
+    registry.register(collector)
     return generate_latest(registry)
-
-
-async def serve_metrics(
-    host: str, port: int, look: Callable[[], NodeState], more: More = None, missing: Callable[[], str] | None = None
-) -> asyncio.Server:
-    """GET /metrics, /healthz and /readyz; anything else is 404. `missing`: what keeps the daemon from being ready. One
-    request per connection."""
-
-    made = Scraped(look, more)
-
-    def page(path: bytes) -> tuple[str, bytes]:
-        if path == b"/metrics":
-            return "200 OK", made.body()
-        if path == b"/healthz":
-            return "200 OK", b"ok\n"
-        if path == b"/readyz":
-            text = missing() if missing else ""
-            return ("503 Service Unavailable", f"not ready: {text}\n".encode()) if text else ("200 OK", b"ok\n")
-        return "404 Not Found", b"not here; try /metrics, /healthz or /readyz\n"
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        verb, target, _ = head.split(b" ", 2)
-        status, body = page(target.partition(b"?")[0] if verb == b"GET" else b"")
-        writer.write(
-            f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n".encode()
-            + body
-        )
-        await writer.drain()
-
-    waiting: dict[asyncio.StreamWriter, None] = {}  # oldest first
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        waiting[writer] = None
-        if len(waiting) > MOST_OPEN:  # whoever asks at once is answered at once: the oldest does not mean to ask
-            _leave(next(iter(waiting)), waiting)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            try:
-                await asyncio.wait_for(talk(reader, writer), ANSWER_S)
-            except asyncio.TimeoutError:  # it may not even read
-                _leave(writer, waiting)
-        waiting.pop(writer, None)
-        writer.close()
-
-    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES, backlog=BACKLOG)
-
-
-def _leave(writer: asyncio.StreamWriter, waiting: dict[asyncio.StreamWriter, None]) -> None:
-    waiting.pop(writer, None)
-    writer.transport.abort()
-
-
-class Scraped:
-    """The rendered metrics, made anew as often as a share of the loop allows: anybody who reaches the port may ask."""
-
-    def __init__(self, look: Callable[[], NodeState], more: More = None) -> None:
-        self._look, self._more = look, more
-        self._body = b""
-        self._next_s = 0.0
-
-    def body(self) -> bytes:
-        began_s = time.monotonic()
-        if began_s >= self._next_s:
-            self._body = render(self._look, self._more)
-            now_s = time.monotonic()
-            self._next_s = now_s + (now_s - began_s) / SHARE
-        return self._body

@@ -33,7 +33,7 @@ from valved.kv.engines import Engine
 from valved.machine.cardlock import CardLock
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
-from valved.machine.helpers import Closer, Worker
+from valved.machine.helpers import Closer, Prompt, Worker
 from valved.machine.possession import RmProver
 from valved.machine.processes import LinuxProcesses
 from valved.machine.signals import Signals
@@ -90,7 +90,7 @@ def a_claim(scope: ExitStack, driver: FakeDriver, folder: Path) -> None:
     (folder / pending.FOLDER / "0-0").mkdir(exist_ok=True)
     if not pending.leave(folder, pending.PendingClaim(pid=7, start_time=8, name="chat")):
         raise OSError("no claim was left")
-    if not list(pending.take(folder)):
+    if not pending.read(folder):
         raise OSError("the claim cannot be read")
 
 
@@ -229,6 +229,9 @@ def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver:
             prover=RmProver(loop, closer),
             uvm=UvmDoors(loop),
             work=Worker(loop),
+            disk=Worker(loop),
+            prompt=Prompt(),
+            event_disk=Worker(loop),
             closer=closer,
             signals=Signals(processes, clock, FakeThawer()),
             fd_limit=65536,

@@ -26,7 +26,7 @@ PICK = st.integers(0, 7)
 def fall_silent(world: World) -> None:
     """It was killed: nothing of it goes on, and its file stays."""
     world._signal = lambda process, number: True
-    world.handover.is_ours = lambda: False
+    world.handover._file.is_ours = lambda: False
     world.leaving._ticker.stop()
     world.register.departures._ticker.stop()
     world.ladder._endings._under_way.clear()

@@ -8,7 +8,7 @@ import os
 
 import pytest
 from fake_gate import FakeGate
-from node_world import World
+from node_world import FakePrompt, World
 from scarce import left
 
 from valved.abi.link import Feature
@@ -100,9 +100,9 @@ def test_offline_work_never_takes_itself_for_alone_while_an_online_process_is_on
 def test_no_successor_misses_an_online_process_that_was_welcomed_with_the_last_descriptor(tmp_path):
     process = ProcessId(pid=200, start_time=2000)
     with left(0):
-        Lived(tmp_path).put(process)
+        Lived(tmp_path, FakePrompt()).put(process)
 
-    assert Lived(tmp_path).read() == {process}
+    assert Lived(tmp_path, FakePrompt()).read() == {process}
 
 
 def test_nobody_waits_for_an_online_process_that_has_ended(first):

@@ -185,7 +185,7 @@ def test_no_process_stands_for_ever_because_the_file_could_not_be_written_when_i
     world.handover.save()
     write = state.save
 
-    def fail(path, saved):
+    def fail(path, saved, encoder):
         raise OSError(errno.EMFILE, "too many open files")
 
     monkeypatch.setattr(state, "save", fail)
@@ -307,7 +307,7 @@ def test_the_state_file_is_never_written_once_for_each_of_many_that_are_killed_i
     jobs = [world.offline(pid=1000 + number) for number in range(64)]
     world.run(100)
     written, write = [], state.save
-    monkeypatch.setattr(state, "save", lambda path, saved: (written.append(len(saved.ending)), write(path, saved)))
+    monkeypatch.setattr(state, "save", lambda path, said, _: (written.append(len(said.ending)), write(path, said)))
 
     for job in jobs:
         world.ladder.end(job, "it broke a promise")

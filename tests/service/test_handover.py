@@ -316,7 +316,7 @@ def test_a_setting_that_was_answered_is_never_lost_to_a_crash(first):
 
 def test_the_state_is_written_once_for_a_burst_of_changes(first, monkeypatch):
     writes = []
-    monkeypatch.setattr(state, "save", lambda path, snapshot: writes.append(snapshot))
+    monkeypatch.setattr(state, "save", lambda path, snapshot, encoder: writes.append(snapshot))
     for _ in range(20):
         first.offline()
 
@@ -337,7 +337,7 @@ def test_what_a_predecessor_left_is_never_forgotten_because_it_cannot_be_opened_
 
 
 def test_a_full_disk_does_not_stop_the_gate(first, monkeypatch):
-    def full(path, snapshot):
+    def full(path, snapshot, encoder):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state, "save", full)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from node_world import World
 
-from valved import daemon, metrics
+from valved import daemon, scraping
 from valved.config import Config
-from valved.metrics import MOST_OPEN, Scraped, serve_metrics
+from valved.scraping import MOST_OPEN, Scraped, serve_metrics
 
 PATIENCE_S = 100.0  # ends only a hung test
 
@@ -61,8 +61,8 @@ def test_connections_that_ask_nothing_never_take_the_descriptors_of_valved(serve
 
 
 def test_a_caller_that_does_not_read_is_never_waited_for_without_end(served, monkeypatch):
-    monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
-    monkeypatch.setattr(metrics, "render", lambda *_: bytes(50_000_000))
+    monkeypatch.setattr(scraping, "ANSWER_S", 0.05)
+    monkeypatch.setattr(scraping, "page_of", lambda *_: bytes(50_000_000))
 
     async def story(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -88,12 +88,13 @@ def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatc
         now_s[0] += 0.03  # with 164 clients
         return b"page"
 
-    monkeypatch.setattr(metrics, "render", slow)
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(scraping, "page_of", slow)
+    monkeypatch.setattr(scraping, "NodeCollector", lambda *_: SimpleNamespace(collect=list))
+    monkeypatch.setattr(scraping.time, "monotonic", lambda: now_s[0])
     page = Scraped(lambda: None)
 
     for _ in range(1000):
-        assert page.body() == b"page"
+        assert asyncio.run(page.body()) == b"page"
         now_s[0] += 0.001
 
     assert len(made) * 0.03 <= 0.11 * (now_s[0] - 100.0)

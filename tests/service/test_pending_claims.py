@@ -55,10 +55,10 @@ def test_a_claim_is_never_thrown_away_because_it_cannot_be_read_now(world, tmp_p
         raise OSError(errno.EMFILE, "too many open files")
 
     with left(0):
-        assert not list(pending.take(tmp_path))
+        assert not pending.read(tmp_path)
     with monkeypatch.context() as scarce:
         scarce.setattr(os, "open", cannot_open)
-        assert not list(pending.take(tmp_path))
+        assert not pending.read(tmp_path)
 
     assert world.hello(700, wanted=Role.ONLINE).client is not None
 
@@ -107,7 +107,7 @@ def test_a_valved_that_does_not_answer_never_keeps_an_online_process_from_starti
 
     assert deadlines == [0.2]
     assert "LD_PRELOAD" in became[0]
-    [claim] = pending.take(tmp_path)
+    [(_, claim)] = pending.read(tmp_path)
     assert (claim.pid, claim.name) == (os.getpid(), "chat")
 
 
@@ -143,7 +143,7 @@ def test_a_link_or_a_pipe_among_the_claims_is_never_followed_and_never_waited_fo
     (folder / "3-4").symlink_to(victim)
 
     assert pending.leave(tmp_path, pending.PendingClaim(pid=7, start_time=8, name="chat"))
-    found = list(pending.take(tmp_path))
+    found = pending.read(tmp_path)
 
-    assert [claim.pid for claim in found] == [7]
+    assert [claim.pid for _, claim in found] == [7]
     assert victim.read_text() == "untouched"

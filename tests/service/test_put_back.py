@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,8 +10,8 @@ from fake_gate import FakeGate
 from node_world import World, successor
 from prometheus_client.parser import text_string_to_metric_families
 
-from valved.metrics import render
 from valved.model.ids import Mode, Role
+from valved.scraping import Scraped
 from valved.state import saved as state
 
 
@@ -45,7 +46,7 @@ def test_what_was_scraped_is_never_taken_back_by_a_kill(first):
     """To Prometheus a counter that falls began anew: all that the service was ever delayed would be one more delay."""
 
     def page(world):
-        text = render(world.node.lasting_status).decode()
+        text = asyncio.run(Scraped(world.node.status, save=world.node.save).body()).decode()
         return {
             (sample.name, *sample.labels.items()): sample.value
             for family in text_string_to_metric_families(text)

@@ -18,11 +18,12 @@ from valved.cli.client import explain_error
 from valved.cli.tune import has_valved
 from valved.config import Config, check
 from valved.errors import ConfigError
-from valved.metrics import render, serve_metrics
+from valved.metrics import render
 from valved.model.events import EventKind
 from valved.paths import grpc_address
 from valved.rpc import convert
 from valved.rpc.server import serve, serve_view
+from valved.scraping import serve_metrics
 
 PATIENCE_S = 200.0  # ends only a hung test
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from node_world import World
+from node_world import FakeWork, World
 
 from valved.model.events import Event, EventKind
 from valved.model.ids import Role
+from valved.state.eventfiles import EventFiles
 from valved.state.journal import Journal
 from valved.state.trace import LineFile, read_lines, to_trace_events
 
@@ -55,10 +56,10 @@ def test_the_schema_names_every_kind():
 def test_every_recorded_event_conforms_to_the_schema(tmp_path):
     world = World(tmp_path)
     file = LineFile(tmp_path / "trace.jsonl", 1 << 20)
-    world.journal._files = ((file, True),)
+    world.journal._files = EventFiles(world.clock, ((file, True),), FakeWork())
 
     a_life(world)
-    file.close()
+    world.journal.close()
 
     records = list(read_lines(tmp_path / "trace.jsonl"))
     assert len(records) > 20
@@ -69,10 +70,10 @@ def test_every_recorded_event_conforms_to_the_schema(tmp_path):
 def test_audit_records_are_the_acts_and_not_the_looks(tmp_path):
     world = World(tmp_path)
     file = LineFile(tmp_path / "audit.jsonl", 1 << 20)
-    world.journal._files = ((file, False),)
+    world.journal._files = EventFiles(world.clock, ((file, False),), FakeWork())
 
     a_life(world)
-    file.close()
+    world.journal.close()
 
     kinds = {record["kind"] for record in read_lines(tmp_path / "audit.jsonl")}
     assert "gate" not in kinds, "500 a second would push out whom valved killed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from node_world import FakePrompt
+
 from valved.state.saved import SavedChannel, SavedClient
 from valved.state.unsaved import Unsaved
 
@@ -13,7 +15,7 @@ def client(pid: int) -> SavedClient:
 
 
 def test_a_line_that_a_full_disk_cut_short_never_takes_the_next_one_with_it(tmp_path, monkeypatch):
-    unsaved = Unsaved(tmp_path / "unsaved.jsonl")
+    unsaved = Unsaved(tmp_path / "unsaved.jsonl", "now", FakePrompt())
     write = os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
@@ -22,4 +24,4 @@ def test_a_line_that_a_full_disk_cut_short_never_takes_the_next_one_with_it(tmp_
     unsaved.put(client(301))
     unsaved.put(client(302))
 
-    assert [one.pid for one in unsaved.read()] == [301, 302]
+    assert [one.pid for one in unsaved.read(with_older=False)] == [301, 302]

@@ -42,7 +42,7 @@ def test_a_background_task_never_dies_without_a_word_nor_says_the_same_without_e
     assert told == [f"work failed and begins anew: KeyError: '{why}'" for why in ("gone", "away")]
 
 
-def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path, monkeypatch):
+def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path):
     folder = tmp_path / "later"
     file = LineFile(folder / "audit.jsonl", 1 << 20)
     event = Event(seq=1, t_ns=1, kind=EventKind.NOTED)
@@ -50,7 +50,7 @@ def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path, m
     assert "No such file" in file.failure
 
     folder.mkdir()
-    monkeypatch.setattr("time.monotonic", lambda: 1e12)
+    file.look()
     file.write(event)
     file.close()
 
@@ -62,7 +62,7 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
     told = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(metrics_port=taken.getsockname()[1])
-        node = types.SimpleNamespace(lasting_status=lambda: None)
+        node = types.SimpleNamespace(status=None, save=None)
         started = asyncio.run(_start_metrics(config, types.SimpleNamespace(node=node, note=told.append), None))
 
     assert started is None

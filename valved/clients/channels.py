@@ -291,6 +291,7 @@ class Channels:
             return
         self._port.note_app_disabled(entry.id, *key, disabled)
         (entry.app_disabled.add if disabled else entry.app_disabled.discard)(key)
+        self._books.touch()
         self._changed()
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from valved.gate.wake import GateService
+from valved.machine.ports import PromptPort
 from valved.model.consent import Consent
 from valved.model.ids import ServiceId
 from valved.state.registry import Books
@@ -22,7 +24,15 @@ log = logging.getLogger("valved")
 
 
 class SharedWeights:
-    def __init__(self, books: Books, gating: GateService, consent: Callable[[ServiceId], Consent], path: Path) -> None:
+    def __init__(
+        self,
+        books: Books,
+        gating: GateService,
+        consent: Callable[[ServiceId], Consent],
+        path: Path,
+        files: PromptPort,
+    ) -> None:
+        self._files = files
         self._books = books
         self._gating = gating
         self._consent = consent
@@ -47,10 +57,7 @@ class SharedWeights:
         if not self._is_told or content == self._written:
             return
         try:
-            fresh = self._path.with_name(f".{self._path.name}.new")
-            fresh.write_bytes(content)
-            fresh.chmod(0o644)
-            fresh.replace(self._path)
+            self._files.do(partial(self._put, content))
             self._written, self._problem = content, ""
         except OSError as error:
             self._withdraw(error)
@@ -67,12 +74,18 @@ class SharedWeights:
             "processes": sorted(processes),
         }
 
+    def _put(self, content: bytes) -> None:
+        fresh = self._path.with_name(f".{self._path.name}.new")
+        fresh.write_bytes(content)
+        fresh.chmod(0o644)
+        fresh.replace(self._path)
+
     def _withdraw(self, error: OSError) -> None:
         """Removes the file: an old one may hold a consent that was taken back."""
         self._written = b""
         problem = "weights.json cannot be written"
         try:
-            self._path.unlink(missing_ok=True)
+            self._files.do(partial(self._path.unlink, missing_ok=True))
         except OSError:
             problem += ": it still says the former consents"
         if problem != self._problem:  # tried again every two seconds

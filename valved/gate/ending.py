@@ -89,7 +89,9 @@ class Endings:
         fresh, self._fresh = self._fresh, []
         ends = [(process, self._under_way[process]) for process in fresh if process in self._under_way]
         if ends:
-            self._gating.listener.about_to_freeze()
+            self._gating.listener.about_to_freeze(partial(self._stop_all, ends))
+
+    def _stop_all(self, ends: list[tuple[ProcessId, _End]]) -> None:
         for process, end in ends:  # a call for each: one that fails must not keep another from standing
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._stop, process, end))
 

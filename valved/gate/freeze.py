@@ -56,6 +56,7 @@ class Ladder:
     def __post_init__(self) -> None:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
+        self._untold: set[ProcessId] = set()  # of them, those that valved may yet be told of
         self._frozen: dict[ClientId, Frozen] = {}
         self._inherited: set[ProcessId] = set()  # a predecessor's, until they are let go
         self._is_over = False  # valved ends: no process is frozen any more
@@ -71,8 +72,9 @@ class Ladder:
     def to_release(self) -> set[ProcessId]:
         """Processes that a successor has to let go: they are or may be frozen, or have not got their signal to go
         on."""
+        untold = {process for process in self._untold if not self._processes.is_gone(process)}
         stands = {*self.frozen(), *self._inherited, *self._endings.to_release(), *self._signals.waiting(signal.SIGCONT)}
-        return stands - self._endings.to_end()
+        return (stands | untold) - self._endings.to_end()
 
     def to_end(self) -> set[ProcessId]:
         """Processes that a successor has to end."""
@@ -107,9 +109,23 @@ class Ladder:
             self._journal.emit(EventKind.FROZEN, reason=why, pid=process.pid)
         return True
 
+    def freeze_untold(self, process: ProcessId, why: str) -> None:
+        """The same of a registered one whose channels may be told of yet. While it stands its shim cannot come back to
+        a successor. So that one lets it go, and freezes it anew if it still cannot gate it."""
+        if process in self._untold:  # somebody else may have let it go on
+            self.freeze_stranger(process, why)
+        elif self._settings.freeze:
+            self._untold = {one for one in self._untold if not self._processes.is_gone(one)} | {process}
+            self._gating.listener.about_to_freeze(lambda: self._stop_untold(process, why))
+
+    def _stop_untold(self, process: ProcessId, why: str) -> None:
+        if process in self._untold:  # not let go meanwhile
+            self.freeze_stranger(process, why)
+
     def let_stranger_go(self, process: ProcessId, why: str) -> None:
         """It can be gated after all."""
         self._strangers.discard(process)
+        self._untold.discard(process)
         if self._settings.freeze and process not in self._endings and process not in self.frozen():
             self._signals.send(process, signal.SIGCONT)
             self._journal.emit(EventKind.THAWED, reason=why, pid=process.pid)
@@ -137,8 +153,12 @@ class Ladder:
         for entry in fresh:
             self._frozen[entry.id] = Frozen(entry, frozenset(entry.gpus()), self._kill_timer(entry.id))
         self._gating.want_prompt("frozen", True)
-        self._gating.listener.about_to_freeze()
-        for entry in [entry for entry in fresh if entry.id in self._frozen]:  # stamps that came meanwhile may thaw some
+        frozen = [self._frozen[entry.id] for entry in fresh]
+        self._gating.listener.about_to_freeze(lambda: self._stop(frozen, stamp))
+
+    def _stop(self, frozen: list[Frozen], stamp: Stamp) -> None:
+        still = [one.entry for one in frozen if self._frozen.get(one.entry.id) is one]  # some may be thawed by now
+        for entry in still:
             if self._signals.send(entry.process, signal.SIGSTOP) is Delivery.FAILED:
                 self._forget(entry.id)
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef
 from valved.state.registry import ClientEntry
@@ -37,8 +39,9 @@ class GateListener:
     def time_passed(self) -> None:
         """Every few seconds. For what changes without a word, and for what could not be told at the time."""
 
-    def about_to_freeze(self) -> None:
-        """Processes get a stop signal next. A successor must know of them: only valved lets them go."""
+    def about_to_freeze(self, then: Callable[[], None]) -> None:
+        """Processes get a stop signal by `then`. A successor must know of them: only valved lets them go."""
+        then()
 
     def frozen_changed(self) -> None:
         """Fewer processes are frozen."""

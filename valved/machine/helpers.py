@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from valved.machine.callers import close_all
 
 Result = TypeVar("Result")
 
+PATIENCE_S = 0.01  # of the loop, with a disk; online work may wait for the loop
+NO_ANSWER = "the disk does not answer"
+MOST_LEFT = 10_000  # jobs that a disk which hangs has not taken
 CLOSERS = 32
 WORKERS = 2  # that compute: more would keep the interpreter from the loop
 AGAIN_S = 0.1  # where no thread can be had
@@ -144,3 +148,43 @@ class Worker:
 
         self.do(job, then)
         return answer
+
+
+async def heard(ask: Callable[[Callable[[Result], None]], None]) -> Result:
+    """What `ask` calls back with."""
+    answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    ask(lambda result: None if answer.done() else answer.set_result(result))
+    return await answer
+
+
+class Prompt:
+    """Small jobs on files, one after another, in a thread. The loop waits for each, as what follows must not come
+    before it; but for a disk that hangs it waits once, and not long."""
+
+    def __init__(self, helpers: Helpers | None = None) -> None:
+        self._helpers = helpers or Helpers("valved-files", 1)
+        self._last = threading.Event()
+        self._last.set()
+
+    def do(self, job: Callable[[], Result]) -> Result:
+        """What it returns or raises. TimeoutError, which is an OSError: its disk does not answer. The job is done when
+        it does, in its turn."""
+        if self._helpers.backlog > MOST_LEFT:
+            raise TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+        is_done, answer = threading.Event(), list[tuple[Result | None, Exception | None]]()
+
+        def work() -> None:
+            try:
+                answer.append((job(), None))
+            except Exception as error:
+                answer.append((None, error))
+            is_done.set()
+
+        before, self._last = self._last, is_done
+        self._helpers.do(work)
+        if not before.is_set() or not is_done.wait(PATIENCE_S):
+            raise TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+        ((result, error),) = answer
+        if error is not None:
+            raise error
+        return cast("Result", result)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import UUID
 
 from valved.machine.stamps import Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Reach, Role, ServiceId
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +403,13 @@ class CloserPort(Protocol):
 class WorkPort(Protocol):
     def do(self, job: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
         """The job in a thread; `then`, in the loop, with what it returned or raised."""
+        ...
+
+
+class PromptPort(Protocol):
+    def do(self, job: Callable[[], Result]) -> Result:
+        """What a small job on files returns or raises, after those before it. TimeoutError, an OSError: it is not done
+        yet, but will be."""
         ...
 
 

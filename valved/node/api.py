@@ -20,6 +20,8 @@ from valved.node.status import Reporter
 from valved.policy.cooldown import CooldownSettings
 from valved.state.journal import Journal, Watcher
 
+ANSWER_NS = 1_000_000_000  # who was not answered by then reads in the status that it is not written
+CLAIM_NS = 100_000_000  # a service that starts waits for its claim, and no longer
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
 
@@ -40,12 +42,14 @@ class Node:
         unwritten = (*self._handover.unwritten(), *self._brake.unwritten(), *self._journal.unwritten())
         return replace(self._reporter.status(), unwritten=unwritten)
 
-    def lasting_status(self) -> NodeState:
-        """For readers of counters, as Prometheus is: to them one that falls began anew, and all of it counts again. So
-        what they have read is in the state file, and no valved that is started after a kill says less."""
-        status = self.status()
+    def save(self, then: Callable[[bool], None]) -> None:
+        """`then`, soon: whether all is in the state file that could be read here up to now."""
         self._handover.save()
-        return status
+        self.when_saved(then)
+
+    def when_saved(self, then: Callable[[bool], None], within_ns: int = ANSWER_NS) -> None:
+        """The same of what was ordered or claimed up to now: no caller of the API is answered before."""
+        self._handover.when_saved(then, within_ns)
 
     @property
     def epoch(self) -> int:
@@ -141,18 +145,15 @@ class Node:
         words = ", ".join(f"{name} {value}" for name, value in changes.items())
         self._journal.emit(EventKind.POLICY, reason=f"cooldown {words}")
 
-    def pause(self, by: str) -> NodeState:
+    def pause(self, by: str) -> None:
         self._brake.pause(plain(by) or "an unnamed caller")
-        return self.status()
 
-    def resume(self) -> NodeState:
+    def resume(self) -> None:
         self._brake.resume()
-        return self.status()
 
-    def drain(self, by: str, *, stop: bool) -> NodeState:
+    def drain(self, by: str, *, stop: bool) -> None:
         """Returns at once: offline processes may take their time to end."""
         self._brake.drain(plain(by) or "an unnamed caller", self.stop if stop else None)
-        return self.status()
 
     def explain(self, subject: str, number: int) -> Explanation:
         explainers = {

@@ -18,11 +18,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
+from valved.machine.ports import PromptPort
 from valved.model.events import EventKind
 from valved.model.ids import Mode
 from valved.model.plain import plain
@@ -43,6 +45,7 @@ class Brake:
     leaving: Leaving
     _journal: Journal
     _pause_file: Path
+    _files: PromptPort
     _kv: Kv | None = None
 
     def __post_init__(self) -> None:
@@ -80,26 +83,25 @@ class Brake:
 
     def pause(self, by: str) -> None:
         """Write the file; what follows is the same as if a user had written it."""
-        if not self._pause_file.exists():
-            self._put(self._pause_file, by)
+        self._put(self._pause_file, by, is_first=True)
         self.look_at_file()
 
     def resume(self) -> None:
-        _remove(self._pause_file)
-        _remove(self._drain_file)
+        self._files.do(partial(_remove, self._pause_file))
+        self._files.do(partial(_remove, self._drain_file))
         self._unwritten.clear()
         self.look_at_file()
         self._end_drain()
 
     def look_at_file(self) -> None:
         """Do what the files in the run folder say."""
-        drained_by = self._order(self._drain_file)
+        drained_by = self._order(self._drain_file, "a file" if self._is_drained_by_file else None)
         if drained_by is not None and not self._is_drained_by_file:
             self._is_drained_by_file = True
             self._begin_drain()
         elif drained_by is None and self._is_drained_by_file:
             self._end_drain()
-        by = self._order(self._pause_file)
+        by = self._order(self._pause_file, self.paused_by if self.is_paused else None)
         is_paused = by is not None
         self.paused_by = by or ""
         if is_paused == self.is_paused:
@@ -128,17 +130,22 @@ class Brake:
             for path, (_, why) in self._unwritten.items()
         ]
 
-    def _put(self, path: Path, by: str) -> None:
+    def _put(self, path: Path, by: str, *, is_first: bool = False) -> None:
         """No file system is in such trouble that offline work could not be stopped."""
         try:
-            _put(path, by)
+            self._files.do(partial(_put, path, by, is_first=is_first))
             self._unwritten.pop(path, None)
         except OSError as error:
             self._unwritten[path] = by, error.strerror or str(error)
 
-    def _order(self, path: Path) -> str | None:
-        """By whom; None: there is none. A file says it, else what no file took: that is tried again at each look."""
-        if (by := _first_line(path)) is not None:
+    def _order(self, path: Path, known: str | None) -> str | None:
+        """By whom; None: there is none. A file says it, else what no file took: that is tried again at each look. A
+        disk that hangs changes nothing."""
+        try:
+            by = self._files.do(partial(_first_line, path))
+        except TimeoutError:
+            return self._unwritten[path][0] if path in self._unwritten else known
+        if by is not None:
             self._unwritten.pop(path, None)
         elif path in self._unwritten:
             by = self._unwritten[path][0]
@@ -199,9 +206,9 @@ class Brake:
         self._gating.permits.look_at_all()
 
 
-def _put(path: Path, by: str) -> None:
+def _put(path: Path, by: str, *, is_first: bool) -> None:
     """An empty file says enough: a full disk still takes names. So does what is no file, and a pipe would wait."""
-    if path.exists() and not path.is_file():
+    if path.exists() and (is_first or not path.is_file()):
         return
     try:
         path.write_text(f"{by}\n", encoding="utf-8")

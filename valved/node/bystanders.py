@@ -125,7 +125,7 @@ class Bystanders:
         found = self._untold.found_at(LOOKS_BEFORE_FREEZE) & offline.keys()
         for process in found:
             name = f"process {process.pid} ({offline[process].comm})"
-            self._ladder.freeze_stranger(process, f"{name} uses a GPU {UNTOLD}")
+            self._ladder.freeze_untold(process, f"{name} uses a GPU {UNTOLD}")
         for process in (self._standing & offline.keys()) - found:
             self._ladder.let_stranger_go(process, "valved was told of its channels")
         self._standing = found

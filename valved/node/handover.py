@@ -25,13 +25,12 @@ from valved.gate.freeze import Ladder
 from valved.gate.online import OnlineService
 from valved.gate.requests import RequestTally
 from valved.gate.wake import GateService
-from valved.machine.clock import Clock, TimerHandle
-from valved.machine.ports import GatePort, ProcessPort
+from valved.machine.clock import Clock
+from valved.machine.ports import GatePort, ProcessPort, PromptPort, WorkPort
 from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.figures import plausible
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
-from valved.model.plain import plain
 from valved.model.states import UnwrittenState
 from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
@@ -47,13 +46,11 @@ from valved.state.saved import (
     SavedService,
     SavedState,
 )
+from valved.state.statefile import StateFile
 from valved.state.unsaved import FILE as UNSAVED
 from valved.state.unsaved import Unsaved
 
-DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
-SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
 EXPECTED_NS = 60 * SECOND_NS  # offline processes of a predecessor have turns of their own for so long
-AGAIN_NS = SECOND_NS  # after one that failed
 LONGEST_NS = 1 << 60  # what no sum of times exceeds, whatever a state file says
 
 
@@ -71,6 +68,8 @@ class Handover:
     _processes: ProcessPort
     _boot: str
     _ladder: Ladder
+    _disk: WorkPort
+    _prompt: PromptPort
     _kv: Kv | None = None
     _: KW_ONLY
     is_ours: Callable[[], bool] = lambda: True
@@ -78,48 +77,31 @@ class Handover:
     def __post_init__(self) -> None:
         self.policy = SavedPolicy()
         world = (self._gate, self._books, self._gating, self._register, self._clock, self._processes)
-        self._unsaved = Unsaved(self._path.with_name(UNSAVED))
+        of = f"{files.VERSION} {self._boot} {self._gate.driver_version()}"
+        self._unsaved = Unsaved(self._path.with_name(UNSAVED), of, self._prompt, self.is_ours)
         self._snapshots = Snapshots(*world, self._boot, self._ladder, self._kv)
-        self._timer: TimerHandle | None = None
-        self._took_ns = 0  # the last save
-        self.problem = ""  # why it failed
+        rooms = (self._journal, self._clock, self._disk)
+        self._file = StateFile(self._path, self.snapshot, self._unsaved, *rooms, is_ours=self.is_ours)
         self._senseless: list[str] = []  # records of the predecessor's file
 
     # Writing
 
     def save_soon(self) -> None:
-        if self._timer is None:
-            after_ns = max(DEBOUNCE_NS, SAVE_SHARE * self._took_ns)
-            self._timer = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self.save)
+        self._file.save_soon()
 
     def save(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self.is_ours():
-            return
-        began_ns = self._clock.now_ns()
-        try:
-            files.save(self._path, self.snapshot())
-            self._unsaved.clear()
-            if self.problem:
-                self.problem = ""
-                self._journal.emit(EventKind.NOTED, reason="state file: it is written again")
-        except (OSError, ValueError) as error:  # a full disk must not stop gating; the frozen are not in it yet
-            self._timer = self._clock.call_at_ns(began_ns + AGAIN_NS, self.save)
-            problem, self.problem = self.problem, getattr(error, "strerror", None) or str(error)
-            if self.problem != problem:
-                self._journal.emit(EventKind.NOTED, reason=f"state file: {self.problem}")
-        self._took_ns = self._clock.now_ns() - began_ns
+        """Without waiting for it: `when_saved` says when it is written."""
+        self._file.save()
+
+    def when_saved(self, then: Callable[[bool], None], within_ns: int) -> None:
+        self._file.when_saved(then, within_ns)
 
     def unwritten(self) -> list[UnwrittenState]:
-        loss = "a valved that is started anew does not know what changed since: mode, settings, claims"
-        return [UnwrittenState(path=plain(str(self._path)), error=self.problem, loss=loss)] if self.problem else []
+        return self._file.unwritten()
 
     def note_channel(self, entry: ClientEntry, channel: ChannelRef) -> None:
         """Before it can be switched off: the state file names it a moment later."""
-        if self.is_ours():
-            self._unsaved.put(saved_client(entry, [channel]))
+        self._unsaved.put(saved_client(entry, [channel]))
 
     def snapshot(self) -> SavedState:
         return self._snapshots.take(self.policy)
@@ -148,6 +130,13 @@ class Handover:
                 EventKind.NOTED, reason=f"state file: {count} records are unreadable, the first: {first}"
             )
 
+    def is_own(self, saved: SavedState) -> bool:
+        """Of this boot and driver, and of this version."""
+        return saved.version == files.VERSION and self._is_of_now(saved)
+
+    def _is_of_now(self, saved: SavedState) -> bool:
+        return saved.boot_id == self._boot and saved.driver == self._gate.driver_version()
+
     def _try(self, what: str, part: Callable[[], object]) -> None:
         """One record of the file. What makes no sense costs that record, never the start."""
         try:
@@ -169,13 +158,11 @@ class Handover:
         next_services = (saved.next_service, *(service.id + 1 for service in saved.services))
         books.next_service = max((books.next_service, *filter(is_number, next_services)))
         books.next_client = max((books.next_client, *filter(is_number, (saved.next_client,))))
-        if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
+        if not self._is_of_now(saved):
             reason = "only counters and settings were taken over: the boot or the driver is another"
             self._journal.emit(EventKind.TAKEN_OVER, reason=reason)
-            self._unsaved.clear()
+            self._restore_channels(self._read_unsaved(with_older=False))
             return
-        if saved.version != files.VERSION:
-            self._unsaved.clear()  # its channels are not ours to read
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
@@ -185,8 +172,8 @@ class Handover:
                 self._register.awaited.expect(client.pid)
         until_ns = self._clock.now_ns() + EXPECTED_NS  # those that ended meanwhile never say that they are back
         self._clock.call_at_ns(until_ns, self._register.awaited.expected.clear)
-        for client in (*saved.clients, *self._read_unsaved()):
-            self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
+        unsaved = self._read_unsaved(with_older=saved.version == files.VERSION)
+        self._restore_channels([*saved.clients, *unsaved])
         for thawed in saved.frozen:
             self._try(f"frozen process {thawed.pid}", partial(self._ladder.release, thawed))
         for doomed in saved.ending:
@@ -202,9 +189,14 @@ class Handover:
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
 
-    def _read_unsaved(self) -> list[SavedClient]:
+    def _restore_channels(self, clients: list[SavedClient]) -> None:
+        for client in clients:
+            self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
+
+    def _read_unsaved(self, *, with_older: bool) -> list[SavedClient]:
+        """`with_older`: the state file is of this boot, driver and version, so lines that do not say are, too."""
         try:
-            return list(self._unsaved.read())
+            return list(self._unsaved.read(with_older=with_older))
         except OSError as error:
             if is_scarce(error):
                 raise  # as of the state file: the next start may read it

@@ -5,6 +5,9 @@ The KV room has a listener of its own, kv/service.py, and reports nothing furthe
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from valved.abi.link import Feature, Packet
@@ -14,6 +17,7 @@ from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
 from valved.gate.listener import GateListener
+from valved.machine.ports import PromptPort
 from valved.machine.stamps import Stamp
 from valved.model.consent import Said
 from valved.model.events import EventKind
@@ -23,7 +27,11 @@ from valved.node.handover import Handover
 from valved.node.kv import Kv
 from valved.state import pending
 from valved.state.journal import Journal
+from valved.state.pending import PendingClaim
 from valved.state.registry import Books, ClientEntry
+
+FREEZE_NS = 20_000_000  # a stop that failed waits no longer for a file
+WRITTEN_NS = 1_000_000_000
 
 
 class GateNews(GateListener):
@@ -87,18 +95,23 @@ class GateNews(GateListener):
             self.clients_changed()
             self._revision = revision
 
-    def about_to_freeze(self) -> None:
+    def about_to_freeze(self, then: Callable[[], None]) -> None:
         try:
             self._handover.save()
         except Exception:  # the process must be stopped all the same; the next writing of the file reports the failure
             self._handover.save_soon()
+        self._handover.when_saved(lambda _: then(), FREEZE_NS)
 
     def frozen_changed(self) -> None:
         self._handover.save_soon()
 
 
 class ClientsNews(ClientsListener):
-    def __init__(self, handover: Handover, node: Node, journal: Journal, run_dir: Path, kv: Kv | None) -> None:
+    def __init__(
+        self, handover: Handover, node: Node, journal: Journal, run_dir: Path, files: PromptPort, kv: Kv | None
+    ) -> None:
+        self._files = files
+        self._taken: dict[str, PendingClaim] = {}  # whose files stay until the state file has the claims
         self._handover = handover
         self._kv = kv.service if kv is not None else None
         self._node = node
@@ -130,12 +143,30 @@ class ClientsNews(ClientsListener):
 
     def someone_knocks(self) -> None:
         """Take up what `valve run --online` left while no valved answered."""
-        for claim in pending.take(self._run_dir):
-            try:
-                said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
-                self._node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
-            except Exception as error:  # one bad claim must not keep the others from joining
-                if isinstance(error, OSError) and is_scarce(error):
-                    return  # the claim stays in the folder
-                text = f"claim of process {claim.pid}, left while no valved answered: {error}"
-                self._journal.emit(EventKind.NOTED, reason=text)
+        try:
+            found = self._files.do(partial(pending.read, self._run_dir))
+        except OSError:  # at the next knock
+            return
+        self._taken = {name: claim for name, claim in found if self._taken.get(name) == claim}
+        for name, claim in found:
+            if name not in self._taken and not self._take(claim):
+                break  # for want of a descriptor: it stays in the folder
+            self._taken[name] = claim
+        if self._taken:
+            self._handover.when_saved(partial(self._drop, tuple(self._taken)), WRITTEN_NS)
+
+    def _drop(self, names: tuple[str, ...], is_saved: bool) -> None:
+        for name in names if is_saved else ():
+            with contextlib.suppress(OSError):
+                self._files.do(partial(pending.drop, self._run_dir, name))
+
+    def _take(self, claim: PendingClaim) -> bool:
+        try:
+            said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
+            self._node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
+        except Exception as error:  # one bad claim must not keep the others from joining
+            if isinstance(error, OSError) and is_scarce(error):
+                return False
+            text = f"claim of process {claim.pid}, left while no valved answered: {error}"
+            self._journal.emit(EventKind.NOTED, reason=text)
+        return True

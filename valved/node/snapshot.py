@@ -44,6 +44,10 @@ class Snapshots:
     _ladder: Ladder
     _kv: Kv | None
 
+    def __post_init__(self) -> None:
+        self._revision = -1  # of the books, when the clients were last made
+        self._clients: list[SavedClient] = []
+
     def take(self, policy: SavedPolicy) -> SavedState:
         self._gating.drain()
         counters = self._gating.counters
@@ -121,6 +125,12 @@ class Snapshots:
         ]
 
     def _saved_clients(self) -> list[SavedClient]:
+        """Thousands of channels, and most states differ in times and counts alone."""
+        if self._revision != self._books.revision:
+            self._clients, self._revision = self._make_clients(), self._books.revision
+        return self._clients
+
+    def _make_clients(self) -> list[SavedClient]:
         return [
             saved_client(
                 entry,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,8 +17,9 @@ from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.errors import InvalidRequest, NotFound, NotNow, ValveError, cure
 from valved.fds import is_scarce
+from valved.machine.helpers import heard
 from valved.model.consent import Said
-from valved.node.api import Node
+from valved.node.api import ANSWER_NS, CLAIM_NS, Node
 from valved.rpc import convert
 from valved.rpc.front import Caller, Crowd, Places
 from valved.rpc.pace import CallPace, Rate
@@ -70,7 +72,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 raise InvalidRequest(f"there is no mode {request.mode}", field="mode", next_step=MODES)
             return convert.fill(node_pb2.Policy(), self._node.set_policy(mode, changes, request.lease_ns))
 
-        return await self._answer(context, call)
+        return await self._change(context, call)
 
     async def Launch(self, request: Any, context: Any) -> Any:
         role = convert.role(request.role)
@@ -80,20 +82,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
             service = self._node.launch(request.pid, request.start_time, role, request.name, said)
             return node_pb2.LaunchReply(service=service)
 
-        return await self._answer(context, call)
+        return await self._change(context, call, CLAIM_NS)
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        return await self._answer(context, lambda: convert.fill(node_pb2.Status(), self._node.pause(request.by)))
+        return await self._order(context, lambda: self._node.pause(request.by))
 
     async def Resume(self, request: Any, context: Any) -> Any:
         del request
-        return await self._answer(context, lambda: convert.fill(node_pb2.Status(), self._node.resume()))
+        return await self._order(context, self._node.resume)
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        def call() -> Any:
-            return convert.fill(node_pb2.Status(), self._node.drain(request.by, stop=request.stop))
-
-        return await self._answer(context, call)
+        return await self._order(context, lambda: self._node.drain(request.by, stop=request.stop))
 
     async def Explain(self, request: Any, context: Any) -> Any:
         subject = request.WhichOneof("subject") or ""
@@ -169,6 +168,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         who = await caller(context)
         await self._pace.turn(who.uid)
         return who
+
+    async def _change(self, context: Any, call: Callable[[], Any], within_ns: int = ANSWER_NS) -> Any:
+        """Who was answered reads nothing else after a crash, or reads in the status what is not written."""
+        answer = await self._answer(context, call)
+        await heard(partial(self._node.when_saved, within_ns=within_ns))
+        return answer
+
+    async def _order(self, context: Any, call: Callable[[], Any]) -> Any:
+        await self._change(context, call)
+        return convert.fill(node_pb2.Status(), self._node.status())
 
     async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:
         """Users other than root and valved's own are answered one at a time, and others of the loop come between."""

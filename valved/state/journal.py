@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from valved.machine.clock import Clock, TimerHandle
-from valved.model.events import AUDITED, Event, EventKind
-from valved.model.plain import plain
+from valved.machine.clock import Clock
+from valved.machine.ports import WorkPort
+from valved.model.events import Event, EventKind
 from valved.model.states import UnwrittenState
+from valved.state.eventfiles import EventFiles
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
@@ -21,7 +22,6 @@ log = logging.getLogger("valved")
 Told = TypeVar("Told")
 More = TypeVar("More")
 
-FLUSH_NS = 1_000_000_000  # lines reach the file within a second of the first unflushed one
 
 # Edges and channels are too many for a log; they are in the ring, the trace and the audit file.
 QUIET = frozenset(
@@ -78,18 +78,23 @@ class Watcher:
 
 
 class Journal:
-    def __init__(self, clock: Clock, ring_events: int, files: Iterable[tuple[LineFile, bool]] = ()) -> None:
-        """`files`: each with whether it takes every event, or the audited kinds only."""
+    def __init__(
+        self,
+        clock: Clock,
+        ring_events: int,
+        files: Iterable[tuple[LineFile, bool]] = (),
+        disk: WorkPort | None = None,
+    ) -> None:
+        """`files`: each with whether it takes every event, or the audited kinds only. `disk` writes them."""
         self._clock = clock
         self._ring_events = ring_events
         self._edges: deque[Event | tuple[Any, ...]] = deque(maxlen=ring_events)  # hundreds a second: see put_unmade
         self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
-        self._files = tuple(files)
+        self._files = EventFiles(clock, files, disk)
         self._watchers: set[Watcher] = set()
-        self._writes_all = self._has_readers = any(takes_all for _, takes_all in self._files)
+        self._writes_all = self._has_readers = self._files.take_all
         self.epoch = time.time_ns()  # names this start of valved: the numbers of events begin anew with each
         self._seq = 0
-        self._flush: TimerHandle | None = None
 
     def emit(
         self,
@@ -149,7 +154,7 @@ class Journal:
         (self._edges if is_quiet else self._rest).append(event)
         for watcher in self._watchers:
             watcher.offer(event)
-        self._write(event)
+        self._files.put(event)
         if not is_quiet:
             level = logging.WARNING if event.kind in LOUD else logging.INFO
             log.log(level, event.kind.value, extra={"event": event})
@@ -202,26 +207,7 @@ class Journal:
         self._has_readers = bool(self._watchers) or self._writes_all
 
     def unwritten(self) -> list[UnwrittenState]:
-        loss = "events are missing there"
-        failed = [file for file, _ in self._files if file.failure]
-        return [UnwrittenState(path=plain(str(file.path)), error=file.failure, loss=loss) for file in failed]
+        return self._files.unwritten()
 
     def close(self) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-        for file, _ in self._files:
-            file.close()
-
-    def _write(self, event: Event) -> None:
-        wrote = False
-        for file, takes_all in self._files:
-            if takes_all or event.kind in AUDITED:
-                file.write(event)
-                wrote = True
-        if wrote and self._flush is None:
-            self._flush = self._clock.call_at_ns(self._clock.now_ns() + FLUSH_NS, self._flush_now)
-
-    def _flush_now(self) -> None:
-        self._flush = None
-        for file, _ in self._files:
-            file.flush()
+        self._files.close()

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from valved.machine.ports import PromptPort
 from valved.model.ids import ProcessId
 
 FOLDER = "online"
 
 
 class Lived:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, files: PromptPort) -> None:
         self._folder = run_dir / FOLDER
+        self._files = files
         self.known: set[ProcessId] = set()
 
     def read(self) -> set[ProcessId]:
@@ -33,18 +36,25 @@ class Lived:
         """Before it is welcomed. A folder that takes no file must not keep it from being served."""
         if process in self.known:
             return
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mknod(self._path(process), 0o600)  # which takes no descriptor
-            self.known.add(process)
+        try:
+            self._files.do(partial(self._make, self._path(process)))
+        except TimeoutError:  # it will be there, and is to be removed then
+            pass
+        except OSError:
+            return
+        self.known.add(process)
 
     def keep(self, is_alive: Callable[[ProcessId], bool]) -> None:
         """Remove those that have ended."""
         for process in [process for process in self.known if not is_alive(process)]:
             self.known.discard(process)
             with contextlib.suppress(OSError):
-                self._path(process).unlink(missing_ok=True)
+                self._files.do(partial(self._path(process).unlink, missing_ok=True))
+
+    def _make(self, path: Path) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mknod(path, 0o600)  # which takes no descriptor
 
     def _path(self, process: ProcessId) -> Path:
         return self._folder / f"{process.pid}-{process.start_time}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -54,23 +53,29 @@ def leave(run_dir: Path, claim: PendingClaim) -> bool:
     return True
 
 
-def take(run_dir: Path) -> Iterator[PendingClaim]:
-    """Oldest names first. Each is removed once the next is asked for; what makes no sense is thrown away. What cannot
-    be read for want of a descriptor stays, and so does one that the caller stops at."""
+def read(run_dir: Path) -> list[tuple[str, PendingClaim]]:
+    """With the names of their files, which `drop` removes; oldest names first. What makes no sense is thrown away. What
+    cannot be read for want of a descriptor stays."""
+    found: list[tuple[str, PendingClaim]] = []
     try:
         with os.scandir(run_dir / FOLDER) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     except OSError:
-        return
+        return found
     for name in names[:MOST_FILES]:
         path = run_dir / FOLDER / name
         try:
-            yield msgspec.json.decode(_read_plain(path), type=PendingClaim)
+            found.append((name, msgspec.json.decode(_read_plain(path), type=PendingClaim)))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, OSError) and is_scarce(error):
-                return
-        with contextlib.suppress(OSError):
-            path.unlink()
+                return found
+            drop(run_dir, name)
+    return found
+
+
+def drop(run_dir: Path, name: str) -> None:
+    with contextlib.suppress(OSError):
+        (run_dir / FOLDER / name).unlink()
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -124,6 +124,7 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody set while valved ran: it outlives a restart."""
 
     mode: Mode | None = None
+    unknown_mode: str = ""  # a word that this version does not know: what somebody set is not known
     cooldown: tuple[int, int, int, float, int] | None = None  # start, floor, ceiling, factor, window
 
 
@@ -151,13 +152,34 @@ def boot_id() -> str:
         return ""
 
 
-def save(path: Path, state: SavedState) -> None:
-    """ValueError: a successor could not read it (JSON has no inf), and the file stays as it is."""
-    data = msgspec.json.encode(state)
-    msgspec.json.decode(data, type=SavedState)  # ValidationError is a ValueError
+class StateEncoder:
+    """Encodes states of one daemon, one after another. Clients with their channels are most of a state, and seldom
+    change."""
+
+    def __init__(self) -> None:
+        self._clients: list[SavedClient] = []
+        self._encoded = msgspec.Raw(b"[]")
+
+    def encode(self, state: SavedState) -> bytes:
+        """ValueError: a successor could not read it (JSON has no inf)."""
+        rest = msgspec.json.encode(msgspec.structs.replace(state, clients=[]))
+        msgspec.json.decode(rest, type=SavedState)  # ValidationError is a ValueError
+        if state.clients != self._clients:  # which compares those that are the same objects for nothing
+            encoded = msgspec.json.encode(state.clients)
+            msgspec.json.decode(encoded, type=list[SavedClient])
+            self._clients, self._encoded = state.clients, msgspec.Raw(encoded)
+        return msgspec.json.encode(msgspec.structs.replace(state, clients=self._encoded))
+
+
+def save(path: Path, state: SavedState, encoder: StateEncoder | None = None) -> None:
+    """On the disk when it returns, which may take as long as that likes. ValueError: a successor could not read it,
+    and the file stays as it is."""
+    data = (encoder or StateEncoder()).encode(state)
     fresh = path.with_name(f".{path.name}.new")
-    write_private(fresh, data)
+    write_private(fresh, data, sync=True)
     fresh.replace(path)
+    with contextlib.suppress(OSError), Fds() as fds:  # some file systems know no such thing
+        os.fsync(fds.own(os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)))
 
 
 def load(path: Path) -> tuple[SavedState | None, str]:
@@ -236,7 +258,11 @@ def _part(value: Any, kind: Any) -> Any:
         return [one for one in value if _is_a(one, within[0])]
     if isinstance(value, dict) and get_origin(kind) is dict:
         return {name: one for name, one in value.items() if _is_a({name: one}, kind)}
-    if isinstance(value, dict) and kind in (SavedPolicy, SavedMemory):
+    if kind is SavedPolicy:
+        said = value if isinstance(value, dict) else {"mode": value}
+        parts = _readable(said, kind)
+        return parts if "mode" in parts or "mode" not in said else {**parts, "unknown_mode": str(said["mode"])}
+    if isinstance(value, dict) and kind is SavedMemory:
         return _readable(value, kind)
     return msgspec.UNSET
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,14 +18,13 @@ from valved.model.events import Event, EventKind
 log = logging.getLogger("valved")
 
 BUFFER_BYTES = 64 * 1024
-AGAIN_S = 60.0
 
 
 class LineFile:
     """Appends events to a file; at `max_bytes` the file becomes NAME.1 and a new one begins.
 
-    A full disk must not stop gating: a failure closes the file, the log says why, and a minute later the file is opened
-    again. One that was moved or deleted is begun anew.
+    A full disk must not stop gating: a failure closes the file, the log says why, and `look` opens it again. One that
+    was moved or deleted is begun anew. All of this may wait for a disk: the journal does it in a thread.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -34,12 +32,9 @@ class LineFile:
         self.failure = ""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._again_s = 0.0  # when to try again
         self._file: TextIO | None = self._open()
 
     def write(self, event: Event) -> None:
-        if self._file is None and time.monotonic() >= self._again_s:
-            self._file = self._open()
         if self._file is None:
             return
         line = json.dumps(event.as_record(), separators=(",", ":")) + "\n"
@@ -50,6 +45,11 @@ class LineFile:
                 self._turn()
         except OSError as error:
             self._give_up(error)
+
+    def look(self) -> None:
+        """See whether it can be written again."""
+        if self._file is None:
+            self._file = self._open()
 
     def flush(self) -> None:
         if self._file is not None:
@@ -77,7 +77,10 @@ class LineFile:
         try:
             file = _open_plain(self.path)
             self._bytes = self.path.stat().st_size
-            file.write("\n" * _is_torn(self.path))
+            file.write(
+                "\n" * (_is_torn(self.path) or bool(self.failure))
+            )  # a disk that is full opens files all the same
+            file.flush()
             self.failure = ""
             return file
         except OSError as error:
@@ -91,10 +94,10 @@ class LineFile:
         self._file = self._open()
 
     def _give_up(self, error: OSError) -> None:
-        self.failure = error.strerror or str(error)
-        self._again_s = time.monotonic() + AGAIN_S
+        before, self.failure = self.failure, error.strerror or str(error)
         self._file = None
-        log.warning("events are not written", extra={"facts": {"error": f"{self.path}: {self.failure}"}})
+        if self.failure != before:
+            log.warning("events are not written", extra={"facts": {"error": f"{self.path}: {self.failure}"}})
 
 
 def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:

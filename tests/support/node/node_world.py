@@ -128,6 +128,13 @@ class FakeWork:
             then(result, error)
 
 
+class FakePrompt:
+    """A PromptPort that does its jobs at once."""
+
+    def do(self, job):
+        return job()
+
+
 class FakeConnection:
     def __init__(self, pid, uid=1000):
         self.pid, self.uid = pid, uid
@@ -214,6 +221,7 @@ class World:
         boot="boot",
         pods=None,
         shares=None,
+        prompt=None,
     ):
         self.folder = folder
         self.journey_failures: list[object] = []
@@ -224,6 +232,7 @@ class World:
         self.processes._reactor = self.reactor
         self.gate = gate or FakeGate(self.clock, gpus)
         self.prover, self.outside, self.worker = FakeProver(), FakeOutside(self.clock), FakeWork()
+        self.disk, self.event_disk = FakeWork(), FakeWork()
         self.signals, self.stopped, self.thawer = [], False, FakeThawer()
         outer = Outer(
             gate=self.gate,
@@ -233,6 +242,9 @@ class World:
             prover=self.prover,
             uvm=self.outside,
             work=self.worker,
+            disk=self.disk,
+            prompt=prompt or FakePrompt(),
+            event_disk=self.event_disk,
             closer=FakeCloser(),
             signals=FakeSignals(self),
             fd_limit=65536,
