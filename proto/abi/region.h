@@ -60,7 +60,8 @@ enum valve_feature {
 
 /* Orders to an offline client, in control.order: what its session thread must do now. */
 enum valve_order {
-	VALVE_ORDER_RUN = 0,  /* channels enabled, launches pass */
+	VALVE_ORDER_RUN =
+	        0, /* no STOP and no HOLD (any more): ends no stop that the process asks about (link.h) */
 	VALVE_ORDER_STOP = 1, /* disable own channels (path C) */
 	VALVE_ORDER_HOLD = 2, /* hold launches (launch gate) */
 };

@@ -30,14 +30,6 @@
 #define swap_if(p, old, new) \
 	__atomic_compare_exchange_n((p), (old), (new), 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)
 
-static inline uint64_t now_ns(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /*
  * A sandbox may refuse a call that waits (seccomp). Then another one waits instead: no thread of ours spins, and none of the
  * application does in a call of ours. libc's own choice comes first, because a list of what is allowed has it.

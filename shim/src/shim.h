@@ -117,6 +117,7 @@ struct valve_shim {
 	uint32_t untold;  /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
+	uint64_t clock_ns;     /* what our clock lacks to valved's (link.c); 0: they are one */
 	struct valve_reply reply[VALVE_REPLIES];
 	struct valve_lock link_lock;    /* own, replies, sending */
 	struct valve_lock capture_lock; /* the rm map */
@@ -127,6 +128,16 @@ struct valve_shim {
 };
 extern struct valve_shim valve_shim;
 _Static_assert(offsetof(struct valve_shim, unknown_capture) == 4, "trampoline.S");
+
+/* CLOCK_MONOTONIC, as valved reads it. */
+static inline uint64_t now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec +
+	       load_relaxed(&valve_shim.clock_ns);
+}
 
 static inline bool valve_is_linked(void)
 {
@@ -246,6 +257,7 @@ void valve_note_reset(void);
 void valve_register(void);       /* the process opened nvidiactl */
 void *valve_keep(void *unused);  /* the session's thread */
 bool valve_session_leaves(void); /* alone.c: the session's thread asks */
+int valve_alone_spawn(void);     /* alone.c: makes the session's thread, which has begun when this returns */
 void valve_alone_begin(void);    /* alone.c: the session's thread is here */
 void valve_alone_give_up(void);  /* alone.c: it could not begin */
 void valve_alone_find(void);

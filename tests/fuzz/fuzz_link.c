@@ -10,6 +10,7 @@
  *   closed      while a valved that is there has said STOP or HOLD, and we have carried it out, nothing runs
  *   gone        once the lease of a valved that is gone is over, nothing runs beside an online service
  *   refused     who was refused stops until a valved takes it
+ *   handed      what valved said it will run the process never enables; valved does once it is told
  *   granted     granted time that ended and that nobody prolonged has stopped
  *   lent        a file that the kernel does not pass is fetched once valved says so, and never another one that came under its
  *               number; once valved has said that it cannot be had, none is lent on that link; no slot of an answer is kept
@@ -198,7 +199,7 @@ static void settle(void)
 		if (valve_shim.state != VALVE_STATE_OFF)
 			turn();
 		if (valved.asked) /* number 0 would end the link */
-			let_run(0);
+			let_run((uint32_t)turns);
 		valved.asked = 0;
 		wake(0);
 	}

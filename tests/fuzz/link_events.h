@@ -28,10 +28,12 @@ static struct {
 	uint32_t unread, asked_unread, hello; /* in its socket; HELLO's number that waits for an answer */
 	uint32_t online;                      /* on the next page */
 	uint32_t asked;                       /* number of the last question about the whole process */
-	bool let_go;                          /* and it may */
-	bool last_word;                       /* it said so before it hung up, and nobody has read that */
-	bool stops;                           /* it has said STOP and let nobody go since */
-	bool refused; /* it was the last to answer HELLO, and refused, and we could hear it */
+	uint32_t answered; /* the last of them that has its answer: another means nothing */
+	bool let_go;       /* and it may */
+	bool handed;       /* it will run the channels itself: they are not the shim's to enable */
+	bool last_word;    /* it said so before it hung up, and nobody has read that */
+	bool stops;        /* it has said STOP and let nobody go since */
+	bool refused;      /* it was the last to answer HELLO, and refused, and we could hear it */
 } valved;
 
 #include "link_shown.h"
@@ -70,7 +72,7 @@ static void hang_up(void)
 	shown.seq = 0;
 	valved.asked = valved.asked_unread = valved.unread = valved.hello = 0;
 	valved.last_word |= valved.let_go;
-	valved.let_go = valved.stops = false;
+	valved.let_go = valved.stops = valved.handed = false;
 	if (valved.bell)
 		kernel_let_go(valved.bell);
 	valved.bell = NULL;
@@ -170,8 +172,10 @@ static void write_order(struct valve_control *page, uint32_t what)
 static void hear_question(uint32_t seq)
 {
 	valved.asked = seq;
-	valved.let_go = false;
+	valved.let_go = valved.handed = false;
 }
+
+static void wake(uint32_t detail);
 
 static bool shown_is_heard(void)
 {
@@ -202,6 +206,8 @@ int valved_hears(struct kernel_file *link, const void *packet, uint32_t bytes)
 		hear_lent(header, bytes);
 	if (valved.mail == READS && asks)
 		hear_question(header->seq);
+	if (valved.mail == READS && ran && valved.handed && valved.let_go && !valved.stops)
+		wake(0);
 	if (valved.mail == READS && ran && valved.stops) { /* what its stop met was enabled since */
 		write_order(valved.page, VALVE_ORDER_STOP);
 		kernel_ring(valved.bell);
@@ -240,7 +246,10 @@ int valve_settings_socket(struct sockaddr_un *address)
 /* ---- the process's channels, memory and end ---- */
 uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 {
+	bool switches = disable || set == VALVE_GATE_ALL || process.held;
+
 	CHECK(process.role == VALVE_ROLE_OFFLINE);
+	CHECK(disable || !switches || !valved.handed || session.released);
 	/* what was refused once is not tried again on a guess */
 	CHECK(disable || !process.owes_enable || valve_shim.state != VALVE_STATE_LINKED || valved.let_go ||
 	      valved.last_word || session.released || VALVE_CONTROL->draining);
@@ -251,7 +260,7 @@ uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 		return NV_ERR_TIMEOUT;
 	}
 	process.failures = 0;
-	if (!disable && set == VALVE_GATE_HELD && !process.held)
+	if (!switches)
 		return 0; /* what is off is so by valved's hand */
 	process.is_off = process.held = disable;
 	process.outside = false;
@@ -298,8 +307,14 @@ static void answer(uint32_t seq, uint32_t status)
 {
 	struct valve_link_ack ack = {.status = status};
 
+	bool is_question = valved.link && seq && (seq == valved.asked || seq == valved.asked_unread);
+
 	say(&ack, VALVE_LINK_ACK, sizeof(ack), seq, NULL, 0);
-	if (!valved.link || !seq || (seq != valved.asked && seq != valved.asked_unread) || status == EAGAIN)
+	if (is_question && seq != valved.answered) {
+		valved.answered = seq;
+		valved.handed = status == VALVE_LINK_HANDED;
+	}
+	if (!is_question || status == EAGAIN)
 		return;
 	valved.let_go = true;
 	process.let_ns = kernel_now();
@@ -308,8 +323,7 @@ static void answer(uint32_t seq, uint32_t status)
 
 static void let_run(uint32_t detail)
 {
-	(void)detail;
-	answer(valved.asked, 0);
+	answer(valved.asked, detail & 1 ? VALVE_LINK_HANDED : 0);
 }
 
 static void let_wait(uint32_t detail)
@@ -381,8 +395,10 @@ static void order(uint32_t detail)
 	write_order(valved.page, detail % 3);
 	valved.stops = detail % 3 == VALVE_ORDER_STOP && !valved.page->draining;
 	valved.let_go &= detail % 3 == VALVE_ORDER_RUN || session.ask_seq; /* its answer is under way still */
-	if (detail % 3 != VALVE_ORDER_STOP)
+	if (detail % 3 != VALVE_ORDER_STOP) {
 		process.let_ns = kernel_now();
+		valved.handed = false;
+	}
 	process.may |= detail % 3 == VALVE_ORDER_RUN;
 	process.may_enable |= detail % 3 != VALVE_ORDER_STOP;
 	kernel_ring(valved.bell);

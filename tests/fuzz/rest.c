@@ -39,9 +39,8 @@ int valve_orders_take_runs(const struct valve_link_header *packet, int length, s
 	return valve_packet_is_runs((const void *)packet, length, fds) ? 0 : -EPROTO;
 }
 
-int valve_spawn(void *(*run)(void *), size_t most)
+int valve_alone_spawn(void)
 {
-	(void)run, (void)most;
 	return 0;
 }
 

@@ -16,11 +16,12 @@ LINKS, HANGS, DEATHS = 10, 5, 10
 NO_LATE_BEAT_MS = 20_000  # where the end of a lease is not what is tested
 LEASE_MS = 300
 TRACE = "trace.jsonl"
+RUNGS = pytest.mark.parametrize("driver", [{}, {"gsp_foreign": "deny"}], ids=["channel-own", "channel-fd"])
 
 
-def busy_pair(make_node, lease_ms):
+def busy_pair(make_node, lease_ms, **driver):
     """An offline job, stopped beside a service that stays busy. Each decision of valved is written down."""
-    node = make_node(start=False)
+    node = make_node(start=False, **driver)
     node.config = f'lease_ms = {lease_ms:.1f}\ntrace_file = "{node.folder / TRACE}"'
     node.start_valved()
     offline = Offline(node, "batch")
@@ -83,8 +84,10 @@ def are_back(node):
     return offline_client(node) and node.status().gpus[0].channels and chat and chat.gpus
 
 
-def test_a_process_that_closes_its_own_link_never_runs_beside_a_busy_service(make_node):
-    node, offline, online = busy_pair(make_node, NO_LATE_BEAT_MS)
+@RUNGS
+def test_a_process_that_closes_its_own_link_never_runs_beside_a_busy_service(make_node, driver):
+    node, offline, online = busy_pair(make_node, NO_LATE_BEAT_MS, **driver)
+    assert node.status().gpus[0].reach == ("channel-fd" if driver else "channel-own")
     beats = offline.beats
 
     for _ in range(LINKS):
@@ -98,8 +101,9 @@ def test_a_process_that_closes_its_own_link_never_runs_beside_a_busy_service(mak
     offline.wait_running()
 
 
-def test_no_offline_beat_falls_beside_a_busy_service_when_valved_hangs_and_goes_on(make_node):
-    node, offline, online = busy_pair(make_node, LEASE_MS)
+@RUNGS
+def test_no_offline_beat_falls_beside_a_busy_service_when_valved_hangs_and_goes_on(make_node, driver):
+    node, offline, online = busy_pair(make_node, LEASE_MS, **driver)
     beats = offline.beats
 
     for _ in range(HANGS):

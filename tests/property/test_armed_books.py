@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from valve_abi import Feature
 from valved.native._gate import ffi
 
-from valved.gate import reaching
+from valved.gate import kept, reaching
 from valved.gate.armed import LADDER, ArmedChannel, GateClient, entry_of
 from valved.machine.ports import ClientFds
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -34,6 +34,7 @@ class Driver:
         self.refused: set[int] = set()
         self.hangs = self.is_failed = False
         self.cids: dict[tuple[int, int], int] = {}
+        self.freed: list[object] = []
         self.features = int(Feature.SELF_GATE | Feature.HOLD)
 
     def __getattr__(self, name):
@@ -67,6 +68,9 @@ class Driver:
 
     def valve_gpu_gone(self, gate, gpu, gone, room):
         return 0
+
+    def valve_client_free(self, gate, native):
+        self.freed.append(native)
 
     def valve_client_view(self, native, view, flag):
         view.features = self.features
@@ -172,6 +176,8 @@ def test_no_index_of_armed_channels_ever_differs_from_a_look_at_all_of_them(seed
     walk = Walk(Random(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reaching, "lib", walk.driver)
+        patch.setattr(kept, "lib", walk.driver)
+        patch.setattr(kept, "os", SimpleNamespace(dup=lambda fd: fd + 1000))
         for _ in range(120):
             walk.step()
             walk.check()

@@ -195,6 +195,9 @@ class Commands:
     def chroot(self, folder):
         os.chroot(folder)
 
+    def unshare_users(self):
+        return LIBC.unshare(0x10000000)
+
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)
 

@@ -83,6 +83,20 @@ def test_a_process_that_stopped_itself_never_runs_before_a_new_daemon_lets_it(wo
     assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
 
 
+@pytest.mark.parametrize("order", [HOLD, RUN], ids=["hold", "no order any more"])
+def test_an_order_never_ends_a_stop_of_its_own_beside_a_busy_service(world, orphan, order):
+    """valved orders a hold where the driver refuses it the channels, and takes it back once they are off."""
+    client, gate = heir(world)
+
+    seq = client.give_order(order)
+
+    until(lambda: client.region.order_done == seq, "it has read the order")
+    assert {*world.gate_calls()} == {call(orphan, "disable", FIRST)}
+    gate.answer()
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
+
+
 def test_what_is_handed_to_valved_is_never_enabled_here(world, orphan):
     """A stop of its may have come before this thread read the answer."""
     client, gate = heir(world)

@@ -196,22 +196,60 @@ def test_a_program_that_goes_elsewhere_never_loses_the_next_valved(world, monkey
     assert world.daemon(ONLINE).client().gone.is_set() is False
 
 
-def test_a_program_that_changes_its_root_never_loses_the_next_valved(world, tmp_path):
-    """An offline one would stand for good, an online one go without protection."""
-    puppet, client = world.online()
+SLOW_THREADS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+struct begin { void *(*run)(void *), *with; };
+static void *late(void *given) {
+	struct begin begin = *(struct begin *)given;
+	free(given);
+	usleep(100000);
+	return begin.run(begin.with);
+}
+int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*run)(void *), void *with) {
+	int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *) = dlsym(RTLD_NEXT, "pthread_create");
+	struct begin *begin = malloc(sizeof(*begin));
+	*begin = (struct begin){run, with};
+	return real(thread, how, late, begin);
+}
+"""
+
+
+def slow_threads(world, tmp_path):
+    """The environment of a program whose threads are long in beginning."""
+    source, library = tmp_path / "slow.c", tmp_path / "slow.so"
+    source.write_text(SLOW_THREADS)
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return {"LD_PRELOAD": f"{world.environment()['LD_PRELOAD']}:{library}"}
+
+
+def test_a_program_that_changes_its_root_at_once_never_loses_the_next_valved(world, tmp_path):
+    """An offline one would stand for good, an online one go without protection. The session has its root once
+    the driver is open, however long its thread takes to begin."""
+    puppet, client = world.online(**slow_threads(world, tmp_path))
     client.gate(0)
 
-    until(lambda: set(states_of_threads(puppet.process.pid)) == {"S"})  # the session's thread has begun
     puppet.chroot(str(tmp_path))
     world.daemons[0].close()
 
     assert world.daemon(ONLINE).client().gone.is_set() is False
 
 
-def states_of_threads(pid):
-    """Of all but the first. One that has not begun yet is ready to run."""
-    threads = [thread for thread in Path(f"/proc/{pid}/task").iterdir() if thread.name != str(pid)]
-    return [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
+def test_a_program_that_changes_its_root_in_a_new_namespace_never_loses_the_next_valved(world, tmp_path):
+    """The session's thread ends for the call, and begins again."""
+    world.daemon(ONLINE)
+    puppet = world.puppet(**slow_threads(world, tmp_path))
+    puppet.open("/dev/nvidiactl")
+    world.daemons[0].client()
+
+    assert puppet.unshare_users() == 0
+    puppet.chroot(str(tmp_path))
+    world.daemons[0].close()
+
+    assert world.daemon(ONLINE).client().gone.is_set() is False
 
 
 # -- exit --

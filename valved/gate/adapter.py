@@ -109,7 +109,10 @@ class NativeGate:
         holder = self._clients.pop(client)
         lib.valve_client_leaves(holder.native, lives_on)
         off = self.channels.client_leaves(client, holder, lives_on=lives_on)
-        lib.valve_client_free(self._gate, holder.native)
+        if self.channels.kept.holds(holder):
+            lib.valve_client_part(self._gate, holder.native)
+        else:
+            lib.valve_client_free(self._gate, holder.native)
         os.close(holder.fds.control)
         os.close(holder.fds.region)
         return off
@@ -224,6 +227,7 @@ class NativeGate:
         lib.valve_gate_settle(self._gate, SETTLE_NS)
         for client in list(self._clients):
             self.remove_client(client)
+        self.channels.kept.close()
         for service in list(self._services):
             self.remove_service(service)
         lib.valve_gate_close(self._gate)

@@ -14,20 +14,17 @@ from typing import Any
 from valve_abi import Feature
 
 from valved.gate.armed import LADDER, LOSSES, ArmedChannel, ArmedChannels, GateClient, RmNumbers, entry_of, is_worse
-from valved.machine.ports import ArmResult, LeftOff
+from valved.gate.enabling import GONE, INVALID_CHANNEL, NOT_SUPPORTED, Enabling
+from valved.gate.kept import KeptFiles
+from valved.machine.ports import ArmResult
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
 from valved.model.statuses import status_text
 from valved.native._gate import ffi, lib
 
 _STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
-_GPU_IS_LOST = 0x0F  # the GPU fell off the bus, and its work is lost
-_INVALID_CHANNEL = 0x21
-_NOT_SUPPORTED = 0x56
-_DENIED = frozenset({0x1B, _NOT_SUPPORTED})  # the answer to a client that names channels of others
-_GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
 
 
-class NativeChannels:
+class NativeChannels(Enabling):
     """`clients` and `infos` are the gate's own: its clients, and its cards."""
 
     def __init__(self, gate: Any, clients: Mapping[ClientId, GateClient], infos: Sequence[Any], refusal: str) -> None:
@@ -36,6 +33,7 @@ class NativeChannels:
         self._infos = infos
         self._refusal = refusal
         self._channels = ArmedChannels()
+        self.kept = KeptFiles(gate)
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was last not used
         self._unsure: list[tuple[Any, set[ChannelRef]]] = []  # the first is the native side's to write
         self._view = ffi.new("struct valve_view *")
@@ -50,7 +48,8 @@ class NativeChannels:
         numbers = holder.rm_clients.setdefault(channel.h_client, RmNumbers())
         if holder.is_given_up:
             self._put(ArmedChannel(ref=channel, client=client, reach=Reach.NONE))
-            return ArmResult(status=_NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
+            return ArmResult(status=NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
+        self.kept.hand_on(channel, holder, numbers)
         self._forget_gone(channel.gpu)  # what it tells anew is not what ended
         known = self._channels.get(client, channel.h_client, channel.h_channel)
         is_off = known is not None and known.app_disabled and known.ref.cid == channel.cid
@@ -65,6 +64,8 @@ class NativeChannels:
             status, entry = self._climb(holder, numbers, entry)
         else:
             self._put(entry)
+        if entry.is_armed:
+            self.kept.drop(channel)
         return ArmResult(
             status=status,
             reach=entry.reach,
@@ -91,8 +92,8 @@ class NativeChannels:
         cid = ffi.new("uint32_t *")
         status: int = lib.valve_gpu_cid(self._gate, channel.gpu, channel.h_client, channel.h_channel, cid)
         if status == 0 and channel.cid and cid[0] != channel.cid:
-            return _INVALID_CHANNEL
-        return status if status in _GONE else 0  # this driver cannot say (older branch, refusal): the test decides
+            return INVALID_CHANNEL
+        return status if status in GONE else 0  # this driver cannot say (older branch, refusal): the test decides
 
     def _climb(
         self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, start: Reach = Reach.CHANNEL_OWN
@@ -241,18 +242,6 @@ class NativeChannels:
         """Channels that are disabled, or about to be."""
         return tuple(one.ref for one in self._channels if one.is_ours_to_run and self._is_gated(one.ref.gpu))
 
-    def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
-        return sum(self._enable(channel, unless_held=False) == 0 for channel in channels)
-
-    def enable_unless_held(self, channel: ChannelRef) -> LeftOff:
-        status = self._enable(channel, unless_held=True)
-        return _left_off(status, is_reached=status != -errno.ENODEV and not self._infos[channel.gpu].status)
-
-    def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
-        if self._refusal or not 0 <= channel.gpu < len(self._infos):
-            return -errno.ENODEV
-        return int(lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel, unless_held))
-
     def client_leaves(self, client: ClientId, holder: GateClient, *, lives_on: bool) -> tuple[ChannelRef, ...]:
         """Forgets the client's channels and enables them. Returns those that were off. If the process lives on,
         channels that valved can enable later stay off, and only these are returned."""
@@ -260,12 +249,15 @@ class NativeChannels:
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
-            kept = _can_wait(gone) if lives_on else []
+            kept = _can_wait(gone, with_files=self.kept.has_room()) if lives_on else []
             was = ffi.new("uint32_t *", lib.VALVE_WAS_OFF)
             self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was)
             if was[0] == lib.VALVE_WAS_ON:
                 continue
             off.extend(channel.ref for channel in (kept if lives_on else gone))
+            for channel in kept:
+                if channel.reach is Reach.CHANNEL_FD:
+                    self.kept.put(channel, holder)
             if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: taken as off until it answers
                 self._unsure.append((was, {channel.ref for channel in kept}))
         return tuple(off)
@@ -273,18 +265,13 @@ class NativeChannels:
     def turned_out_on(self) -> set[ChannelRef]:
         told = [one for one in self._unsure if one[0][0] != lib.VALVE_WAS_UNKNOWN]
         self._unsure = [one for one in self._unsure if one not in told]
-        return set().union(*(refs for was, refs in told if was[0] == lib.VALVE_WAS_ON))
+        on = set[ChannelRef]().union(*(refs for was, refs in told if was[0] == lib.VALVE_WAS_ON))
+        for channel in on:
+            self.kept.drop(channel)
+        return on
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
-
-
-def _left_off(status: int, *, is_reached: bool) -> LeftOff:
-    if status == 0:
-        return LeftOff.ENABLED
-    if status in _DENIED or not is_reached:
-        return LeftOff.OUT_OF_REACH  # first: a refusal of our own RM client says nothing about the channel
-    return LeftOff.ENDED if status in _GONE or status == _GPU_IS_LOST else LeftOff.HELD
 
 
 def _entries(group: Iterable[dict[str, Any]]) -> tuple[Any, int]:
@@ -292,6 +279,7 @@ def _entries(group: Iterable[dict[str, Any]]) -> tuple[Any, int]:
     return ffi.new("struct valve_entry[]", entries), len(entries)
 
 
-def _can_wait(gone: Sequence[ArmedChannel]) -> list[ArmedChannel]:
-    """Channels that valved can enable later without their client. All other rungs go through the client itself."""
-    return [channel for channel in gone if channel.reach is Reach.CHANNEL_OWN]
+def _can_wait(gone: Sequence[ArmedChannel], *, with_files: bool) -> list[ArmedChannel]:
+    """Channels that valved can enable later. All other rungs go through the client itself."""
+    reaches = {Reach.CHANNEL_OWN, Reach.CHANNEL_FD} if with_files else {Reach.CHANNEL_OWN}
+    return [channel for channel in gone if channel.reach in reaches]

@@ -69,8 +69,7 @@ void mail_reap(struct gpu *gpu)
 	}
 }
 
-/* Given up by the watchdog, or long gone although no thread waits for the GPU to stop: other processes that allocate,
- * or exit with thousands of objects, keep the driver's locks for a while (the API lock in write mode). */
+/* Given up by the watchdog, or long gone though nobody waits for a stop: others may keep the driver's locks for a while. */
 bool is_stuck(const struct gpu *gpu)
 {
 	uint64_t limit_ns = load_relaxed(&gpu->flight_ns) + PATIENCE * gpu->gate->config.hang_ns;
@@ -102,7 +101,7 @@ static bool can_be_lost(enum mail_kind kind)
 	return kind == MAIL_OFF || kind == MAIL_CID || kind == MAIL_ENABLE_UNLESS_HELD || kind == MAIL_SLICE;
 }
 
-/* One mail without a plan, and what it names: its status, -ETIMEDOUT, or -EBUSY: it was not sent. */
+/* Its status, -ETIMEDOUT, or -EBUSY: it was not sent. */
 static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
 {
 	struct mail *mail = mail_new(question);
@@ -135,15 +134,14 @@ int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint
 	return gate->branch->has_unique_id ? ask(&gate->gpu[gpu], &mail, cid) : -EOPNOTSUPP;
 }
 
-int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry,
                      uint32_t unless_held)
 {
-	struct valve_entry entry = {.reach = VALVE_REACH_OWN, .h_client = h_client, .h_channel = h_channel};
 	struct mail mail = {.kind = unless_held ? MAIL_ENABLE_UNLESS_HELD : MAIL_ENABLE};
 
-	if (gate->gpu[gpu].info.status)
+	if (entry->reach == VALVE_REACH_OWN && gate->gpu[gpu].info.status)
 		return gate->gpu[gpu].info.status;
-	mail.run_now = plan_new(&gate->gpu[gpu], &entry, 1);
+	mail.run_now = plan_new(&gate->gpu[gpu], entry, 1);
 	return mail.run_now ? ask(&gate->gpu[gpu], &mail, NULL) : -ENOMEM;
 }
 
@@ -218,9 +216,8 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
- * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held.
- * *was_off: valve_was, whether what leaves with the plan before may be off. Where the issuer hangs this is not known
- * yet, and it is written again when that is known, in a later valve_arm or valve_gate_alive; NULL: not asked. */
+ * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held. *was_off: valve_was,
+ * whether what leaves may be off; not known while the issuer hangs, and written in a later valve_arm or valve_gate_alive. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count, uint32_t *was_off)

@@ -72,10 +72,10 @@ void service_enlist(struct valve_gate *gate, struct valve_client *client, bool i
 		store_release(&client->control->gate_epoch, load_full(&service->epoch));
 	store_full(&service->clients,
 	           list); /* pairs with raise_words: the listener walks this one from now on */
-	if (in)
+	if (in) {
 		word_raise(&client->control->gate_epoch, load_full(&service->epoch));
-	if (in)
 		waking_kick(gate); /* it may be a second engine: slice_is_sole */
+	}
 	listener_quiesce(gate);
 	free(old);
 }
@@ -128,9 +128,8 @@ void client_reap(struct valve_client *client)
 		errand_do(client, ERRAND_END);
 }
 
-/* What is left of it. By the thread that runs its last errand. The doorbell is not taken out of the listeners' epoll: whoever
- * does holds the lock of that epoll while it waits for the eventfd's, which the client can keep by ringing, and no listener
- * hears anybody meanwhile. It has been muted, and goes with its file, of which the client must keep a descriptor for that. */
+/* By the thread that runs its last errand. The doorbell stays in the listeners' epoll: taking it out would hold the epoll's lock
+ * for as long as the client rings. It is muted, and goes with its file. */
 void client_end(struct valve_client *client)
 {
 	for (uint32_t i = 0; i < MAX_PASSED; i++)
@@ -142,9 +141,8 @@ void client_end(struct valve_client *client)
 }
 
 /* A passed fd keeps the workload's channels and memory alive, so it goes now, even if an ioctl on it still hangs: the
- * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone. Putting a file
- * that is there in its place needs no free number. Where that fails all the same, the file stays until then: a number
- * that is let go is the next stranger's. By a thread that may be kept: the driver takes down all that hangs on the file. */
+ * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone, and so does the
+ * file where no other can be put in its place. By a thread that may be kept: the driver takes down what hangs on it. */
 void client_give_up_passed(struct valve_client *client)
 {
 	for (uint32_t i = 0; i < MAX_PASSED; i++) {
@@ -155,11 +153,22 @@ void client_give_up_passed(struct valve_client *client)
 	}
 }
 
-void valve_client_free(struct valve_gate *gate, struct valve_client *client)
+void valve_client_leaves(struct valve_client *client, uint32_t lives_on)
+{
+	store_relaxed(&client->leaves, lives_on);
+}
+
+void valve_client_part(struct valve_gate *gate, struct valve_client *client)
 {
 	pthread_mutex_lock(&gate->roster_lock);
-	store_full(&gate->client[client->slot], NULL);
+	if (gate->client[client->slot] == client) /* else it has parted, and the slot is another's */
+		store_full(&gate->client[client->slot], NULL);
 	pthread_mutex_unlock(&gate->roster_lock);
+}
+
+void valve_client_free(struct valve_gate *gate, struct valve_client *client)
+{
+	valve_client_part(gate, client);
 	if (client->service >= 0) {
 		listener_mute(gate, client, true);
 		service_enlist(gate, client, false); /* waits until the listener is out of this client, too */
@@ -346,11 +355,6 @@ void valve_client_kv_free(struct valve_client *client, uint32_t index, const uin
 struct valve_grant *client_grant(const struct valve_client *client)
 {
 	return (struct valve_grant *)(void *)((char *)client->control + VALVE_GRANT_OFFSET);
-}
-
-void valve_client_leaves(struct valve_client *client, uint32_t lives_on)
-{
-	store_relaxed(&client->leaves, lives_on);
 }
 
 /* To an engine's hook: what its owner stated, and whether it may ask for pauses. */

@@ -184,8 +184,7 @@ const char *valve_gate_refusal(struct valve_gate *gate);
 int valve_gate_orders(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
 void valve_gate_alive(struct valve_gate *gate); /* the caller's loop turns; arms the watch over it */
-void valve_gate_let(struct valve_gate *gate,
-                    uint32_t mask); /* GPUs whose channels are on though they are held */
+void valve_gate_let(struct valve_gate *gate, uint32_t mask); /* GPUs that are on though they are held */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
 int valve_stamps_fd(struct valve_gate *gate);
 uint32_t valve_stamps_lost(struct valve_gate *gate); /* so far, because the ring was full */
@@ -218,11 +217,12 @@ void valve_wake_refused(struct valve_wake_state *state, const struct valve_wake_
 
 struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
                                       uint64_t service_id, int control, int region, int doorbell, int order);
+/* It is no client any more. Its passed files stay until it is freed. Precondition: it is offline. */
+void valve_client_part(struct valve_gate *gate, struct valve_client *client);
 void valve_client_free(struct valve_gate *gate, struct valve_client *client);
 int valve_client_take_fd(struct valve_client *client, int fd);
 int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps);
-void valve_client_leaves(struct valve_client *client,
-                         uint32_t lives_on); /* then an end that it was told stands */
+void valve_client_leaves(struct valve_client *client, uint32_t lives_on); /* its ends stand then */
 void valve_client_hints(struct valve_client *client, uint32_t on);
 void valve_client_offer(struct valve_client *client, uint32_t consented, uint64_t tpot_ns, uint64_t gap_ns,
                         uint32_t by_slices);
@@ -234,8 +234,8 @@ void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uin
 void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,
                           uint64_t bytes, uint64_t keep_bytes);
 void valve_client_hold(struct valve_client *client, uint32_t on);
-void valve_client_at_once(struct valve_client *client,
-                          uint32_t on); /* whoever gives it an order rings; before its first channel */
+/* Whoever gives it an order rings. Before its first channel. */
+void valve_client_at_once(struct valve_client *client, uint32_t on);
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);
 uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t gpu);
@@ -246,7 +246,7 @@ int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);
 /* `unless_held`: -EBUSY, and nothing is done, while a service holds the GPU. The issuer looks, so no stop comes
  * between. */
-int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry,
                      uint32_t unless_held);
 /*
  * Knows no gate. A way into the memory of the process behind `fd`, with a thread of its own that waits in the driver. The
@@ -258,8 +258,7 @@ struct valve_door *valve_door_open(int fd, int bell, const uint8_t *uuid);
 int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count);
 /* The next answer, in their order: 1, and *status is 0, an RM status or -errno; *done: runs made. 0: none waits. */
 int valve_door_answer(struct valve_door *door, int *status, uint32_t *done, uint64_t *took_ns);
-void valve_door_close(
-        struct valve_door *door); /* once what was asked is done; no answer is waited for any more */
+void valve_door_close(struct valve_door *door); /* once what was asked is done; no answer is waited for */
 /* Knows no gate. Connections that wait at a non-blocking listener: of each its descriptor, the pid and the uid of who made it.
  * How many, or -errno where there are some and no descriptor for the first. */
 int valve_knocks_take(int listener, int32_t *found, int most);

@@ -3,6 +3,7 @@
  * has no channel would have one thread but for our session's: that ends for the call, and begins again after it. The link stays.
  *
  * A program may change its root (chroot). The session's thread keeps the one that it began with: the next valved is found there.
+ * So whoever makes this thread waits until it has a root of its own.
  */
 #include "ownfd.h"
 #include "shim.h"
@@ -13,6 +14,8 @@
 #define LOOK_NS 1000000u
 #define LOOKS   2000 /* so long for what the session has in hand */
 
+#define BEGIN_NS 1000000000u /* only a sandbox or a debugger that keeps the thread from running comes near */
+
 enum { STAYS, ASKED, LEAVES };
 
 VALVE_EXPORT int unshare(int flags);
@@ -22,6 +25,20 @@ void valve_alone_begin(void)
 {
 	(void)!syscall(SYS_unshare, CLONE_FS);
 	store_release(&valve_shim.session, (uint32_t)syscall(SYS_gettid));
+	futex_wake(&valve_shim.session, 1);
+}
+
+/* Precondition: no lock of ours is held. The thread needs none before it has begun, and nothing of the application. */
+int valve_alone_spawn(void)
+{
+	uint64_t now = now_ns(), end_ns = now + BEGIN_NS;
+	int err;
+
+	store_relaxed(&valve_shim.session, 0);
+	err = valve_spawn(valve_keep, VALVE_STACK_LEAST);
+	for (; !err && now < end_ns && !load_acquire(&valve_shim.session); now = now_ns())
+		futex_wait(&valve_shim.session, 0, end_ns - now);
+	return err;
 }
 
 bool valve_session_leaves(void)
@@ -73,9 +90,8 @@ void valve_alone_give_up(void)
 /* In a new namespace of processes there are no threads any more. */
 static void call_back(void)
 {
-	store_relaxed(&valve_shim.session, 0);
 	store_release(&valve_shim.leaving, STAYS);
-	if (valve_spawn(valve_keep, VALVE_STACK_LEAST))
+	if (valve_alone_spawn())
 		valve_alone_give_up();
 }
 

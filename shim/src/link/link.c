@@ -138,6 +138,17 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	return 0;
 }
 
+/* A container may have a time namespace, and a preload (libfaketime) may make up the time. What valved wrote after it heard us
+ * and before we heard it does not lie between the two then. Nothing tells more exactly by how much the clocks differ: ours is
+ * behind by as long as that took. */
+static void follow_clock(uint64_t asked_ns, uint64_t told_ns)
+{
+	uint64_t now = now_ns();
+
+	if (told_ns && (told_ns < asked_ns || told_ns > now))
+		store_relaxed(&valve_shim.clock_ns, valve_shim.clock_ns + told_ns - now);
+}
+
 static bool is_welcome_sane(const struct valve_link_welcome *welcome, const struct valve_fds *fds)
 {
 	return welcome->abi == VALVE_LINK_ABI && welcome->control_bytes == VALVE_CONTROL_BYTES &&
@@ -161,18 +172,21 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
 	struct valve_link_welcome welcome = {0};
+	uint64_t asked_ns;
 	struct valve_fds fds = {.count = 0};
 	int socket_fd = open_socket(deadline_ns);
 	int err;
 
 	if (socket_fd < 0)
 		return socket_fd;
+	asked_ns = now_ns();
 	err = say_hello(socket_fd, wanted_role);
 	if (!err)
 		err = await_welcome(socket_fd, deadline_ns, &welcome, &fds);
 	if (!err && !is_welcome_sane(&welcome, &fds))
 		err = -EPROTO;
 	if (!err) {
+		follow_clock(asked_ns, welcome.header.sent_ns);
 		store_relaxed(&valve_shim.must_fence,
 		              !valve_shim.can_membarrier || !(welcome.features & VALVE_FEATURE_PLAIN_COUNT));
 		valve_lock(&valve_shim.probe_lock); /* capture_depth moves with the region */

@@ -56,9 +56,11 @@ static uint32_t carry_out(uint32_t order)
 		store_relaxed(&valve_shim.self_stopped, 1);
 		return valve_self_gate(true, VALVE_GATE_ALL);
 	}
-	if (exchange_full(&valve_shim.self_stopped, 0))
+	if ((!session.stopped || valve_until_stands() ||
+	     !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP)) &&
+	    exchange_full(&valve_shim.self_stopped, 0))
 		return valve_self_gate(false, VALVE_GATE_HELD);
-	return 0; /* RUN while running; HOLD is read by the launches themselves */
+	return 0; /* running; HOLD is read by the launches themselves; valved's answer ends a stop of our own */
 }
 
 static void obey(void)
@@ -466,7 +468,7 @@ void valve_register(void)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
-	if (valve_spawn(valve_keep, VALVE_STACK_LEAST)) {
+	if (valve_alone_spawn()) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
 		valve_alone_give_up();

@@ -1,0 +1,56 @@
+"""A process whose clock is not valved's: a time namespace, or a preload that makes up the time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+from node_rig import Offline, Online, service
+
+CLOCK = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+	int result = (int)syscall(SYS_clock_gettime, clock, now);
+	now->tv_sec += SHIFT;
+	return result;
+}
+"""
+
+
+@pytest.mark.parametrize("shift_s", [86_400, -10_000], ids=["ahead", "behind"])
+def test_a_process_with_another_clock_never_loses_its_turn_nor_runs_past_its_lease(make_node, tmp_path, shift_s):
+    """It would take each valved for dead at once, or never."""
+    node = make_node(start=False)
+    node.config = "lease_ms = 500.0\n"
+    node.start_valved()
+    prefix = (str(other_clock(tmp_path, shift_s)),)
+    offline = Offline(node, "batch", prefix=prefix)
+    offline.wait_running()
+    online = Online(node, "chat", prefix=prefix)
+    online.wait_ready()
+    for _ in range(3):
+        node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
+        offline.wait_running()
+        online.launch(us=100)
+        offline.wait_stopped()
+    offline.wait_running()
+    links = [client.id for client in node.status().clients]
+
+    node.stop_valved(signal.SIGKILL)
+
+    offline.wait_off()  # by itself
+    assert len(links) == 2
+    assert max(links) == 2, "nobody had to come back"
+
+
+def other_clock(folder, shift_s):
+    """A command that runs another with that clock, and with what is preloaded already."""
+    source, library, command = folder / "clock.c", folder / "clock.so", folder / "with-clock"
+    source.write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", f"-DSHIFT={shift_s}", source, "-o", library], check=True)
+    command.write_text(f'#!/bin/sh\nexport LD_PRELOAD="$LD_PRELOAD {library}"\nexec "$@"\n')
+    command.chmod(0o755)
+    return command
