@@ -108,3 +108,26 @@ def test_a_thread_that_the_driver_keeps_never_stays_real_time(
     rig.driver.rules.hang = rig.driver.rules.hang_enable = 0
     back()
     wait_until(lambda: len(real_time(ours)) == workers(rig), "it is again")
+
+
+def test_a_call_that_took_long_never_moves_a_thread_that_was_not_real_time(driver: FakeDriver) -> None:
+    """Nothing was taken from it, so there is nothing to give back: what an operator set stays."""
+    if not may_be_real_time():
+        pytest.skip("this user may not have the best niceness either")
+    before = threads()
+    with gate_rig(driver, HASTY) as rig:
+        ours = threads() - before
+        wait_until(lambda: [niceness(one) for one in ours].count(0) == 1, "all but the watchdog have theirs")
+        rig.offline().add(2)
+        back = hang_in_a_stop(rig)
+        wait_until(lambda: rig.driver.counts.hanging == 1, "it hangs")
+        rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+        for thread in ours:
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread, 5)
+
+        rig.driver.rules.hang = 0
+        back()
+
+        there = threads()  # those that began since have it from the one that began them
+        assert {niceness(thread) for thread in ours & there} == {5}

@@ -166,14 +166,14 @@ void service_owe(struct gpu *gpu)
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
 		struct service *service = &gate->service[i];
 		uint32_t epoch = load_acquire(&service->epoch), stamped = load_acquire(&service->stamped);
-		struct valve_stamp stamp = {.kind = VALVE_STAMP_HOLD, .gpu = gpu->index, .epoch = epoch};
+		struct valve_stamp stamp;
 
-		if (!load_relaxed(&service->live) || epoch % 2 || stamped == epoch)
+		if (epoch % 2 || stamped == epoch) /* first: all others end here, and cost one cache line */
 			continue;
-		if (!(load_acquire(&service->mask) & 1u << gpu->index))
+		if (!load_relaxed(&service->live) || !(load_acquire(&service->mask) & 1u << gpu->index) ||
+		    !compare_swap(&service->stamped, &stamped, epoch))
 			continue;
-		if (!compare_swap(&service->stamped, &stamped, epoch))
-			continue;
+		stamp = (struct valve_stamp){.kind = VALVE_STAMP_HOLD, .gpu = gpu->index, .epoch = epoch};
 		stamp.service = load_relaxed(&service->id);
 		stamp.client = load_relaxed(&service->cause_client);
 		stamp.cause = load_relaxed(&service->cause);

@@ -43,7 +43,8 @@ static bool land(struct gpu *gpu)
 		sleep_ns(10000);
 	if (is_lost)
 		store_release(&gpu->flight, number << 2 | FLIGHT_NONE);
-	if (now_ns() - load_relaxed(&gpu->flight_ns) >= gpu->gate->config.hang_ns)
+	if (gpu->gate->config.fifo_priority &&
+	    now_ns() - load_relaxed(&gpu->flight_ns) >= gpu->gate->config.hang_ns)
 		hurry(&gpu->gate->config, 0, true); /* calm in watchdog.c has taken it away */
 	return is_lost;
 }
@@ -184,8 +185,7 @@ static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t ho
 		return gpu->retry_ns - now;
 	if (turn(gpu, target, holders))
 		return 0;
-	rest_ns = issuer_backoff_ns(gpu->failures);
-	gpu->failures++;
+	rest_ns = issuer_backoff_ns(gpu->failures++);
 	store_relaxed(&gpu->retry_ns, now_ns() + rest_ns); /* is_turning looks at it */
 	return rest_ns;
 }
