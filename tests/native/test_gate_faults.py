@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gates import SETTINGS, FakeDriver, Rig, Workload, gate_rig, wait_until
+from gates import SETTINGS, FakeDriver, Rig, gate_rig, wait_until
 from scarce import left
 from valve_abi import Feature, Order
 
 from valved.machine.ports import LeftOff, WakeOutcome
 from valved.machine.stamps import StampKind
-from valved.model.ids import ChannelRef, GpuIndex, Reach, ServiceId
+from valved.model.ids import GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)
 ALL_FEATURES = Feature.SELF_GATE | Feature.HOLD
@@ -47,47 +47,6 @@ def test_a_driver_that_refuses_foreign_lists_is_reached_on_the_passed_fd(rig: Ri
     online.finish()
     running(rig)
     assert workload.on() == 2
-
-
-def test_channels_reached_by_a_passed_file_never_run_beside_a_service_because_a_link_ended(rig: Rig) -> None:
-    """Their process lives on. The file stays until they are enabled: nobody could do it without."""
-    workload, off = left_beside_a_service(rig)
-
-    assert workload.on() == 0
-    assert off == tuple(workload.channels)
-    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [LeftOff.HELD] * 3
-
-    assert rig.gate.channels.enable_foreign(off) == 3  # it has ended
-
-    assert workload.on() == 3
-    inode = os.fstat(workload.fd).st_ino
-    wait_until(lambda: _open_inodes().count(inode) == 1, "only the workload's own copy is left")
-
-
-def test_a_process_that_is_back_on_a_new_link_never_loses_the_channels_that_its_file_alone_reaches(rig: Rig) -> None:
-    workload, _ = left_beside_a_service(rig)
-    workload.client = rig.offline().client  # a link that has not shown the file yet
-
-    told = [rig.gate.channels.add_channel(workload.client, channel) for channel in workload.channels]
-
-    assert [(result.reach, result.want_fd, result.gated) for result in told] == [(Reach.CHANNEL_FD, False, True)] * 3
-    assert workload.on() == 0
-    running(rig)
-    assert workload.on() == 3
-    rig.gate.remove_client(workload.client)
-    inode = os.fstat(workload.fd).st_ino
-    wait_until(lambda: _open_inodes().count(inode) == 1, "only the workload's own copy is left")
-
-
-def left_beside_a_service(rig: Rig) -> tuple[Workload, tuple[ChannelRef, ...]]:
-    """Three channels that only the passed file reaches are off, and the link of their process has ended."""
-    rig.driver.rules.deny_foreign = DENIED
-    workload = rig.offline()
-    workload.pass_fd()
-    workload.add(3)
-    rig.online(7, {0})
-    rig.wait_gated(0)
-    return workload, rig.gate.remove_client(workload.client, lives_on=True)
 
 
 def test_an_fd_that_comes_while_gated_stops_the_channels_that_waited_for_it(rig: Rig) -> None:

@@ -8,6 +8,7 @@ client owns the file. It is in no list of the gate any more.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 from valved.gate.armed import ArmedChannel, GateClient, RmNumbers, entry_of
@@ -27,17 +28,19 @@ class KeptFiles:
     def __init__(self, gate: Any) -> None:
         self._gate = gate
         self._channels: dict[Key, tuple[ArmedChannel, GateClient]] = {}
+        self._held: Counter[int] = Counter()  # how many of them, by the id() of the holder
 
-    def has_room(self) -> bool:
-        return len({id(holder) for _, holder in self._channels.values()}) < MOST
+    def has_room(self, holder: GateClient) -> bool:
+        return self.holds(holder) or len(self._held) < MOST
 
     def put(self, channel: ArmedChannel, holder: GateClient) -> None:
         """Precondition: its rung is channel-fd."""
         self.drop(channel.ref)
         self._channels[_key(channel.ref)] = channel, holder
+        self._held[id(holder)] += 1
 
     def holds(self, holder: GateClient) -> bool:
-        return any(other is holder for _, other in self._channels.values())
+        return id(holder) in self._held
 
     def entry(self, channel: ChannelRef) -> dict[str, Any] | None:
         """How this channel is reached, if it is that very one."""
@@ -50,13 +53,20 @@ class KeptFiles:
         if holder is None or numbers.fd >= 0:
             return
         before = holder.rm_clients[channel.h_client]
-        fd = os.dup(before.fd)
+        try:
+            fd = os.dup(before.fd)
+        except OSError:  # no descriptor is left: its process is asked for the file, as one that is new
+            return
         if lib.valve_client_take_fd(to.native, fd) == 0:
             numbers.fd, numbers.h_subdevice = fd, numbers.h_subdevice or before.h_subdevice
 
     def drop(self, channel: ChannelRef) -> None:
         _, holder = self._channels.pop(_key(channel), (None, None))
-        if holder is not None and not self.holds(holder):
+        if holder is None:
+            return
+        self._held[id(holder)] -= 1
+        if not self._held[id(holder)]:
+            del self._held[id(holder)]
             lib.valve_client_free(self._gate, holder.native)
 
     def close(self) -> None:

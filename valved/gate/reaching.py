@@ -210,7 +210,8 @@ class NativeChannels(Enabling):
                 # The fd has come: look for the best rung again, from the fd's on. Orders of the old rung hold until the
                 # next wake, which takes back every order of every client in the plan.
                 numbers.reach = None
-                self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)
+                if self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)[1].is_armed:
+                    self.kept.drop(channel.ref)
             else:
                 self._put(channel)  # its entry has the new numbers
 
@@ -249,7 +250,7 @@ class NativeChannels(Enabling):
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
-            kept = _can_wait(gone, with_files=self.kept.has_room()) if lives_on else []
+            kept = dict.fromkeys(_can_wait(gone, with_files=self.kept.has_room(holder)) if lives_on else ())
             was = ffi.new("uint32_t *", lib.VALVE_WAS_OFF)
             self._arm(gpu, run_now=[c for c in gone if c not in kept], leaving=holder, was_off=was)
             if was[0] == lib.VALVE_WAS_ON:
