@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from valved.kube.host import KubeBooks
     from valved.kube.room import Room
 
+PARTING_NS = 2_000_000_000  # the last state may be written for so long
+
 
 def _outer(
     config: Config,
@@ -129,6 +131,7 @@ async def run(
     closer = Closer()
     kube = _kube_books(config)
     daemon = build(config, run_dir, _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube))
+    folder.keep_while(daemon.handover.is_writing)
     link = LinkServer(loop, daemon.register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
@@ -167,7 +170,7 @@ async def run(
         metrics.close()
     await leave_nobody_standing(gate, daemon.brake)
     daemon.handover.save()
-    await heard(daemon.node.when_saved)
+    await heard(partial(daemon.handover.when_saved, within_ns=PARTING_NS, is_last=True))
     await _close(daemon, link)
     loop.remove_reader(gate.stamps_fd())
     notify.close()

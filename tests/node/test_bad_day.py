@@ -36,7 +36,9 @@ def test_a_terminal_that_closes_never_ends_a_valved_that_was_told_to_ignore_it(
     make_node: Callable[..., EmulatedNode],
 ) -> None:
     """By nohup."""
-    pid = start_with(signal.SIG_IGN, make_node(start=False))
+    node = make_node(start=False)
+    pid = start_with(signal.SIG_IGN, node)
+    node.wait_for(lambda: '"event": "started"' in (node.folder / "valved.log").read_text(), "its handlers are set")
 
     ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)

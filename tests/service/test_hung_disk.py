@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import threading
+from functools import partial
 
 import grpc
 import pytest
@@ -36,8 +37,15 @@ from valved.state.unsaved import Unsaved
 GPU = GpuIndex(0)
 
 
+def _answer_again(prompt, free, monkeypatch):
+    """All that waited is done, and from now on each answer is waited for, however slow the machine is."""
+    monkeypatch.setattr(helpers, "PATIENCE_S", 100.0)
+    free.set()
+    assert prompt._last.wait(100)
+
+
 @pytest.fixture
-def hung():
+def hung(monkeypatch):
     """A disk that has hung since before, and is given free at the end."""
     prompt, free, begun = Prompt(), threading.Event(), threading.Event()
     prompt._helpers.do(begun.set)
@@ -45,7 +53,7 @@ def hung():
     assert begun.wait(100)
     with pytest.raises(TimeoutError):
         prompt.do(lambda: None)
-    prompt.free = free
+    prompt.answers_again = partial(_answer_again, prompt, free, monkeypatch)
     yield prompt
     free.set()
 
@@ -75,9 +83,7 @@ def test_no_welcome_and_no_stop_ever_waits_for_a_disk_that_hangs(tmp_path, hung,
 
     world.disk.later = False
     world.disk.finish()
-    hung.free.set()
-    monkeypatch.setattr(helpers, "PATIENCE_S", 100.0)
-    hung._last.wait(100)
+    hung.answers_again()
     assert not world.node.status().unwritten
     assert {client["pid"] for client in saved_in(world)["clients"]} == {200, 300}
     assert world.register.lived.read() == {ProcessId(pid=200, start_time=2000)}
@@ -94,12 +100,30 @@ def test_offline_work_never_runs_on_because_the_disk_of_the_order_hangs(tmp_path
     assert [(lost.path, lost.error) for lost in world.node.status().unwritten] == [
         (str(tmp_path / name), helpers.NO_ANSWER)
     ]
-    hung.free.set()
-    assert hung._last.wait(100)
+    hung.answers_again()
     world.brake.look_at_file()
     assert world.brake.switches.is_closed
     assert not world.node.status().unwritten
     assert (tmp_path / name).read_text() == "alice\n"
+
+
+def test_no_half_of_a_resume_is_ever_left_because_its_disk_was_slow(tmp_path, hung):
+    """The pause file went, and the drain went on."""
+    for name in ("pause", "drain"):
+        (tmp_path / name).write_text("alice\n")
+    world = World(tmp_path)
+    world.brake.look_at_file()
+    world.brake._files = hung
+
+    with pytest.raises(TimeoutError):
+        world.brake.resume()
+    assert world.brake.switches.is_paused
+    assert world.brake.switches.is_draining
+    hung.answers_again()
+    world.brake.look_at_file()
+
+    assert not world.brake.switches.is_paused
+    assert not world.brake.switches.is_draining
 
 
 def test_a_hung_disk_is_never_waited_for_twice(monkeypatch):
@@ -119,6 +143,7 @@ def test_a_hung_disk_is_never_waited_for_twice(monkeypatch):
     free.set()
     assert wait(prompt._last, 100)
     assert done == list(range(100)), "in their turn"
+    monkeypatch.setattr(helpers, "PATIENCE_S", 100.0)
     assert prompt.do(lambda: "well") == "well"
 
 
@@ -136,6 +161,49 @@ def test_one_write_is_under_way_at_most_and_the_newest_state_is_never_left_out(t
     world.disk.finish()
     assert len(written) == 2
     assert len(saved_in(world)["services"]) == 10
+
+
+def test_a_state_that_is_taken_never_begins_a_second_write_beside_its_own(tmp_path, monkeypatch):
+    """Taking it reads the stamps, and the first that tells of a stop that failed saves who is to be frozen."""
+    world, asks = World(tmp_path), [None]
+    monkeypatch.setattr(world.gating, "drain", lambda: asks and (asks.pop(), world.handover.save()))
+    world.disk.later = True
+
+    world.handover.save()
+
+    assert not asks
+    assert len(world.disk._jobs) == 1
+
+
+def test_no_change_ever_waits_for_minutes_because_the_disk_hung_before_it(tmp_path):
+    """The next write came twenty times as late as the last one had taken."""
+    world = World(tmp_path)
+    world.disk.later = True
+    world.handover.save()
+    world.run(60_000)
+    world.disk.later = False
+    world.disk.finish()
+
+    world.offline(pid=300)
+    world.run(1_001)
+
+    assert [client["pid"] for client in saved_in(world)["clients"]] == [300]
+
+
+def test_the_last_state_is_never_given_up_because_the_write_before_it_is_slow(tmp_path):
+    world, told = World(tmp_path), []
+    world.disk.later = True
+    world.handover.save()
+    world.run(700)
+
+    world.handover.save()
+    world.handover.when_saved(told.append, 2_000 * MS, is_last=True)
+    world.run(100)
+    assert not told
+    world.disk.finish()
+    world.run(1)
+
+    assert told == [True]
 
 
 def test_the_loop_never_stands_while_a_write_does(tmp_path, monkeypatch):

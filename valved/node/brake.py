@@ -87,8 +87,7 @@ class Brake:
         self.look_at_file()
 
     def resume(self) -> None:
-        self._files.do(partial(_remove, self._pause_file))
-        self._files.do(partial(_remove, self._drain_file))
+        self._files.do(partial(_remove, self._pause_file, self._drain_file))
         self._unwritten.clear()
         self.look_at_file()
         self._end_drain()
@@ -217,13 +216,14 @@ def _put(path: Path, by: str, *, is_first: bool) -> None:
             raise
 
 
-def _remove(path: Path) -> None:
+def _remove(*paths: Path) -> None:
     """A file system that can only be read refuses this of names that are not there, too."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        if os.path.lexists(path):
-            raise
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            if os.path.lexists(path):
+                raise
 
 
 def _first_line(path: Path) -> str | None:

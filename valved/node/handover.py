@@ -93,8 +93,11 @@ class Handover:
         """Without waiting for it: `when_saved` says when it is written."""
         self._file.save()
 
-    def when_saved(self, then: Callable[[bool], None], within_ns: int) -> None:
-        self._file.when_saved(then, within_ns)
+    def when_saved(self, then: Callable[[bool], None], within_ns: int, *, is_last: bool = False) -> None:
+        self._file.when_saved(then, within_ns, is_last=is_last)
+
+    def is_writing(self) -> bool:
+        return self._file.is_writing()
 
     def unwritten(self) -> list[UnwrittenState]:
         return self._file.unwritten()

@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -165,9 +166,11 @@ class StateEncoder:
         rest = msgspec.json.encode(msgspec.structs.replace(state, clients=[]))
         msgspec.json.decode(rest, type=SavedState)  # ValidationError is a ValueError
         if state.clients != self._clients:  # which compares those that are the same objects for nothing
-            encoded = msgspec.json.encode(state.clients)
-            msgspec.json.decode(encoded, type=list[SavedClient])
-            self._clients, self._encoded = state.clients, msgspec.Raw(encoded)
+            self._clients, self._encoded = [], msgspec.Raw(b"[]")  # the old ones go before there are new ones
+            parts = [msgspec.json.encode(client) for client in state.clients]
+            for part in parts:  # one at a time: all of them as objects are megabytes
+                msgspec.json.decode(part, type=SavedClient)
+            self._clients, self._encoded = state.clients, msgspec.Raw(b"[" + b",".join(parts) + b"]")
         return msgspec.json.encode(msgspec.structs.replace(state, clients=self._encoded))
 
 
@@ -289,6 +292,7 @@ class RunFolder:
         paths.make(path)
         self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._next = -1
+        self._is_writing: Callable[[], bool] = lambda: False
 
     def take(self, *, replace: bool) -> None:
         """Become the valved of this folder; `replace` ends the present one first (it hands over its state)."""
@@ -344,6 +348,10 @@ class RunFolder:
         except FileNotFoundError:
             return False
 
+    def keep_while(self, is_writing: Callable[[], bool]) -> None:
+        """A thread that still writes the state would put it over a successor's. Then the lock ends with the process."""
+        self._is_writing = is_writing
+
     def release(self) -> None:
         """Safe to call again."""
         self._leave_line()
@@ -352,6 +360,8 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self.is_ours():
                 (self.path / PID_FILE).unlink(missing_ok=True)
+        if self._is_writing():
+            return
         fd, self._lock = self._lock, -1
         os.close(fd)
 

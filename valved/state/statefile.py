@@ -22,7 +22,8 @@ from valved.state.saved import SavedState
 from valved.state.unsaved import Unsaved
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
-SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
+SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time ...
+LATEST_NS = 1_000_000_000  # ... but no disk that was slow keeps the next change from being written for longer
 AGAIN_NS = 1_000_000_000  # after one that failed
 HANGS_NS = 500_000_000  # a write that takes so long is told of, and nobody waits for it any more
 
@@ -60,7 +61,7 @@ class StateFile:
 
     def save_soon(self) -> None:
         if self._timer is None:
-            after_ns = max(DEBOUNCE_NS, SAVE_SHARE * self._took_ns)
+            after_ns = max(DEBOUNCE_NS, min(SAVE_SHARE * self._took_ns, LATEST_NS))
             self._timer = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self.save)
 
     def save(self) -> None:
@@ -71,15 +72,19 @@ class StateFile:
         if not self._is_writing:
             self._begin()
 
-    def when_saved(self, then: Told, within_ns: int) -> None:
+    def when_saved(self, then: Told, within_ns: int, *, is_last: bool = False) -> None:
         """Calls `then` once: whether all that was to be saved up to now is written. It may be so already. A disk that
-        hangs is waited for by those alone who came before that was known."""
-        if self._written == self._asked or self._hangs():
+        hangs is waited for by those alone who came before that was known, and for the last state: it may be slow."""
+        if self._written == self._asked or (self._hangs() and not is_last):
             then(self._written == self._asked and not self.problem)
             return
         waiter = _Awaiting(self._asked, then)
         waiter.timer = self._clock.call_at_ns(self._clock.now_ns() + within_ns, partial(self._give_up, waiter))
         self._waiters.append(waiter)
+
+    def is_writing(self) -> bool:
+        """A thread may still put what it has in the place of the file."""
+        return self._is_writing
 
     def unwritten(self) -> list[UnwrittenState]:
         took_s = (self._clock.now_ns() - self._began_ns) / 1e9
@@ -91,8 +96,12 @@ class StateFile:
         return self._is_writing and self._clock.now_ns() - self._began_ns >= HANGS_NS
 
     def _begin(self) -> None:
-        state, mark, number = self._take(), self._unsaved.mark(), self._asked
-        self._is_writing, self._began_ns = True, self._clock.now_ns()
+        self._is_writing, self._began_ns = True, self._clock.now_ns()  # first: a stamp that is read may ask to save
+        try:
+            state, mark, number = self._take(), self._unsaved.mark(), self._asked
+        except BaseException:
+            self._is_writing = False
+            raise
         self._disk.do(partial(self._write, state, mark), partial(self._came_back, number))
 
     def _write(self, state: SavedState, mark: int) -> None:
