@@ -5,9 +5,9 @@ open; with it, pauses between two steps as well, as long as each request keeps i
 the service's hook that it keeps the target alone, so the figures are those of the requests after them.
 
 Of a gap between two tokens the time in which this machine stood still is not counted. Where there are many such gaps
-and any of them is too long, or where this machine stood still for as long as a request or a gap took too long, or where the service
-misses its target without any pause, or where pauses brought offline work nothing, the run is VOID: neither a pass nor a
-failure. The exit code is then 3.
+and any of them is too long, or where this machine stood still for as long as a request or a gap took too long, or where
+the service misses its target without any pause, or where pauses brought offline work nothing, the run is VOID: neither
+a pass nor a failure. The exit code is then 3.
 """
 
 from __future__ import annotations
