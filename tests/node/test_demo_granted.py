@@ -124,19 +124,21 @@ def test_a_pause_beside_slices_is_no_grant_of_its_own(tmp_path: Path) -> None:
         )
 
 
-def test_a_prompts_gap_is_not_taken_for_a_pauses() -> None:
+def test_a_pause_never_hides_behind_the_prompt_that_ends_it() -> None:
+    """And the step of a prompt is not taken for a pause."""
     asked = OpenRequest(name="a", prompt=1, tokens=9, arrived_ns=0)
-    for now_ns, prompted_ns in ((10, 10), (30, 10), (90, 80), (95, 80)):
-        asked.token(now_ns, prompted_ns)
+    for now_ns, prompts in ((10, []), (30, [(4, 10)]), (90, [(70, 75), (76, 80)]), (95, [])):
+        asked.token(now_ns, prompts)
 
-    assert (asked.longest_ns, asked.plain) == (60, [(10, 30), (90, 95)])
+    assert asked.longest_ns == 60
+    assert asked.gaps == [[(10, 30)], [(30, 70), (75, 76), (80, 90)], [(90, 95)]]
 
 
 def told(tmp_path: Path, stalls: Stalls, *gaps_ms: int, calm: int = 0) -> GrantedFigures:
     """Of two requests with these gaps each, and `calm` of 10 ms."""
     asked = OpenRequest(name="a", prompt=1, tokens=9, arrived_ns=0)
     for at_ms in accumulate([100, *gaps_ms, *[10] * calm]):
-        asked.token(at_ms * MS, 0)
+        asked.token(at_ms * MS, [])
     job_out = tmp_path / "job.out"
     job_out.write_text('{"summary": true, "now_s": 0.0, "units": 1, "wall_s": 1.0, "ok": true}\n')
     summary = {"requests": [asked.row(), {**asked.row(), "arrived_s": 1.0}], "given": 1, "cost_ms": 1.0, "worth": 0.1}
@@ -159,7 +161,7 @@ def test_a_gap_never_hides_behind_a_stall_that_is_shorter_than_what_it_took_too_
 
     code, words = verdict([figures(consents=False, tpots_ms=CALM), consenting], GrantedPlan())
 
-    assert (code, words) == (1, ["2988 ms between two tokens, without a prompt; 100 ms are stated"])
+    assert (code, words) == (1, ["2988 ms between two tokens, less prompts; 100 ms are stated"])
 
 
 def test_what_a_process_of_valve_ran_is_never_taken_for_a_stall_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

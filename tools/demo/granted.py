@@ -94,9 +94,9 @@ class GrantedFigures:
     tpot_ms: float
     tpot_p99_ms: float
     longest_ms: float  # between two tokens
-    longest_plain_ms: float  # of gaps in which no prompt was computed, each less what a core stood still in it
-    longest_stood_ms: float  # and with that
-    gaps: int  # without a prompt
+    longest_plain_ms: float  # less the steps of prompts, and what a core stood still
+    longest_stood_ms: float  # and with what a core stood still
+    gaps: int
     gaps_stood: int  # in which a core stood still
     offline_share: float  # of its rate with the GPU to itself
     grants: int
@@ -172,8 +172,9 @@ class GrantedDemo:
         rows, tokens = rows[begin:], [row["tpot_ms"] for row in rows[begin:]]
         begin_ns, end_ns = min(row["first_ns"] for row in rows), max(row["last_ns"] for row in rows)
         spans = [(row["first_ns"], row["last_ns"], max(1, row["made"] - 1)) for row in rows]
-        gaps = [(last_ns, now_ns) for row in rows for last_ns, now_ns in row["plain"]]
-        gaps_ns = [(now_ns - last_ns, stalls.within(last_ns, now_ns)) for last_ns, now_ns in gaps]
+        gaps = [gap for row in rows for gap in row["gaps"]]
+        parts = [[(end - begin, stalls.within(begin, end)) for begin, end in gap] for gap in gaps]
+        gaps_ns = [(sum(part for part, _ in gap), sum(stood for _, stood in gap)) for gap in parts]
         start_s, end_s = rows[0]["arrived_s"], rows[-1]["arrived_s"]
         units = units_between(job_out.read_text().splitlines(), start_s, end_s)
         return GrantedFigures(
@@ -190,7 +191,7 @@ class GrantedDemo:
             longest_ms=max(row["longest_ms"] for row in rows),
             longest_plain_ms=max((gap - stood for gap, stood in gaps_ns), default=0) / 1e6,
             longest_stood_ms=max((gap for gap, stood in gaps_ns if stood), default=0) / 1e6,
-            gaps=len(gaps),
+            gaps=len(gaps_ns),
             gaps_stood=sum(stood > 0 for _, stood in gaps_ns),
             offline_share=units / (end_s - start_s) / rate,
             grants=granted.grants,
@@ -230,18 +231,18 @@ def misses(runs: list[GrantedFigures], plan: GrantedPlan) -> list[tuple[str, str
 
 
 def gap_misses(without: GrantedFigures, consenting: GrantedFigures, plan: GrantedPlan) -> list[tuple[str, str]]:
-    """A prompt delays requests that decode, with consent and without. No other gap may be longer than stated, unless
-    this machine makes one as long where nothing pauses.
+    """A prompt delays requests that decode, with consent and without. Less that no gap may be longer than stated,
+    unless this machine makes one as long where nothing pauses.
     """
     found, most_ms = [], max(plan.gap_ms, without.longest_plain_ms)
     if consenting.gaps_stood > MOST_STOOD * consenting.gaps and consenting.longest_stood_ms > most_ms:
-        stood = f"{consenting.gaps_stood} of {consenting.gaps} gaps between two tokens"
-        found.append((f"one of {stood} took {consenting.longest_stood_ms:.0f} ms", "this machine stood still in them"))
+        stood = f"this machine stood still in {consenting.gaps_stood} of {consenting.gaps} such gaps"
+        found.append((f"{consenting.longest_stood_ms:.0f} ms between two tokens, with a stall in them", stood))
     over_ms = consenting.longest_plain_ms - most_ms
     if over_ms <= 0:
         return found
     stood_ms = consenting.stood_most_ms
-    miss = f"{most_ms + over_ms:.0f} ms between two tokens, without a prompt; {most_ms:.0f} ms are stated"
+    miss = f"{most_ms + over_ms:.0f} ms between two tokens, less prompts; {most_ms:.0f} ms are stated"
     return [*found, (miss, f"this machine stood still for {stood_ms:.0f} ms" if over_ms <= stood_ms else "")]
 
 
@@ -280,11 +281,11 @@ def show(runs: list[GrantedFigures], plan: GrantedPlan) -> None:
         console.print(f"valve status: {run.words}")
     console.print("Offline: its rate while requests came, as a share of its rate with the GPU to itself.")
     console.print(
-        f"gap: the longest time between two tokens, without and with a prompt in it ({plan.gap_ms:g} ms stated)."
+        f"gap: the longest time between two tokens, without and with prompts in it ({plan.gap_ms:g} ms stated)."
     )
     consenting = runs[-1]
     stood = " and ".join(f"{run.gaps_stood} of {run.gaps}" for run in runs)
-    console.print(f"This machine stood still in {stood} gaps without a prompt, and that")
+    console.print(f"This machine stood still in {stood} gaps, and that")
     longest = " and ".join(f"{run.longest_stood_ms:.0f} ms" for run in runs)
     console.print(f"time is not counted; with it the longest of them took {longest}.")
     if consenting.cost_ms is not None and consenting.worth is not None:
