@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from valve_tools.demo import stalls
 from valve_tools.demo.endings import EXIT_VOID
 from valve_tools.demo.granted import GrantedDemo, GrantedFigures, GrantedPlan, perform, verdict
 from valve_tools.demo.granted_service import OpenRequest
 from valve_tools.demo.node import EmulatedNode
-from valve_tools.demo.stalls import Stalls
+from valve_tools.demo.stalls import Stalls, StallWatch
 
 pytestmark = pytest.mark.timeout(1800)  # ends only a hung test
 TRIES = 10
+MS = 1_000_000
 
 
 def until(is_so: Callable[[GrantedFigures], bool], runs: Callable[[int], list[GrantedFigures]]) -> list[GrantedFigures]:
@@ -61,7 +68,7 @@ def figures(*, consents: bool, tpots_ms: list[float], **other: Any) -> GrantedFi
         "stood_most_ms": 0.0,
         "stood_share": 0.0,
     }
-    usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms), "gaps": 100, "gaps_judged": 95}
+    usual |= {"requests": len(tpots_ms), "stood_ms": [0.0] * len(tpots_ms), "gaps": 100, "gaps_stood": 5}
     usual |= {"longest_stood_ms": 300.0}
     return GrantedFigures(consents=consents, tpots_ms=tpots_ms, **{**usual, **other})
 
@@ -85,9 +92,9 @@ LATE = [60.0] * 10 + [20.0] * 90
         (CALM, {"grants": 0, "stood_most_ms": 250.0}, 1),
         (CALM, {"grants": 0, "stood_share": 0.05}, EXIT_VOID),
         (CALM, {"offline_share": 0.5}, EXIT_VOID),
-        (CALM, {"gaps_judged": 89}, EXIT_VOID),
-        (CALM, {"gaps_judged": 89, "longest_stood_ms": 90.0}, 0),
-        (CALM, {"gaps_judged": 89, "longest_plain_ms": 300.0}, 1),
+        (CALM, {"gaps_stood": 11}, EXIT_VOID),
+        (CALM, {"gaps_stood": 11, "longest_stood_ms": 90.0}, 0),
+        (CALM, {"gaps_stood": 11, "longest_plain_ms": 300.0}, 1),
     ],
 )
 def test_what_a_stall_of_the_machine_made_is_void_and_never_a_failure(
@@ -117,26 +124,71 @@ def test_a_pause_beside_slices_is_no_grant_of_its_own(tmp_path: Path) -> None:
         )
 
 
-def test_a_prompts_gap_is_not_taken_for_a_pauses() -> None:
+def test_a_pause_never_hides_behind_the_prompt_that_ends_it() -> None:
+    """And the step of a prompt is not taken for a pause."""
     asked = OpenRequest(name="a", prompt=1, tokens=9, arrived_ns=0)
-    for now_ns, prompted_ns in ((10, 10), (30, 10), (90, 80), (95, 80)):
-        asked.token(now_ns, prompted_ns)
+    for now_ns, prompts in ((10, []), (30, [(4, 10)]), (90, [(70, 75), (76, 80)]), (95, [])):
+        asked.token(now_ns, prompts)
 
-    assert (asked.longest_ns, asked.plain) == (60, [(10, 30), (90, 95)])
+    assert asked.longest_ns == 60
+    assert asked.gaps == [[(10, 30)], [(30, 70), (75, 76), (80, 90)], [(90, 95)]]
 
 
-def test_a_gap_in_which_the_machine_stood_still_is_never_judged_whatever_its_length(tmp_path: Path) -> None:
-    """And every other is."""
-    ms = 1_000_000
+def told(tmp_path: Path, stalls: Stalls, *gaps_ms: int, calm: int = 0) -> GrantedFigures:
+    """Of two requests with these gaps each, and `calm` of 10 ms."""
     asked = OpenRequest(name="a", prompt=1, tokens=9, arrived_ns=0)
-    for at_ms in (100, 140, 290, 300, 420):
-        asked.token(at_ms * ms, 0)
+    for at_ms in accumulate([100, *gaps_ms, *[10] * calm]):
+        asked.token(at_ms * MS, [])
     job_out = tmp_path / "job.out"
     job_out.write_text('{"summary": true, "now_s": 0.0, "units": 1, "wall_s": 1.0, "ok": true}\n')
     summary = {"requests": [asked.row(), {**asked.row(), "arrived_s": 1.0}], "given": 1, "cost_ms": 1.0, "worth": 0.1}
-    granted = SimpleNamespace(words="", grants=1, broken=0, granted_ns=ms)
-    stalls = Stalls({0: [(150 * ms, 250 * ms)], 1: [(295 * ms, 299 * ms)]})
+    granted = SimpleNamespace(words="", grants=1, broken=0, granted_ns=MS)
+    return GrantedDemo(None, GrantedPlan(hasty=True))._figures(granted, summary, job_out, True, 1.0, stalls)
 
-    found = GrantedDemo(None, GrantedPlan(hasty=True))._figures(granted, summary, job_out, True, 1.0, stalls)
 
-    assert (found.gaps, found.gaps_judged, found.longest_plain_ms, found.longest_stood_ms) == (8, 4, 120.0, 150.0)
+def test_time_in_which_the_machine_stood_still_never_makes_a_gap_longer(tmp_path: Path) -> None:
+    stalls = Stalls({0: [(150 * MS, 250 * MS)], 1: [(295 * MS, 299 * MS)]})
+
+    found = told(tmp_path, stalls, 40, 150, 10, 120)
+
+    assert (found.gaps, found.gaps_stood, found.longest_plain_ms, found.longest_stood_ms) == (8, 4, 120.0, 150.0)
+
+
+def test_a_gap_never_hides_behind_a_stall_that_is_shorter_than_what_it_took_too_long(tmp_path: Path) -> None:
+    """However few such gaps there are: a hook that waits for 3 s is no machine that stood still for 12 ms."""
+    found = told(tmp_path, Stalls({0: [(500 * MS, 512 * MS)]}), 10, 3000, calm=90)
+    consenting = replace(found, tpots_ms=CALM, requests=len(CALM), stood_ms=[0.0] * len(CALM), offline_share=0.6)
+
+    code, words = verdict([figures(consents=False, tpots_ms=CALM), consenting], GrantedPlan())
+
+    assert (code, words) == (1, ["2988 ms between two tokens, less prompts; 100 ms are stated"])
+
+
+def test_what_a_process_of_valve_ran_is_never_taken_for_a_stall_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own. Of three waits that end 30 ms late, Valve ran all of the second and half of the third."""
+    clock = {"now": 0, "own": 0}
+    waits = deque([(35, 0), (35, 30), (35, 15), (5, 0)])
+    watch = StallWatch(os.getpid())
+
+    def sleep(_: float) -> None:
+        taken, ran = waits.popleft()
+        clock["now"] += taken * MS
+        clock["own"] += ran * MS
+        if not waits:
+            watch._is_over.set()
+
+    monkeypatch.setattr(stalls, "time", SimpleNamespace(sleep=sleep, monotonic_ns=lambda: clock["now"]))
+    monkeypatch.setattr(StallWatch, "_own_ns", lambda _: clock["own"])
+    monkeypatch.setattr(stalls.os, "sched_setaffinity", lambda *_: None)
+    watch._watch(0)
+
+    assert watch.stalls.spans[0] == [(5 * MS, 35 * MS), (90 * MS, 105 * MS)]
+
+
+def test_the_processor_time_of_a_process_is_read_and_that_of_one_that_is_gone_is_none() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    own_ns = StallWatch(os.getpid())._own_ns()
+    assert 0 < own_ns <= time.process_time_ns()
+    assert StallWatch(ended.pid)._own_ns() == 0

@@ -44,15 +44,16 @@ class OpenRequest:
     last_ns: int = 0
     made: int = 0
     longest_ns: int = 0
-    plain: list[tuple[int, int]] = field(default_factory=list)
-    """The gaps in which no prompt was computed: those that a pause could have made too long."""
+    gaps: list[list[tuple[int, int]]] = field(default_factory=list)
+    """Of each gap the spans in which no prompt was computed: a pause could have made these too long."""
 
-    def token(self, now_ns: int, prompted_ns: int) -> None:
-        """`prompted_ns`: when the last prompt's step ended."""
+    def token(self, now_ns: int, prompts: list[tuple[int, int]]) -> None:
+        """`prompts`: the steps of prompts since the last one that decoded."""
         if self.made:
             self.longest_ns = max(self.longest_ns, now_ns - self.last_ns)
-            if prompted_ns <= self.last_ns:
-                self.plain.append((self.last_ns, now_ns))
+            within = [span for span in prompts if span[0] >= self.last_ns]
+            begins, ends = [self.last_ns, *(end for _, end in within)], [*(begin for begin, _ in within), now_ns]
+            self.gaps.append(list(zip(begins, ends, strict=True)))
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
         self.made += 1
 
@@ -62,7 +63,7 @@ class OpenRequest:
             "ttft_ms": (self.first_ns - self.arrived_ns) / MS,
             "tpot_ms": (self.last_ns - self.first_ns) / MS / max(1, self.made - 1),
             "longest_ms": self.longest_ns / MS,
-            "plain": self.plain,
+            "gaps": self.gaps,
             "made": self.made,
             "first_ns": self.first_ns,
             "last_ns": self.last_ns,
@@ -83,8 +84,8 @@ class GrantedService:
     done: list[OpenRequest] = field(default_factory=list)
     is_last: bool = False
     tokens: int = 0
-    prompted_ns: int = 0
-    """When the last prompt's step ended."""
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """The steps of prompts since the last one that decoded."""
 
     def arrive(self) -> None:
         """A thread: clients that come when they will."""
@@ -142,9 +143,9 @@ class GrantedService:
         each_us = options.prefill_us * sum(asked.prompt for asked in new) if new else options.sequence_us * len(served)
         self.device.spin(each_us + (0 if new else options.decode_us))
         now_ns = time.monotonic_ns()
-        self.prompted_ns = now_ns if new else self.prompted_ns
         for asked in served:
-            asked.token(now_ns, self.prompted_ns)
+            asked.token(now_ns, self.prompts)
+        self.prompts = [*self.prompts, (begin_ns, now_ns)] if new else []
         self.tokens += len(served)
         if self.grants is not None:
             self.grants.stepped(begin_ns, now_ns, len(served), prefill=bool(new))
