@@ -251,3 +251,46 @@ def test_the_breaker_never_takes_what_a_predecessor_held_for_time_of_its_own_win
     restored = second.gating.online[bare.state(online).id]
     assert restored.book.held_ns
     assert restored.unjudged().held_ns == 0
+
+
+def test_a_service_never_stays_stopped_for_a_process_that_ended_while_it_was_waited_for(bare):
+    """Its last look was before that, and nothing else may ever make anybody look at it again."""
+    bare.offline(pid=300)
+    bare.online(pid=200)
+    bare.online(pid=201, parent=200)
+    second = successor(bare)
+    second.offline(pid=300)
+    second.online(pid=200)
+    second.run(60_000)
+    while_alive = bool(second.gate.off)
+
+    second.processes.end(201)
+    second.handover.settle(patience_over=True)
+    second.run(60_000)
+
+    assert while_alive
+    assert not second.gate.off
+    second.check()
+
+
+def test_a_look_that_fails_is_never_the_last(bare, monkeypatch):
+    """A service without a permission is looked at for what changed alone: this may be the only one for hours."""
+    bare.online()
+    bare.run(1000)
+    bare.offline()
+    drain, looks = bare.gate.drain_stamps, []
+
+    def fails_once():
+        looks.append(bare.clock.now_ns())
+        if len(looks) == 1:
+            raise RuntimeError("a stamp that makes no sense")
+        return drain()
+
+    monkeypatch.setattr(bare.gate, "drain_stamps", fails_once)
+    while_owed = bool(bare.gate.off)
+    with pytest.raises(RuntimeError, match="no sense"):
+        bare.clock.advance(1000 * MS)
+    bare.clock.advance(60_000 * MS)
+
+    assert while_owed
+    assert not bare.gate.off

@@ -79,9 +79,9 @@ def test_a_drained_node_leaves_no_channel_off_and_no_process_behind(world):
     offline = world.offline()
     pid = world.books.clients[offline].process.pid
 
-    status = world.node.drain("me", stop=False)
+    world.node.drain("me", stop=False)
     world.run(10)
-    assert status.draining
+    assert world.node.status().draining
     assert world.signals == [(pid, "SIGTERM")]
     world.processes.end(pid)
     world.run(1000)

@@ -90,6 +90,13 @@ class Permits:
         online.timer = self._clock.call_at_ns(when_ns, lambda: self._look(online))
 
     def _look(self, online: OnlineService) -> None:
+        try:
+            self._look_once(online)
+        except Exception:  # it is looked at for what changed alone, so nobody else may do it for hours
+            self._arm(online, self._clock.now_ns() + REST_NS)
+            raise
+
+    def _look_once(self, online: OnlineService) -> None:
         """Learn from the clients' regions; permit, or not; note what the last answer was."""
         if online.timer is not None:
             online.timer.cancel()

@@ -292,7 +292,10 @@ class Handover:
             return
         if entry.clients and not (entry.kept_gpus or online.away):
             return  # nobody is waited for
-        online.away = {process for process in online.away if not self._processes.is_gone(process)}
+        away = {process for process in online.away if not self._processes.is_gone(process)}
+        if away != online.away:
+            online.away = away
+            self._gating.permits.look_soon(online)  # nobody else may for long: it was braked for those
         members = [client.id for client in self._books.clients_of(online.id)]
         has_told = self._register.channels.possession.are_quiet(members, TELL_NS)
         has_told &= self._clock.now_ns() - online.back_ns >= TELL_NS
