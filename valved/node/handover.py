@@ -292,9 +292,8 @@ class Handover:
             return
         if entry.clients and not (entry.kept_gpus or online.away):
             return  # nobody is waited for
-        away = {process for process in online.away if not self._processes.is_gone(process)}
-        if away != online.away:
-            online.away = away
+        if gone := {process for process in online.away if self._processes.is_gone(process)}:
+            online.away -= gone
             self._gating.permits.look_soon(online)  # nobody else may for long: it was braked for those
         members = [client.id for client in self._books.clients_of(online.id)]
         has_told = self._register.channels.possession.are_quiet(members, TELL_NS)
