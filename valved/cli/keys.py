@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+SHOWS, HIDES = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
+LEAVES, ENTERS = b"\x1b[?1049l", b"\x1b[?1049h"  # a screen of one's own
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -49,23 +51,21 @@ def keys(console: Console) -> Iterator[Keys]:
     if not (sys.stdin.isatty() and is_live(console)):
         yield Keys(None)
         return
-    fd = sys.stdin.fileno()
+    fd, out = sys.stdin.fileno(), console.file.fileno()
     before = termios.tcgetattr(fd)
 
     def end(number: int, _frame: object) -> None:
         sys.exit(128 + number)
 
     def stop(number: int, _frame: object) -> None:
-        had_screen = console.is_alt_screen
-        console.show_cursor()
-        console.set_alt_screen(enable=False)
+        has_screen = console.is_alt_screen
+        os.write(out, SHOWS + LEAVES)  # not by the console: it may be drawing, and would keep this until it is done
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # returns when the shell lets us go on
         signal.signal(number, stop)
         tty.setcbreak(fd)
-        console.set_alt_screen(enable=had_screen)
-        console.show_cursor(show=not had_screen)
+        os.write(out, ENTERS + HIDES if has_screen else b"")
 
     with contextlib.ExitStack() as last:
         for number, handler in (*((number, end) for number in ENDS), (signal.SIGTSTP, stop)):

@@ -18,7 +18,7 @@ from valve.v1 import node_pb2
 
 from valved.cli import status, top
 from valved.cli.exits import CliError
-from valved.cli.keys import Keys, is_live
+from valved.cli.keys import ENTERS, HIDES, LEAVES, SHOWS, Keys, is_live
 from valved.cli.top import ORDERS, WIDTH, History, View, render
 
 SECOND_NS = 1_000_000_000
@@ -261,10 +261,10 @@ SCREEN = """
 import os, signal, time; os.setpgrp(); signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as a job of a shell
 from rich.live import Live; from valved.cli.keys import keys; from valved.cli.tables import Paper
 console = Paper()
-with keys(console), Live(console=console, auto_refresh=False, screen=True): time.sleep(1000)
+with keys(console), Live(console=console, auto_refresh=False, screen=True): WAITS
 """
-LEAVES, ENTERS = b"\x1b[?1049l", b"\x1b[?1049h"  # the screen of a view
-SHOWS, HIDES = b"\x1b[?25h", b"\x1b[?25l"  # the cursor
+WAITS = ["time.sleep(1000)"]
+WAITS += ["\n  with console: console.print('half a page'); os.write(1, b'drawing'); time.sleep(1000)"]
 
 
 def reads(seen, *ends):
@@ -275,13 +275,14 @@ def reads(seen, *ends):
     return text
 
 
-def test_a_view_that_is_stopped_never_leaves_its_shell_without_screen_and_cursor(terminal):
+@pytest.mark.parametrize("waits", WAITS, ids=["at rest", "drawing"])
+def test_a_view_that_is_stopped_never_leaves_its_shell_without_screen_and_cursor(terminal, waits):
     """By Ctrl-Z. When it goes on, it has them again."""
     seen, end = terminal
     before = termios.tcgetattr(end)
-    view = subprocess.Popen([sys.executable, "-c", SCREEN], stdin=end, stdout=end)
+    view = subprocess.Popen([sys.executable, "-c", SCREEN.replace("WAITS", waits)], stdin=end, stdout=end)
     try:
-        reads(seen, ENTERS, HIDES)
+        reads(seen, ENTERS, HIDES, *([b"drawing"] if "drawing" in waits else []))
         in_view = termios.tcgetattr(end)
 
         view.send_signal(signal.SIGTSTP)
