@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import tracemalloc
 from contextlib import closing
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scarce import opened
 
-from valved.abi.kv_files import BOOK_HEAD, ROW, KvBook, check_sizes
+from valved.abi.kv_files import BOOK_HEAD, ROW, KvBook, KvTable, check_sizes
 from valved.model.figures import LARGEST
 
 
@@ -98,3 +101,28 @@ def test_no_number_of_a_book_is_ever_too_large_to_be_added_up():
         assert len(numbers) >= 10
         assert max(numbers) <= LARGEST
         assert view.used_blocks == view.wanted_blocks == 32
+
+
+@pytest.mark.parametrize("make_file", [lambda: KvTable(8, 16), lambda: KvBook(1, 8, 8, 16)], ids=["table", "book"])
+def test_a_file_that_is_dropped_never_stays_open(make_file):
+    before = opened()
+    file = make_file()
+    assert opened() - before
+    del file
+    gc.collect()
+    assert not opened() - before
+
+
+@pytest.mark.parametrize("make_file", [lambda: KvTable(8, 16), lambda: KvBook(1, 8, 8, 16)], ids=["table", "book"])
+def test_a_file_that_was_closed_and_is_dropped_never_closes_another_that_has_its_number(make_file):
+    file = make_file()
+    fd = file.fd
+    file.close()
+    with open(os.devnull) as another:
+        if another.fileno() != fd:
+            os.dup2(another.fileno(), fd)
+        del file
+        gc.collect()
+        os.fstat(fd)
+        if another.fileno() != fd:
+            os.close(fd)

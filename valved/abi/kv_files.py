@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +43,13 @@ CELLS_PER_BLOCK = 4  # requests that hold one block, on average
 MAX_CELLS = 1 << 21  # of a book that are read: 16 MiB, some tens of milliseconds
 
 
+def _closes(owner: object, fd: int) -> weakref.finalize[[int], Any]:
+    """Closes it once: when that is called, or when its owner is dropped."""
+    closes = weakref.finalize(owner, os.close, fd)
+    closes.atexit = False
+    return closes
+
+
 class KvTable:
     """Which blocks of an engine have memory. Every block starts backed, generation 0."""
 
@@ -53,6 +61,7 @@ class KvTable:
             self._memory = mmap.mmap(self.fd, self.bytes)
             region.seal_control(self.fd)
             fds.keep()
+        self._closes = _closes(self, self.fd)
         self._head = np.frombuffer(self._memory, TABLE_HEAD, 1)
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
@@ -116,7 +125,7 @@ class KvTable:
         self._head = self._entries = self._column_of = np.empty(0, "<u4")
         self._raw = None
         self._memory.close()
-        os.close(self.fd)
+        self._closes()
 
 
 class BookView(NamedTuple):
@@ -174,6 +183,7 @@ class KvBook:
             region.seal_region(self.fd)
             self._memory = mmap.mmap(self.fd, self.bytes)
             fds.keep()
+        self._closes = _closes(self, self.fd)
         head = np.frombuffer(self._memory, BOOK_HEAD, 1)
         places = {"offered_offset": offered_at, "head_offset": heads_at, "cell_offset": cells_at}
         for name, value in {"abi": ABI, "bytes": self.bytes, "rows": rows, "row_blocks": row_blocks, **places}.items():
@@ -234,7 +244,7 @@ class KvBook:
         self._cells = np.empty(0, np.uint32)
         with contextlib.suppress(BufferError):  # a thread reads it: unmapped when that lets go of it
             self._memory.close()
-        os.close(self.fd)
+        self._closes()
 
 
 def check_sizes(blocks: int, block_tokens: int, rows: int, row_blocks: int) -> str:
