@@ -7,18 +7,22 @@ import contextlib
 import gc
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
+from link_peers import never_closing
 from node_world import World
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.model.events import EventKind
 from valved.paths import grpc_address
+from valved.rpc import front
 from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 from valved.rpc.pace import CallPace, Rate
@@ -245,6 +249,42 @@ def test_a_connection_beyond_the_places_is_told_why(tmp_path):
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no more connections for user" in error.details()
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["read", "turned away unread"])
+def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(monkeypatch, tmp_path, is_taken):
+    """Who may look sends one to a kernel that lets it (before Linux 6.16)."""
+    monkeypatch.setattr(front, "SO_PASSRIGHTS", 0xFFFF)
+    monkeypatch.setattr(front, "TURNED_AWAY_AT_ONCE", 0)
+    places = CONNECTIONS if is_taken else Places(per_user=0, others=0, own=0)
+    slow, theirs = never_closing()
+    has_ended, is_stuck = threading.Event(), []
+
+    def let_go():
+        is_stuck.append(not has_ended.wait(PATIENCE_S / 2))
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()  # a reset: close() comes back
+
+    async def story():
+        async with served(tmp_path, connections=places) as (_, path):
+            with socket.socket(socket.AF_UNIX) as caller:
+                caller.connect(str(path))
+                socket.send_fds(caller, [b"PRI"], [slow.fileno()])
+                slow.close()  # what lies in the socket is the last of it
+                caller.setblocking(False)
+                with contextlib.suppress(ConnectionResetError):
+                    while await asyncio.get_running_loop().sock_recv(caller, 4096):
+                        pass
+            has_ended.set()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    try:
+        run(story)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert is_stuck == [False]
 
 
 def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path):

@@ -126,7 +126,7 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
         return None
     except OSError as error:
         raise EOFError from error
-    fds = _descriptors(ancillary)
+    fds = descriptors_of(ancillary)
     if flags & socket.MSG_CTRUNC:  # all that can be sent fits: valved itself was out of them
         closer.close(fds)
         raise EOFError("valved is out of descriptors")
@@ -154,7 +154,7 @@ def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
     return 0
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+def descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     found: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

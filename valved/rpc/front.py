@@ -8,6 +8,8 @@ more, and places that no other user can take. So no user can use up the descript
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -18,7 +20,9 @@ from typing import cast
 
 import msgspec
 
+from valved.clients.connection import ANCILLARY, RECEIVE, SO_PASSRIGHTS, descriptors_of
 from valved.fds import Fds
+from valved.machine.helpers import Closer
 
 PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 PEER_NAME = "valve-api-"
@@ -68,6 +72,47 @@ class Crowd:
             del self._count[uid]
 
 
+class _CallerSocket(socket.socket):
+    """A descriptor on a call ends its connection: none belongs there. A thread closes it, and the socket, in which more
+    may lie unread: close() may take as long as their sender likes (before Linux 6.16 anybody can send them)."""
+
+    closer: Closer
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        if self.closer.is_behind:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "descriptors of callers cannot be closed")
+        data, ancillary, _, _ = self.recvmsg(bufsize, ANCILLARY, RECEIVE | flags)
+        if fds := descriptors_of(ancillary):
+            self.closer.close(fds)
+            raise ConnectionAbortedError(errno.ECONNABORTED, "a descriptor on a call")
+        return data
+
+    def close(self) -> None:
+        if self.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+        self.closer.close([self.detach()])
+
+
+class _CallerListener(socket.socket):
+    """The closer is its own, so those who call here can hold up nobody else's descriptors."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._closer = Closer()
+        with contextlib.suppress(OSError):
+            self.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)  # connections inherit it
+
+    def accept(self) -> tuple[socket.socket, str]:
+        if self._closer.is_behind:
+            raise OSError(errno.EMFILE, "descriptors of callers cannot be closed")  # asyncio rests for a second
+        sock, address = super().accept()
+        caller = _CallerSocket(fileno=sock.detach())
+        caller.closer = self._closer
+        return caller, address
+
+
 class Front:
     """Listens on `path`; what arrives goes to the socket `behind`."""
 
@@ -83,7 +128,7 @@ class Front:
         """The umask keeps other users out between bind and chmod."""
         self._path.unlink(missing_ok=True)
         with Fds() as fds:
-            listener = fds.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            listener = fds.enter_context(_CallerListener())
             before = os.umask(0o117)
             try:
                 listener.bind(str(self._path))
