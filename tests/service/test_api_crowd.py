@@ -287,6 +287,26 @@ def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(monkeypatch,
     assert is_stuck == [False]
 
 
+def test_what_packets_of_a_caller_cost_is_never_paid_by_the_loop(monkeypatch, tmp_path):
+    """A million epolls may wait for the other end: the kernel walks them for whoever reads and writes here."""
+    served_by, take = set(), front._Outer.data_received
+
+    def data_received(self, data):
+        served_by.add(threading.current_thread())
+        take(self, data)
+
+    monkeypatch.setattr(front._Outer, "data_received", data_received)
+
+    async def story():
+        async with served(tmp_path) as (_, path), stub_of(path) as stub:
+            await stub.GetStatus(node_pb2.GetStatusRequest())
+
+    run(story)
+
+    assert served_by
+    assert threading.current_thread() not in served_by
+
+
 def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path):
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "valved.sock"))

@@ -55,8 +55,8 @@ def early(tmp_path, *pieces):
             await outer._joining
             while not (seen or transport.is_aborted):
                 await asyncio.sleep(0)
-        front.stop_listening()
-        front.close()
+        await front.stop_listening()
+        await front.close()
         behind.close()
         return b"".join(seen), transport
 

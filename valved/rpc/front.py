@@ -3,6 +3,9 @@
 gRPC does not say which user called over a unix socket, and it accepts without end. This listener reads the peer's uid
 before anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have
 more, and places that no other user can take. So no user can use up the descriptors of valved, or another user's calls.
+
+What a packet costs is for the caller to choose: whoever reads or writes it walks all epolls that wait for the other end.
+So a front lives in a loop of its own (aside.py), which nothing but its callers waits for.
 """
 
 from __future__ import annotations
@@ -76,14 +79,16 @@ class _CallerSocket(socket.socket):
     """A descriptor on a call ends its connection: none belongs there. A thread closes it, and the socket, in which more
     may lie unread: close() may take as long as their sender likes (before Linux 6.16 anybody can send them)."""
 
-    closer: Closer
+    def __init__(self, fd: int, closer: Closer) -> None:
+        super().__init__(fileno=fd)
+        self._closer = closer
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        if self.closer.is_behind:
+        if self._closer.is_behind:
             raise ConnectionAbortedError(errno.ECONNABORTED, "descriptors of callers cannot be closed")
         data, ancillary, _, _ = self.recvmsg(bufsize, ANCILLARY, RECEIVE | flags)
         if fds := descriptors_of(ancillary):
-            self.closer.close(fds)
+            self._closer.close(fds)
             raise ConnectionAbortedError(errno.ECONNABORTED, "a descriptor on a call")
         return data
 
@@ -92,7 +97,7 @@ class _CallerSocket(socket.socket):
             return
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
-        self.closer.close([self.detach()])
+        self._closer.close([self.detach()])
 
 
 class _CallerListener(socket.socket):
@@ -108,9 +113,7 @@ class _CallerListener(socket.socket):
         if self._closer.is_behind:
             raise OSError(errno.EMFILE, "descriptors of callers cannot be closed")  # asyncio rests for a second
         sock, address = super().accept()
-        caller = _CallerSocket(fileno=sock.detach())
-        caller.closer = self._closer
-        return caller, address
+        return _CallerSocket(sock.detach(), self._closer), address
 
 
 class Front:
@@ -141,14 +144,14 @@ class Front:
             fds.keep()
         self._path.chmod(mode)
 
-    def stop_listening(self) -> None:
+    async def stop_listening(self) -> None:
         """Its name goes with it, which is how `valve tune` knows that no valved is here. No successor has it before we
         end: it waits for our lock."""
         if self._server is not None:
             self._path.unlink(missing_ok=True)
             self._server.close()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for one in list(self._open):
             one.abort()
 

@@ -11,6 +11,7 @@ from valve.v1 import node_pb2_grpc
 from valved.config import EVERYBODY, group_id
 from valved.node.api import Node
 from valved.paths import grpc_address
+from valved.rpc.aside import LoopAside
 from valved.rpc.front import Crowd, Front, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 
@@ -30,6 +31,7 @@ class GrpcServer:
     def __init__(self, servicer: NodeServicer, path: Path, crowd: Crowd) -> None:
         self._behind = path.with_name(path.name + ".in")
         self._front = Front(path, self._behind, crowd)
+        self._aside = LoopAside("valved-api")
         self._server = grpc.aio.server(options=OPTIONS)
         node_pb2_grpc.add_NodeServicer_to_server(servicer, self._server)
 
@@ -41,12 +43,14 @@ class GrpcServer:
         finally:
             os.umask(before)
         await self._server.start()
-        await self._front.start(mode, gid)
+        self._aside.begin()
+        await self._aside.do(self._front.start(mode, gid))
 
     async def stop(self, grace: float) -> None:
-        self._front.stop_listening()
+        await self._aside.do(self._front.stop_listening())
         await self._server.stop(grace)
-        self._front.close()
+        await self._aside.do(self._front.close())
+        await self._aside.end()
 
 
 async def serve(node: Node, path: Path, group: str = "") -> GrpcServer:
