@@ -266,16 +266,20 @@ def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(monkeypatch,
         theirs.close()  # a reset: close() comes back
 
     async def story():
-        async with served(tmp_path, connections=places) as (_, path):
-            with socket.socket(socket.AF_UNIX) as caller:
-                caller.connect(str(path))
-                socket.send_fds(caller, [b"PRI"], [slow.fileno()])
-                slow.close()  # what lies in the socket is the last of it
-                caller.setblocking(False)
-                with contextlib.suppress(ConnectionResetError):
-                    while await asyncio.get_running_loop().sock_recv(caller, 4096):
-                        pass
-            has_ended.set()
+        inner = await asyncio.start_unix_server(lambda *_: None, tmp_path / "behind")
+        outer = front.Front(tmp_path / "front", tmp_path / "behind", Crowd("connections", places, NO_OWN))
+        await outer.start(0o666, -1)
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "front"))
+            socket.send_fds(caller, [b"PRI"], [slow.fileno()])
+            slow.close()  # what lies in the socket is the last of it
+            caller.setblocking(False)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
+        has_ended.set()
+        await outer.stop_listening()
+        await outer.close()
+        inner.close()
 
     thread = threading.Thread(target=let_go)
     thread.start()

@@ -4,7 +4,7 @@ gRPC does not say which user called over a unix socket, and it accepts without e
 before anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have
 more, and places that no other user can take. So no user can use up the descriptors of valved, or another user's calls.
 
-What a packet costs is for the caller to choose: whoever reads or writes it walks all epolls that wait for the other end.
+What a packet costs is for the caller to choose: who reads or writes it walks all epolls that wait for the other end.
 So a front lives in a loop of its own (aside.py), which nothing but its callers waits for.
 """
 
