@@ -252,7 +252,7 @@ def test_a_connection_beyond_the_places_is_told_why(tmp_path):
 
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["read", "turned away unread"])
-def test_a_descriptor_that_takes_long_to_close_never_stops_the_loop(monkeypatch, tmp_path, is_taken):
+def test_a_descriptor_that_a_caller_of_the_api_passes_never_stops_the_loop(monkeypatch, tmp_path, is_taken):
     """Who may look sends one to a kernel that lets it (before Linux 6.16)."""
     monkeypatch.setattr(front, "SO_PASSRIGHTS", 0xFFFF)
     monkeypatch.setattr(front, "TURNED_AWAY_AT_ONCE", 0)

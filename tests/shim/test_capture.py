@@ -299,6 +299,22 @@ def test_a_channel_that_a_schedule_enabled_never_keeps_the_mark_of_an_earlier_di
     client.expect(NOTE, code=NOTE_APP_ENABLED, h_client=made.client, h_channel=FIRST)
 
 
+def test_a_schedule_that_skips_the_enable_never_takes_the_mark_of_an_earlier_disable(process):
+    """From branch 580 on. The channel is off still, by the application: valved may not enable it."""
+    made, client = process
+    made.channel(made.device, FIRST, engine=GR0)
+    made.register(FIRST)
+    made.control(made.subdevice, DISABLE, disable_params(True, [(made.client, FIRST)]))
+    client.expect(NOTE, code=NOTE_APP_DISABLED, h_client=made.client, h_channel=FIRST)
+
+    made.control(FIRST, SCHEDULE_CHANNEL, "010001")
+
+    made.channel(made.device, SECOND, engine=GR0)
+    made.register(SECOND)
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    assert NOTE_APP_ENABLED not in [message.code for message in client.seen if message.type == NOTE]
+
+
 def test_offline_numbers_come_before_the_first_channel(offline):
     made, client = offline
     made.channel(made.device, FIRST, engine=GR0)

@@ -52,13 +52,16 @@ static void take_mark(struct rm_object *channel)
 	channel->note_due = 1;
 }
 
-/* GPFIFO_SCHEDULE(1) enables, too: what the application had disabled before runs again, and is gated again. */
+/* GPFIFO_SCHEDULE(1) enables, too, unless it is told to skip that: what the application had disabled before runs again, and
+ * is gated again. */
 static void after_schedule(struct rm_map *map, const struct nvos54_control *control)
 {
 	const struct rm_object *started = rm_find(map, control->hClient, control->hObject);
-	uint8_t enable;
+	struct nva06c_gpfifo_schedule params = {0};
+	size_t bytes = control->paramsSize < sizeof(params) ? 1 : sizeof(params); /* 2 up to branch 570 */
 
-	if (!started || !rm_fetch(map, &enable, control->params, 1) || !enable)
+	if (!started || !rm_fetch(map, &params, control->params, bytes) || !params.bEnable ||
+	    params.bSkipEnable)
 		return;
 	for (uint32_t i = 0; i < map->used; i++) {
 		struct rm_object *channel = &map->objects[i];
