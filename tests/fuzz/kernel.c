@@ -495,6 +495,10 @@ static int enter(long number, va_list list)
 		return 1;
 	case SYS_close:
 		return close_number(fd);
+	case SYS_close_range:
+		for (value = va_arg(list, int); fd <= value; fd++)
+			close_number(fd);
+		return 0;
 	case SYS_connect:
 		return dial(fd);
 	case SYS_setsockopt:

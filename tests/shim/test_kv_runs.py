@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fake_daemon import KV_RUNS, OFFLINE, until
 from kv_pool import (
@@ -125,6 +127,35 @@ def test_an_order_between_two_steps_waits_for_one_and_is_done_whole(three):
 
     assert (answer.order, answer.done, answer.status) == (number, 2, 0)
     assert (three.tagged(0), three.tagged(2)) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_no_range_of_an_order_has_an_event_of_its_own_for_its_zeroing(three, emulated_gpus):
+    """The stream is one: what stands behind the last memset stands behind all. Each event delays the next range."""
+    page = emulated_gpus.process(three.engine.process.pid)
+    three.order(QUARANTINE, [(0, 0, 2), (1, 0, 1), (2, 0, 1)])
+    first = three.pool.number() + 1000
+
+    made = three.order(BACK, [(0, 0, 2, first, CREATE | ZERO), (1, 0, 1, first + 2, CREATE | ZERO)])
+    (mapping,) = {call.thread for call in page.intervals() if call.kind == "access" and call.thread != page.pid}
+    events = [call for call in page.intervals() if call.kind == "record" and call.thread == mapping]
+
+    made.close()
+    assert (made.done, made.status, len(events)) == (3, 0, 1)
+    assert three.engine.read(three.addresses[1], 64) == "00" * 64
+
+
+def test_orders_that_are_done_leave_no_pages_of_the_queue_behind(three):
+    """Each would cost the next one a page fault while memory is waited for."""
+
+    def faults() -> int:
+        return int(Path(f"/proc/{three.engine.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[7])
+
+    three.order(QUARANTINE, [(0, 0, 1)])
+    before = faults()
+    for _ in range(400):
+        three.order(QUARANTINE, [(0, 0, 1)])
+
+    assert faults() - before < 100
 
 
 BAD = {

@@ -134,6 +134,7 @@ struct emu_board {
 	X(FREE, "free")             \
 	X(FILL, "fill")             \
 	X(COPY, "copy")             \
+	X(RECORD, "record")         \
 	X(WAIT, "wait")             \
 	X(SPARSE, "sparse ioctl")   \
 	X(UVM_MAP, "map ioctl")     \

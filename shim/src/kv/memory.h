@@ -96,6 +96,7 @@ struct valve_queued {
 	uint16_t op, how;
 	uint32_t refused; /* as of a part */
 	bool is_single;   /* one range */
+	bool is_waiting;  /* its place in the queue is taken */
 	struct valve_cursor next;
 	struct valve_answering *answering;
 	struct valve_fds fds;

@@ -35,11 +35,13 @@ static struct orders {
 	uint32_t trials;
 	uint32_t settle_due; /* sparse slots of a dead valved: their old handles are to go */
 	struct valve_queued *queue;
+	/* Where in it each order lies: the first free place, so that few of its pages are used. */
+	uint16_t place[ORDERS + HEARD];
 } orders;
 
 static struct valve_queued *place_in_queue(uint32_t at)
 {
-	return &orders.queue[at % (ORDERS + HEARD)];
+	return &orders.queue[orders.place[at % (ORDERS + HEARD)]];
 }
 
 void valve_orders_wake(void)
@@ -54,9 +56,14 @@ void valve_orders_wake(void)
 static struct valve_queued *free_place(uint64_t number, uint16_t how, struct valve_fds *fds)
 {
 	struct valve_link_kv_done full = {.order = number, .status = EAGAIN};
+	uint16_t place = 0;
 
-	if (orders.tail - load_acquire(&orders.head) < (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS))
+	if (orders.tail - load_acquire(&orders.head) < (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS)) {
+		while (load_acquire(&orders.queue[place].is_waiting))
+			place++;
+		orders.place[orders.tail % (ORDERS + HEARD)] = place;
 		return place_in_queue(orders.tail);
+	}
 	valve_fds_close(fds); /* before the answer, as in carry_out_parts */
 	valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
 	return NULL;
@@ -65,6 +72,7 @@ static struct valve_queued *free_place(uint64_t number, uint16_t how, struct val
 static void put_in_queue(struct valve_queued *order)
 {
 	order->generation = valve_shim.link_generation;
+	order->is_waiting = true;
 	store_release(&orders.tail, orders.tail + 1);
 	valve_orders_wake();
 }
@@ -226,6 +234,7 @@ static bool next_order(void)
 	else if ((is_due(order) || order->answering) && !carry_out_parts(order, &moved))
 		return moved;
 	valve_fds_close(&order->fds);
+	store_release(&order->is_waiting, false); /* before the head: then a place is always free */
 	store_release(&orders.head, orders.head + 1);
 	return true;
 }

@@ -13,7 +13,7 @@
 struct valve_answering {
 	uint64_t number;
 	uint32_t generation;
-	uint32_t pending; /* parts that are being zeroed */
+	uint32_t pending; /* events that are awaited: one a place, behind all its parts */
 	bool is_used, is_complete, failed;
 	struct valve_outcome out; /* of the parts up to now */
 };
@@ -91,13 +91,41 @@ static void finish(struct valve_answering *answering)
 	answering->is_used = false;
 }
 
-/* No part of it is to come. */
+/* An event behind all that was submitted to its place. */
+static void record(size_t i)
+{
+	struct valve_place *place = all.zeroing[i].range->place;
+	CUresult result = valve_place_enter(place, NULL);
+
+	if (!result && !place->event[i])
+		result = valve_cu.cuEventCreate(&place->event[i], CU_EVENT_DISABLE_TIMING);
+	if (!result)
+		result = valve_cu.cuEventRecord(place->event[i], place->stream);
+	all.zeroing[i].failed = result != CUDA_SUCCESS;
+	all.zeroing[i].has_ended = false;
+	all.zeroing[i].answering->pending++;
+}
+
+/* No part of it is to come. A place has one stream: its first part's event stands for the others there. */
 void valve_answering_end(struct valve_answering *answering)
 {
+	uint32_t recorded = 0; /* a bit for each place */
+
+	for (size_t i = 0; all.zeroings && i < VALVE_ZEROINGS; i++) {
+		uint32_t place;
+
+		if (!all.zeroing[i].range || all.zeroing[i].answering != answering)
+			continue;
+		place = 1u << (all.zeroing[i].range->place - valve_place_at(0));
+		if (!(recorded & place))
+			record(i);
+		recorded |= place;
+	}
 	answering->is_complete = true;
 	if (!answering->pending)
 		finish(answering);
 }
+_Static_assert(VALVE_PLACES <= 32, "recorded");
 
 bool valve_zeroings_end(void)
 {
@@ -125,28 +153,21 @@ bool valve_zeroings_end(void)
 
 /* ---- its parts ---- */
 
-/* Precondition: a place is free. The memsets were just submitted, in the range's context. */
+/* Precondition: one is free. Its end is that of the whole order: no event of its own. */
 static void begin(struct valve_answering *answering, struct valve_range *range,
                   const struct valve_kv_order *part, uint32_t done)
 {
-	struct valve_place *place = range->place;
 	size_t i = 0;
-	CUresult result = CUDA_SUCCESS;
 
 	while (all.zeroing[i].range)
 		i++;
-	if (!place->event[i])
-		result = valve_cu.cuEventCreate(&place->event[i], CU_EVENT_DISABLE_TIMING);
-	if (!result)
-		result = valve_cu.cuEventRecord(place->event[i], place->stream);
 	all.zeroing[i].range = range;
 	all.zeroing[i].answering = answering;
-	all.zeroing[i].part = *part;
+	memcpy(&all.zeroing[i].part, part,
+	       offsetof(struct valve_kv_order, entry) + part->count * sizeof(part->entry[0]));
 	all.zeroing[i].done = done;
-	all.zeroing[i].has_ended = false;
-	all.zeroing[i].failed = result != CUDA_SUCCESS;
+	all.zeroing[i].has_ended = true;
 	all.zeroings++;
-	answering->pending++;
 	add_full(&range->clearing, 1);
 }
 

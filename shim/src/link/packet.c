@@ -11,6 +11,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifndef SYS_close_range
+#define SYS_close_range 436
+#endif
+
 int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count)
 {
 	_Alignas(struct cmsghdr) unsigned char room[CMSG_SPACE(VALVE_LINK_FDS * sizeof(int))] = {0};
@@ -61,11 +65,19 @@ int valve_packet_lend(int socket_fd, void *message, uint32_t bytes, const int *f
 	return err;
 }
 
+/* Those of a packet have neighbouring numbers as a rule: one call for them, because the next order waits for it. */
 void valve_fds_close(struct valve_fds *fds)
 {
-	for (uint32_t i = 0; i < fds->count; i++)
-		if (fds->at[i] >= 0)
-			syscall(SYS_close, fds->at[i]);
+	for (uint32_t i = 0, n; i < fds->count; i += n) {
+		int first = fds->at[i];
+
+		for (n = 1; first >= 0 && i + n < fds->count && fds->at[i + n] == first + (int)n;)
+			n++;
+		if (n > 1 && !syscall(SYS_close_range, first, first + (int)n - 1, 0))
+			continue;
+		for (uint32_t k = i; first >= 0 && k < i + n; k++)
+			syscall(SYS_close, fds->at[k]);
+	}
 	fds->count = 0;
 }
 

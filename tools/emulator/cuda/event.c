@@ -93,6 +93,7 @@ CUAPI(4000, cuEventDestroy_v2, CUevent handle)
 
 CUAPI(2000, cuEventRecord, CUevent handle, CUstream stream_handle)
 {
+	METERED(RECORD);
 	struct stream *stream;
 	struct event *event = event_from(handle);
 	CUresult result = stream_resolve(stream_handle, &stream);
