@@ -5,7 +5,8 @@ is done, `pause` asks valved and waits on the engine's own input. A service that
 word.
 
 What one grant costs is measured here: how long valved takes to open (`wake`), how much later than predicted the next
-step ends (`damage`), and how long before that step the grant has to end so that its stop is not felt (`lead`).
+step ends (`damage`), how long before that step the grant has to end so that its stop is not felt (`lead`), and how
+late the engine's own waits end (`wait`): so much earlier a pause ends.
 
 On the rung `timeslice` valved opens once and the engine steps beside offline work (sharing.py): a pause is a wait
 alone, neither wake nor lead is paid, and `damage` is what every such step is late by.
@@ -205,7 +206,7 @@ class Asking:
         decision = policy.decide(now_ns / MS, facts)
         self.reasons[decision.reason] += 1
         if decision.grant_ms > 0:
-            resume_ns = now_ns + int(decision.grant_ms * MS)
+            resume_ns = now_ns + int((decision.grant_ms - self._learnt.wait_ms) * MS)
             if self._until(resume_ns) >= now_ns + LEAST_NS:
                 return resume_ns
         elif stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
@@ -248,6 +249,8 @@ class Asking:
         else:
             is_given, is_early = self._opened(page, begun_ns, resume_ns, wait)
         self._note(begun_ns, is_given=is_given, is_early=is_early)
+        if is_given and not is_early:
+            self._learnt.waited((self._last_ns - resume_ns) / MS)
         return is_given
 
     def _opened(self, page: GrantPage, begun_ns: int, resume_ns: int, wait: Wait) -> tuple[bool, bool]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from grant_valved import GAP_MS, HOST_NS, STEP_NS, TPOT_MS, Valved, Waiting, decoding, facts_of, grants_of, stop_time
 from hypothesis import given
 from hypothesis import strategies as st
 from valve_abi import GrantAnswer
-from valve_hook.grants import ANSWER_NS, KEPT_NS, MS, Asking
+from valve_hook.grant_cost import WAIT_MOST_MS, LearntCost
+from valve_hook.grants import ANSWER_NS, KEPT_NS, LOOK_S, MS, Asking
 from valve_hook.policy.granting import GrantReason, GrantSettings
 
 
@@ -221,6 +223,44 @@ def test_one_stall_after_a_pause_never_ends_granting_for_good(valved: Valved, by
     assert not resume_after(grants, 3_000 * MS)
     assert not any(resume_after(grants, STEP_NS) for _ in range(1_000))  # 6.5 s; the tokens that were late are made up
     assert any(resume_after(grants, STEP_NS) for _ in range(30_000))
+
+
+@dataclass
+class LateWaiting(Waiting):
+    """Each wait for the engine's input ends late, as on a busy machine; a look for valved's answer does not."""
+
+    late_ms: float = 0.0
+
+    def __call__(self, seconds: float) -> bool:
+        return super().__call__(seconds + (self.late_ms / 1e3 if seconds > 2 * LOOK_S else 0.0))
+
+
+@BOTH_RUNGS
+@pytest.mark.parametrize("late_ms", [0.5, 4.0, 9.5])
+def test_waits_that_end_late_never_make_gap_after_gap_too_long(valved: Valved, by_slices: bool, late_ms: float) -> None:
+    """A pause took all that the gap left, so each was too long by what its wait was late."""
+    valved.by_slices(by_slices)
+    valved.consent(10 * TPOT_MS, GAP_MS)  # each pause is as long as the gap leaves
+    grants, over = grants_of(valved), []
+    resume_ns, last_ns = grants.wants(decoding(grants), facts_of()), time.monotonic_ns()
+    while len(over) < 40:
+        paused = resume_ns and grants.pause(resume_ns, LateWaiting(valved, late_ms=late_ms), is_done=True)
+        resume_ns, began_ns = resume_after(grants, STEP_NS), last_ns
+        last_ns = time.monotonic_ns()
+        if paused:
+            over.append(last_ns - began_ns > GAP_MS * MS)
+    assert not any(over[20:])
+
+
+@pytest.mark.parametrize("late_ms", [50.0, 3_000.0])
+def test_stalls_that_no_plan_can_help_never_take_more_of_a_pause_than_the_bound(late_ms: float) -> None:
+    learnt = LearntCost()
+    for _ in range(100):
+        learnt.waited(late_ms)
+        assert learnt.wait_ms <= WAIT_MOST_MS
+    for _ in range(1_000):
+        learnt.waited(0.1)
+    assert learnt.wait_ms == pytest.approx(0.1)
 
 
 @BOTH_RUNGS

@@ -103,7 +103,7 @@ def test_no_word_of_a_table_is_ever_cut_on_a_terminal_of_80_columns(monkeypatch,
     monkeypatch.setenv("COLUMNS", "80")
     figures = {"tpot_ms": 113.1, "tpot_p99_ms": 128.1, "longest_plain_ms": 136.0, "longest_ms": 161.0, "pauses": 193}
     figures |= {"ttft_p99_ms": 142.5, "granted_s": 12.5, "offline_share": 0.37, "requests": 124, "words": ""}
-    figures |= {"gaps": 5000, "gaps_stood": 200, "longest_stood_ms": 140.0}
+    figures |= {"gaps": 5000, "gaps_paused": 200, "gaps_spoilt": 140}
     run = SimpleNamespace(consents=True, cost_ms=None, worth=None, missed=lambda _: 100, **figures)
 
     granted.show([run], granted.GrantedPlan())

@@ -22,6 +22,7 @@ from valve_hook.link import Link, process_link
 from valve_hook.policy.granting import EngineFacts, GrantSettings
 from valve_hook.policy.misses import MissSettings
 from valve_kube.options import option
+from valve_tools.demo.stalls import Span
 from valve_tools.emulator.device import Device
 
 MS, US = 1_000_000, 1_000
@@ -44,16 +45,19 @@ class OpenRequest:
     last_ns: int = 0
     made: int = 0
     longest_ns: int = 0
-    gaps: list[list[tuple[int, int]]] = field(default_factory=list)
+    gaps: list[list[Span]] = field(default_factory=list)
     """Of each gap the spans in which no prompt was computed: a pause could have made these too long."""
+    pauses: list[list[Span]] = field(default_factory=list)
+    """Of each gap the spans in which the hook meant to pause: a stall in these made it no longer."""
 
-    def token(self, now_ns: int, prompts: list[tuple[int, int]]) -> None:
-        """`prompts`: the steps of prompts since the last one that decoded."""
+    def token(self, now_ns: int, prompts: list[Span], pauses: list[Span]) -> None:
+        """`prompts`: the steps of prompts since the last one that decoded; `pauses`: those since then."""
         if self.made:
             self.longest_ns = max(self.longest_ns, now_ns - self.last_ns)
             within = [span for span in prompts if span[0] >= self.last_ns]
             begins, ends = [self.last_ns, *(end for _, end in within)], [*(begin for begin, _ in within), now_ns]
             self.gaps.append(list(zip(begins, ends, strict=True)))
+            self.pauses.append([span for span in pauses if span[0] >= self.last_ns])
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
         self.made += 1
 
@@ -64,6 +68,7 @@ class OpenRequest:
             "tpot_ms": (self.last_ns - self.first_ns) / MS / max(1, self.made - 1),
             "longest_ms": self.longest_ns / MS,
             "gaps": self.gaps,
+            "pauses": self.pauses,
             "made": self.made,
             "first_ns": self.first_ns,
             "last_ns": self.last_ns,
@@ -84,8 +89,11 @@ class GrantedService:
     done: list[OpenRequest] = field(default_factory=list)
     is_last: bool = False
     tokens: int = 0
-    prompts: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[Span] = field(default_factory=list)
     """The steps of prompts since the last one that decoded."""
+    pauses: list[Span] = field(default_factory=list)
+    """The pauses since then, each to the end that the hook gave its last wait, or to what came earlier."""
+    due_ns: int = 0
 
     def arrive(self) -> None:
         """A thread: clients that come when they will."""
@@ -114,6 +122,7 @@ class GrantedService:
         """For a pause: True as soon as a request is there."""
         if self.options.say_pauses and seconds > 2 * LOOK_S:
             print("pause", flush=True)
+        self.due_ns = time.monotonic_ns() + int(seconds * 1e9)
         with self.news:
             return self.news.wait_for(lambda: bool(self.inbox), seconds)
 
@@ -144,8 +153,9 @@ class GrantedService:
         self.device.spin(each_us + (0 if new else options.decode_us))
         now_ns = time.monotonic_ns()
         for asked in served:
-            asked.token(now_ns, self.prompts)
+            asked.token(now_ns, self.prompts, self.pauses)
         self.prompts = [*self.prompts, (begin_ns, now_ns)] if new else []
+        self.pauses = self.pauses if new else []
         self.tokens += len(served)
         if self.grants is not None:
             self.grants.stepped(begin_ns, now_ns, len(served), prefill=bool(new))
@@ -166,7 +176,9 @@ class GrantedService:
         )  # fmt: skip
         resume_ns = grants.wants(time.monotonic_ns(), facts)
         if resume_ns:
+            begun_ns = self.due_ns = time.monotonic_ns()
             grants.pause(resume_ns, self.wait, is_done=True)
+            self.pauses.append((begun_ns, min(self.due_ns, time.monotonic_ns())))
 
     def summary(self) -> dict[str, Any]:
         sums = self.grants.sums if self.grants is not None else None

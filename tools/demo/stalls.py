@@ -5,17 +5,34 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 PERIOD_NS = 5_000_000
 LATE_NS = 2 * PERIOD_NS  # one turn of another task is no stall
+
+Span = tuple[int, int]
+"""Begin and end, CLOCK_MONOTONIC ns."""
+
+
+def outside(spans: Iterable[Span], holes: Iterable[Span]) -> list[Span]:
+    """What is left of the spans without the holes."""
+    left = list(spans)
+    for begin, end in holes:
+        left = [
+            part
+            for first, last in left
+            for part in ((first, min(last, begin)), (max(first, end), last))
+            if part[0] < part[1]
+        ]
+    return left
 
 
 @dataclass(slots=True)
 class Stalls:
     """By core: spans of CLOCK_MONOTONIC in which its thread was due and did not run."""
 
-    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    spans: dict[int, list[Span]] = field(default_factory=dict)
 
     def within(self, begin_ns: int, end_ns: int) -> int:
         """How long at most one core stood still between the two."""
@@ -27,14 +44,8 @@ class Stalls:
             default=0,
         )
 
-    def longest(self, begin_ns: int, end_ns: int) -> int:
-        inside = (
-            min(end, end_ns) - max(begin, begin_ns)
-            for core in self.spans.values()
-            for begin, end in core
-            if begin < end_ns and end > begin_ns
-        )
-        return max(inside, default=0)
+    def in_all(self, spans: Iterable[Span]) -> int:
+        return sum(self.within(begin, end) for begin, end in spans)
 
 
 class StallWatch:
