@@ -76,6 +76,19 @@ def test_a_process_that_is_gone_has_no_start_time_and_no_name(tmp_path: Path) ->
     assert list(processes.ancestors(5)) == []
 
 
+def test_a_process_never_has_another_start_time_for_an_observer_in_a_time_namespace(tmp_path: Path) -> None:
+    """A command and valved, or valved and its successor, name a process by it; the kernel shifts what it shows."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "timens_offsets").write_text("monotonic          -3         0\nboottime          -2 500000000\n")
+    processes = world(tmp_path, p5=("x", 1, 777 - 150, "S"))
+    known = ProcessId(pid=5, start_time=777)
+
+    assert processes.start_time(5) == 777
+    assert list(processes.ancestors(5)) == [known]
+    assert not processes.is_gone(known)
+    assert not processes.is_ending(5, 777)
+
+
 def test_a_zombie_counts_as_gone(tmp_path: Path) -> None:
     assert world(tmp_path, p5=("x", 1, 777, "Z")).start_time(5) is None
 

@@ -30,11 +30,25 @@ _THREADS = 512  # looked at of one process: some 10 us each, and a tracer keeps 
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
+def boot_shift(root: Path = Path("/proc")) -> int:
+    """Ticks by which start times as this process reads them are ahead of the machine's: it may be in a time namespace,
+    and others that name the same process (a command, the valved before) in another one, or in none."""
+    try:
+        lines = (root / "self/timens_offsets").read_text(encoding="ascii").splitlines()
+    except OSError:  # before Linux 5.6
+        return 0
+    seconds, ns = next((line.split()[1:3] for line in lines if line.startswith("boottime")), ("0", "0"))
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(seconds) * ticks + int(ns) * ticks // 1_000_000_000
+
+
 class LinuxProcesses:
-    """Processes as this machine's /proc shows them. `root` lets tests build a world of their own."""
+    """Processes as this machine's /proc shows them. `root` lets tests build a world of their own. Start times are the
+    machine's."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = os.fspath(root)
+        self._shift = boot_shift(root)
 
     def _read(self, pid: int, name: str) -> str | None:
         """By plain system calls: hundreds of processes are asked for every second."""
@@ -54,7 +68,10 @@ class LinuxProcesses:
         text = self._read(pid, f"task/{thread or pid}/stat")
         if text is None or ")" not in text:
             return None
-        return text[text.rindex(")") + 1 :].split()
+        fields = text[text.rindex(")") + 1 :].split()
+        if self._shift and len(fields) > _FIELD_START - _FIELD_STATE:
+            fields[_FIELD_START - _FIELD_STATE] = str(int(fields[_FIELD_START - _FIELD_STATE]) - self._shift)
+        return fields
 
     def start_time(self, pid: int) -> int | None:
         """None also for a zombie: nothing of it runs any more."""
