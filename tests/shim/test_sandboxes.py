@@ -89,7 +89,7 @@ def test_a_thread_of_ours_that_a_sandbox_kills_as_it_begins_never_counts_as_link
     client = daemon.client()
 
     assert program.stdout.readline() == "ready\n"
-    until(lambda: client.gone.is_set(), "the link is closed")
+    until(client.gone.is_set, "the link is closed")
     assert not our_threads(program.pid)
     assert end(program) == 0
 

@@ -144,7 +144,8 @@ class EmulatedNode:
 
     def start_valved(self, *flags: str, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start valved and return once it answers. Its log is `valved.log` in the node's folder."""
-        argv = [*prefix, sys.executable, "-m", "valved.main", "--run-dir", str(self.run_dir), "--mode", self.mode, *flags]
+        argv = [*prefix, sys.executable, "-m", "valved.main"]
+        argv += ["--run-dir", str(self.run_dir), "--mode", self.mode, *flags]
         if self.config:
             path = self.folder / "valve.toml"
             path.write_text(self.config)

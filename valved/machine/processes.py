@@ -42,13 +42,22 @@ def boot_shift(root: Path = Path("/proc")) -> int:
     return int(seconds) * ticks + int(ns) * ticks // 1_000_000_000
 
 
+def _hides(root: Path) -> bool:
+    """Whether this /proc was mounted with hidepid."""
+    try:
+        lines = (root / "self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any("hidepid=" in line and line.split()[1] == os.fspath(root) for line in lines)
+
+
 class LinuxProcesses:
     """Processes as this machine's /proc shows them. `root` lets tests build a world of their own. Start times are the
     machine's."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = os.fspath(root)
-        self._shift = boot_shift(root)
+        self._shift, self._hides = boot_shift(root), _hides(root)
 
     def _read(self, pid: int, name: str) -> str | None:
         """By plain system calls: hundreds of processes are asked for every second."""
@@ -59,7 +68,19 @@ class LinuxProcesses:
             finally:
                 os.close(fd)
         except (FileNotFoundError, ProcessLookupError):
+            if self._hides and self._is_hidden(pid):
+                raise PermissionError(errno.EACCES, "/proc hides this process", f"{self._root}/{pid}") from None
             return None
+
+    def _is_hidden(self, pid: int) -> bool:
+        """With hidepid=2 there is no such folder, as of a process that is gone; a signal still finds it."""
+        if os.path.exists(f"{self._root}/{pid}"):
+            return False  # it is the file that is gone: a thread ended
+        try:
+            os.kill(pid, 0)
+        except OSError as refusal:
+            return refusal.errno == errno.EPERM
+        return True
 
     def _stat(self, pid: int, thread: int | str = 0) -> list[str] | None:
         """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own. Of the first
