@@ -73,12 +73,13 @@ def test_a_valved_with_another_clock_never_takes_a_process_for_another(make_node
     online.hint(1)
     online.launch(us=100)
     offline.wait_stopped()
-    name = service(node, "chat").id
+    known = service(node, "chat").id
 
     node.stop_valved(signal.SIGKILL)
-    node.start_valved(prefix=prefix)
+    node.valved_prefix = prefix
+    node.start_valved()
     node.wait_for(lambda: linked(node), "both are back")
-    assert service(node, "chat").id == name
+    assert service(node, "chat").id == known
     online.launch(us=100)
     offline.wait_stopped()
     online.hint(0)
