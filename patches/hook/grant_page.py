@@ -17,9 +17,11 @@ KNOWN = {answer.value: answer for answer in GrantAnswer}
 
 
 class GrantPage:
-    """In the pages of a valved that knows of no granted time the words are 0: there is no consent."""
+    """In the pages of a valved that knows of no granted time the words are 0: there is no consent. `clock_ns`: what our
+    clock lacks to valved's. Times in the pages are by valved's, and those that are passed here by ours."""
 
-    def __init__(self, control_fd: int, region: mmap.mmap, doorbell_fd: int) -> None:
+    def __init__(self, control_fd: int, region: mmap.mmap, doorbell_fd: int, clock_ns: int = 0) -> None:
+        self._clock_ns = clock_ns
         self._control = mmap.mmap(control_fd, wire.CONTROL_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
         told, asked = memoryview(self._control), memoryview(region)
         at, size = wire.GRANT_AT, 4
@@ -49,16 +51,17 @@ class GrantPage:
     @property
     def shared_until_ns(self) -> int:
         """Until when offline work may run beside the steps; 0: it may not, or valved knows of no such word."""
-        return int(self._target[2])
+        until_ns = int(self._target[2])
+        return until_ns and until_ns - self._clock_ns
 
     def move_on(self, until_ns: int) -> None:
         """The end of what is shared, without a ring."""
-        self._words[0] = until_ns
+        self._words[0] = until_ns and until_ns + self._clock_ns
 
     def ask(self, until_ns: int) -> int:
         """Offline work may run until then; 0: no longer. The number of the request. Never waits."""
         seq = (self._seq[0] + 1) & 0xFFFFFFFF
-        self._words[0] = until_ns
+        self._words[0] = until_ns and until_ns + self._clock_ns
         fence()
         self._seq[0] = seq
         fence()
@@ -74,4 +77,4 @@ class GrantPage:
 
     def stepped(self, begin_ns: int, end_ns: int) -> None:
         """The end is written last."""
-        self._words[1], self._words[2] = begin_ns, end_ns
+        self._words[1], self._words[2] = begin_ns + self._clock_ns, end_ns + self._clock_ns

@@ -250,7 +250,7 @@ class Link:
             if abi != wire.LINK_ABI or len(fds) < 4:
                 close(fds)
                 raise NoDaemon(f"valved speaks abi {abi}, this hook {wire.LINK_ABI}")
-            self._take_pages(fds, region_bytes, features & theirs)
+            self._take_pages(fds, region_bytes, features & theirs, packets.clock_ns)
             self.connections += 1
             self._has_memory = bool(theirs & wire.FEATURE_MEMORY)
             if not self._has_memory:
@@ -260,12 +260,12 @@ class Link:
             raise
         return packets
 
-    def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int) -> None:
+    def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int, clock_ns: int) -> None:
         try:
             self.role, self._renew_s = read_control(fds[0])
-            region = Region(fds[1], region_bytes, features)
+            region = Region(fds[1], region_bytes, features, clock_ns)
             self.lifecycle.begin(region)
-            self.grant = GrantPage(fds[0], region.map, fds[2])
+            self.grant = GrantPage(fds[0], region.map, fds[2], clock_ns)
         finally:
             close(fds)
 

@@ -31,6 +31,9 @@ class Packets:
     """One connection."""
 
     def __init__(self, path: Path) -> None:
+        self.clock_ns = 0
+        """What our clock lacks to valved's, since the last answer: this process may have a time namespace, or a preload
+        that makes up the time. As follow_clock of the shim (link/link.c) says it."""
         self._seq = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -55,14 +58,22 @@ class Packets:
     def ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:
         """The answer: its type, its body, its descriptors."""
         self._wait(select.POLLOUT)
+        asked_ns = time.monotonic_ns()
         seq = self.send(kind, body)
         while True:
             self._wait(select.POLLIN)
             raw, fds = self._receive()
-            answer, answered, rest = wire.split(raw)
+            answer, answered, told_ns, rest = wire.split(raw)
             if answered == seq:
+                self._follow_clock(asked_ns, told_ns)
                 return answer, rest, array.array("i", fds).tolist()
             close(fds)
+
+    def _follow_clock(self, asked_ns: int, told_ns: int) -> None:
+        """What valved wrote in between lies in between, by one clock."""
+        now_ns = time.monotonic_ns()
+        is_ours = not told_ns or asked_ns <= told_ns <= now_ns
+        self.clock_ns = 0 if is_ours else told_ns - now_ns
 
     def drain(self) -> None:
         """What came unasked is of no use here; but it tells a connection that valved closed."""

@@ -76,11 +76,11 @@ def packet(kind: Message, body: bytes, seq: int, sent_ns: int) -> bytes:
     return HEADER.pack(LINK_MAGIC, LINK_ABI, kind, HEADER.size + len(body), seq, sent_ns) + body
 
 
-def split(raw: bytes) -> tuple[int, int, bytes]:
-    """(type, seq, body) of a packet; ValueError when it is none."""
+def split(raw: bytes) -> tuple[int, int, int, bytes]:
+    """(type, seq, when it was sent, body) of a packet; ValueError when it is none."""
     if len(raw) < HEADER.size:
         raise ValueError(f"{len(raw)} bytes are no packet")
-    magic, _, kind, length, seq, _ = HEADER.unpack_from(raw)
+    magic, _, kind, length, seq, sent_ns = HEADER.unpack_from(raw)
     if magic != LINK_MAGIC or length != len(raw):
         raise ValueError(f"magic {magic:#x}, {len(raw)} bytes that say they are {length}")
-    return kind, seq, raw[HEADER.size :]
+    return kind, seq, sent_ns, raw[HEADER.size :]

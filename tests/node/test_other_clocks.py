@@ -50,6 +50,44 @@ def test_a_process_with_another_clock_never_loses_its_turn_nor_runs_past_its_lea
     offline.wait_off()  # by itself
 
 
+def in_a_time_namespace(shift_s):
+    """A prefix of commands."""
+    prefix = ("unshare", "--time", "--boottime", str(shift_s), "--monotonic", str(shift_s))
+    try:
+        subprocess.run([*prefix, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no time namespace can be made here")
+    return prefix
+
+
+@pytest.mark.parametrize("shift_s", [86_400, -60], ids=["ahead", "behind"])
+def test_a_valved_with_another_clock_never_takes_a_process_for_another(make_node, shift_s):
+    """The kernel shows it other start times: those of its predecessor's file, and those that a command names."""
+    prefix = in_a_time_namespace(shift_s)
+    node = make_node(start=False)
+    node.config = "lease_ms = 60000.0\n"
+    node.start_valved()
+    offline, online = Offline(node, "batch"), Online(node, "chat")
+    online.wait_ready()
+    node.wait_for(lambda: linked(node), "both are linked")
+    online.hint(1)
+    online.launch(us=100)
+    offline.wait_stopped()
+    known = service(node, "chat").id
+
+    node.stop_valved(signal.SIGKILL)
+    node.valved_prefix = prefix
+    node.start_valved()
+    node.wait_for(lambda: linked(node), "both are back")
+    assert service(node, "chat").id == known
+    online.launch(us=100)
+    offline.wait_stopped()
+    online.hint(0)
+    offline.wait_running()
+    second = Offline(node, "second")  # by a command outside
+    second.wait_running()
+
+
 def linked(node):
     """The numbers of both links, once each process has told of its channels."""
     status, chat = node.status(), service(node, "chat")

@@ -16,7 +16,7 @@ from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, LONG_S, NOTE, NOTE_UNKNOWN_DRI
 from rmkit import COMPUTE, GR0, Process
 
 POLL, NANOSLEEP, CLOCK_NANOSLEEP = 7, 35, 230  # of x86-64
-FSTAT, SENDMSG, FCNTL, NEWFSTATAT = 5, 46, 72, 262
+FSTAT, SENDMSG, FCNTL, NEWFSTATAT, UNSHARE = 5, 46, 72, 262, 272
 EPERM, ENOSYS = 1, 38
 GROUP, CHANNEL, ENGINE = 0x5C000008, 0x5C000009, 0x5C00000A
 
@@ -79,6 +79,18 @@ def test_a_trap_that_the_program_answers_never_ends_it(world, when):
         obeys(client(), STOP)
     [session] = our_threads(program.pid)
     until(lambda: sleeps(session), "it waits")
+    assert end(program) == 0
+
+
+def test_a_thread_of_ours_that_a_sandbox_kills_as_it_begins_never_counts_as_linked(world):
+    """valved would give its orders to nobody. The program goes on without us."""
+    daemon = world.daemon(OFFLINE)
+    program = begin(world, "sandbox", "kill", "before", UNSHARE)
+    client = daemon.client()
+
+    assert program.stdout.readline() == "ready\n"
+    until(client.gone.is_set, "the link is closed")
+    assert not our_threads(program.pid)
     assert end(program) == 0
 
 

@@ -76,6 +76,21 @@ def test_a_process_that_is_gone_has_no_start_time_and_no_name(tmp_path: Path) ->
     assert list(processes.ancestors(5)) == []
 
 
+def test_a_process_never_has_another_start_time_for_an_observer_in_a_time_namespace(tmp_path: Path) -> None:
+    """A command and valved, or valved and its successor, name a process by it; the kernel shifts what it shows."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "timens_offsets").write_text(
+        "monotonic          -3         0\nboottime          -2 500000000\n"
+    )
+    processes = world(tmp_path, p5=("x", 1, 777 - 150, "S"))
+    known = ProcessId(pid=5, start_time=777)
+
+    assert processes.start_time(5) == 777
+    assert list(processes.ancestors(5)) == [known]
+    assert not processes.is_gone(known)
+    assert not processes.is_ending(5, 777)
+
+
 def test_a_zombie_counts_as_gone(tmp_path: Path) -> None:
     assert world(tmp_path, p5=("x", 1, 777, "Z")).start_time(5) is None
 
@@ -222,6 +237,22 @@ def test_a_number_that_a_hidden_process_of_another_user_has_by_now_is_never_take
 
     assert LinuxProcesses(tmp_path).is_gone(ProcessId(pid=5, start_time=777))
     assert LinuxProcesses(tmp_path).is_ending(5, 777)
+
+
+@pytest.mark.parametrize("answer", [0, errno.ESRCH])
+def test_no_process_is_taken_for_gone_because_proc_has_no_folder_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """hidepid=2 hides the folder, too: a process of our user that is not dumpable any more, or may more than we."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(f"proc {tmp_path} proc rw,relatime,hidepid=invisible 0 0\n")
+    processes = world(tmp_path, p6=("x", 1, 777, "S"))
+    answer_signals(monkeypatch, answer)
+    shown, hidden = ProcessId(pid=6, start_time=777), ProcessId(pid=5, start_time=777)
+
+    assert processes.is_gone(hidden) is (answer == errno.ESRCH)
+    assert processes.is_ending(5, 777) is (answer == errno.ESRCH)
+    assert not processes.is_gone(shown)
 
 
 @pytest.mark.parametrize("answer", [0, errno.EACCES])

@@ -54,6 +54,7 @@ class EmulatedNode:
     """Use as a context manager. Everything started through it is gone afterwards, also where we are killed."""
 
     valve: Sequence[str] = (str(VALVE),)
+    valved_prefix: Sequence[str] = ()  # of the command that starts valved
     ends_with_us = True  # also where we are killed
 
     def __init__(
@@ -144,7 +145,8 @@ class EmulatedNode:
 
     def start_valved(self, *flags: str) -> subprocess.Popen[bytes]:
         """Start valved and return once it answers. Its log is `valved.log` in the node's folder."""
-        argv = [sys.executable, "-m", "valved.main", "--run-dir", str(self.run_dir), "--mode", self.mode, *flags]
+        argv = [*self.valved_prefix, sys.executable, "-m", "valved.main"]
+        argv += ["--run-dir", str(self.run_dir), "--mode", self.mode, *flags]
         if self.config:
             path = self.folder / "valve.toml"
             path.write_text(self.config)

@@ -25,6 +25,7 @@ from valved.cli.client import DEADLINE_S, node
 from valved.cli.exits import FAILED, NOT_FOUND, REFUSED, USAGE, CliError
 from valved.cli.loadable import obstacle
 from valved.errors import told
+from valved.machine.processes import boot_shift
 from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
 from valved.model.plain import plain
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, make, preload_library, run_dir
@@ -76,9 +77,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def start_time(pid: int) -> int:
-    """Field 22 of /proc/PID/stat. The command name (field 2) may hold blanks and brackets: read from its end."""
+    """Field 22 of /proc/PID/stat, by the machine's clock. The command name (field 2) may hold blanks and brackets: read
+    from its end."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat.rpartition(")")[2].split()[19]) - boot_shift()
 
 
 def preload(present: str, ours: str) -> str:

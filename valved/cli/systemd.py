@@ -18,7 +18,7 @@ from valved.cli import drain
 from valved.cli.client import ask
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import PATIENCE_S, configured_folder
-from valved.machine.processes import LinuxProcesses
+from valved.machine.processes import LinuxProcesses, boot_shift
 from valved.model.ids import Role
 from valved.paths import ENV_RUN_DIR, STATE_FILE, SYSTEM_RUN_DIR
 from valved.state.saved import SavedState, boot_id
@@ -152,7 +152,7 @@ def is_outdated(pid: int, settings: list[Path]) -> bool:
     began = LinuxProcesses().start_time(pid) if pid else None
     if began is None:
         return False
-    since_boot_s = (began + 1) / os.sysconf("SC_CLK_TCK")  # it began within this tick
+    since_boot_s = (began + boot_shift() + 1) / os.sysconf("SC_CLK_TCK")  # it began within this tick
     began_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s
     program = [file for file in PROGRAM.rglob("*") if file.suffix in (".py", ".so")]
     return any(file.stat().st_ctime > began_s for file in [*settings, *program])  # an archive may bring old mtimes

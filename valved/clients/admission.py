@@ -8,6 +8,7 @@ from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
 from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
 from valved.config import QuotaTable
+from valved.fds import is_scarce
 from valved.gate.wake import GateService
 from valved.machine.ports import ProcessPort
 from valved.model.events import EventKind
@@ -51,12 +52,12 @@ class Admission:
         self._refused: dict[ProcessId, str] = {}
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
-        """The process at the other end. None: it is gone, or it was refused for want of a descriptor to look at it."""
+        """The process at the other end. None: it is gone, or it was refused because it could not be looked at."""
         try:
             peer = identify(connection.pid, connection.uid, self._processes)
             return None if connection.is_dead() else peer  # last: what was read is of the process that connected
-        except OSError:
-            text = "valved is out of descriptors"
+        except OSError as error:
+            text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"
             connection.send(LinkType.REFUSED, RefusedMessage(code=Refusal.QUOTA, text=text), seq)
             self.count_refusal(Refusal.QUOTA)
             return None

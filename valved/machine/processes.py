@@ -30,11 +30,34 @@ _THREADS = 512  # looked at of one process: some 10 us each, and a tracer keeps 
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
+def boot_shift(root: Path = Path("/proc")) -> int:
+    """Ticks by which start times as this process reads them are ahead of the machine's: it may be in a time namespace,
+    and others that name the same process (a command, the valved before) in another one, or in none."""
+    try:
+        lines = (root / "self/timens_offsets").read_text(encoding="ascii").splitlines()
+    except OSError:  # before Linux 5.6
+        return 0
+    seconds, ns = next((line.split()[1:3] for line in lines if line.startswith("boottime")), ("0", "0"))
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(seconds) * ticks + int(ns) * ticks // 1_000_000_000
+
+
+def _hides(root: Path) -> bool:
+    """Whether this /proc was mounted with hidepid."""
+    try:
+        lines = (root / "self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any("hidepid=" in line and line.split()[1] == os.fspath(root) for line in lines)
+
+
 class LinuxProcesses:
-    """Processes as this machine's /proc shows them. `root` lets tests build a world of their own."""
+    """Processes as this machine's /proc shows them. `root` lets tests build a world of their own. Start times are the
+    machine's."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = os.fspath(root)
+        self._shift, self._hides = boot_shift(root), _hides(root)
 
     def _read(self, pid: int, name: str) -> str | None:
         """By plain system calls: hundreds of processes are asked for every second."""
@@ -45,7 +68,19 @@ class LinuxProcesses:
             finally:
                 os.close(fd)
         except (FileNotFoundError, ProcessLookupError):
+            if self._hides and self._is_hidden(pid):
+                raise PermissionError(errno.EACCES, "/proc hides this process", f"{self._root}/{pid}") from None
             return None
+
+    def _is_hidden(self, pid: int) -> bool:
+        """With hidepid=2 there is no such folder, as of a process that is gone; a signal still finds it."""
+        if os.path.exists(f"{self._root}/{pid}"):
+            return False  # it is the file that is gone: a thread ended
+        try:
+            os.kill(pid, 0)
+        except OSError as refusal:
+            return refusal.errno == errno.EPERM
+        return True
 
     def _stat(self, pid: int, thread: int | str = 0) -> list[str] | None:
         """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own. Of the first
@@ -54,7 +89,10 @@ class LinuxProcesses:
         text = self._read(pid, f"task/{thread or pid}/stat")
         if text is None or ")" not in text:
             return None
-        return text[text.rindex(")") + 1 :].split()
+        fields = text[text.rindex(")") + 1 :].split()
+        if self._shift and len(fields) > _FIELD_START - _FIELD_STATE:
+            fields[_FIELD_START - _FIELD_STATE] = str(int(fields[_FIELD_START - _FIELD_STATE]) - self._shift)
+        return fields
 
     def start_time(self, pid: int) -> int | None:
         """None also for a zombie: nothing of it runs any more."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from valved.fds import Fds
+from valved.machine.processes import boot_shift
 from valved.model.ids import ProcessId
 
 PROGRAM = Path(__file__).with_name("letgo.py")
@@ -37,7 +38,7 @@ class Thawer:
     """The ThawerPort of a real node."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop, self._shift = loop, boot_shift()
         self._standing: set[ProcessId] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe = self._end = -1  # what it hears by, and its pidfd
@@ -94,7 +95,8 @@ class Thawer:
 
     def _tell(self, sign: str, process: ProcessId) -> bool:
         try:
-            os.write(self._pipe, f"{sign} {process.pid} {process.start_time}\n".encode())  # whole: below PIPE_BUF
+            start = process.start_time + self._shift  # as that program reads it
+            os.write(self._pipe, f"{sign} {process.pid} {start}\n".encode())  # whole: below PIPE_BUF
         except BlockingIOError:  # thousands at once: the others are let go all the same
             return True
         except OSError:

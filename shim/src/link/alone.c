@@ -18,26 +18,42 @@
 
 enum { STAYS, ASKED, LEAVES };
 
+static uint32_t newcomer; /* the session's thread, from its first step on */
+
 VALVE_EXPORT int unshare(int flags);
 VALVE_EXPORT int setns(int fd, int kind);
 
 void valve_alone_begin(void)
 {
-	(void)!syscall(SYS_unshare, CLONE_FS);
-	store_release(&valve_shim.session, (uint32_t)syscall(SYS_gettid));
+	uint32_t self = (uint32_t)syscall(SYS_gettid);
+
+	store_release(&newcomer, self);
+	(void)!syscall(SYS_unshare, CLONE_FS); /* a sandbox may kill it here */
+	store_release(&valve_shim.session, self);
 	futex_wake(&valve_shim.session, 1);
 }
 
-/* Precondition: no lock of ours is held. The thread needs none before it has begun, and nothing of the application. */
+/* The kernel knows no such thread any more. */
+static bool has_ended(uint32_t thread)
+{
+	return thread && syscall(SYS_tgkill, valve_shim.pid, thread, 0) && errno == ESRCH;
+}
+
+/* Precondition: no lock of ours is held. The thread needs none before it has begun, and nothing of the application. One that
+ * ended before would never read the link: -ESRCH. */
 int valve_alone_spawn(void)
 {
 	uint64_t now = now_ns(), end_ns = now + BEGIN_NS;
 	int err;
 
+	store_relaxed(&newcomer, 0);
 	store_relaxed(&valve_shim.session, 0);
 	err = valve_spawn(valve_keep, VALVE_STACK_LEAST);
-	for (; !err && now < end_ns && !load_acquire(&valve_shim.session); now = now_ns())
-		futex_wait(&valve_shim.session, 0, end_ns - now);
+	for (; !err && now < end_ns && !load_acquire(&valve_shim.session); now = now_ns()) {
+		futex_wait(&valve_shim.session, 0, LOOK_NS);
+		if (has_ended(load_acquire(&newcomer)) && !load_acquire(&valve_shim.session))
+			err = -ESRCH;
+	}
 	return err;
 }
 
@@ -46,14 +62,6 @@ bool valve_session_leaves(void)
 	uint32_t asked = ASKED;
 
 	return load_acquire(&valve_shim.leaving) && swap_if(&valve_shim.leaving, &asked, LEAVES);
-}
-
-/* The kernel knows no such thread any more. */
-static bool has_left(void)
-{
-	uint32_t session = load_acquire(&valve_shim.session);
-
-	return session && syscall(SYS_tgkill, valve_shim.pid, session, 0) && errno == ESRCH;
 }
 
 /* False: it was never here, must not go, is held up, or another thread has asked: then this process has more than one. */
@@ -69,7 +77,7 @@ static bool send_away(void)
 	futex_wake(&valve_shim.leaving, 1);
 	(void)!syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one));
 	for (int looks = 0; looks < LOOKS || !swap_if(&valve_shim.leaving, &asked, STAYS); looks++) {
-		if (has_left())
+		if (has_ended(load_acquire(&valve_shim.session)))
 			return true;
 		asked = ASKED;
 		sleep_ns(LOOK_NS);

@@ -1,11 +1,18 @@
-"""What the hook sends from an engine's own thread never waits for a valved that hangs."""
+"""What the hook sends from an engine's own thread never waits for a valved that hangs; and by whose clock it speaks."""
 
 from __future__ import annotations
 
 import socket
+import struct
+import time
+from types import SimpleNamespace
 
 import pytest
-from valve_hook import packets, wire
+from kv_node import wait_for
+from valve_hook import packets, shared, wire
+from valve_hook.link import Link
+
+S = 1_000_000_000
 
 
 def fill(link):
@@ -36,3 +43,29 @@ def test_an_answer_that_never_comes_never_keeps_the_link_for_ever(tmp_path, monk
                 link.ask(wire.Message.HELLO, b"")
         finally:
             link.close()
+
+
+@pytest.mark.parametrize("shift_ns", [86_400 * S, -1_000 * S, 0], ids=["ahead", "behind", "the same"])
+def test_an_engine_with_another_clock_never_speaks_to_valved_by_it(node, monkeypatch, shift_ns):
+    """As in a time namespace. Its open requests would never be believed, or for ever; granted time would never end."""
+    began_ns, ask_ns = time.monotonic_ns(), 60 * S
+    clock = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + shift_ns)
+    for module in (packets, shared):
+        monkeypatch.setattr(module, "time", clock)
+    link = Link(build="test", path=node.path)
+    link.start()
+    try:
+        wait_for(lambda: link.grant is not None, "the hook is connected")
+        link.lifecycle.tell(1, 0, 0)
+        assert began_ns <= node.region()["hint_ns"] <= time.monotonic_ns()
+
+        now_ns = clock.monotonic_ns()
+        link.grant.ask(now_ns + ask_ns)
+        link.grant.stepped(now_ns, now_ns)
+        until_ns, *step = struct.unpack_from("<QQQ", node._region, wire.REGION_GRANT_UNTIL_NS)
+        assert began_ns <= until_ns - ask_ns <= time.monotonic_ns()
+        assert all(began_ns <= one_ns <= time.monotonic_ns() for one_ns in step)
+        link.grant.ask(0)
+        assert struct.unpack_from("<Q", node._region, wire.REGION_GRANT_UNTIL_NS) == (0,), "at once"
+    finally:
+        link.close()

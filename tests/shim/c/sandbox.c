@@ -1,6 +1,7 @@
 /*
  * sandbox.c - a program that forbids some system calls to all its threads, before or after it opens the driver: they are
- * refused, or trapped by a handler that says that there are no such calls. Usage: sandbox refuse|trap before|after NUMBER...
+ * refused, or trapped by a handler that says that there are no such calls, or end the thread. Usage: sandbox
+ * refuse|trap|kill before|after NUMBER...
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -45,7 +46,9 @@ static int forbid(unsigned action, char **numbers, int count)
 int main(int argc, char **argv)
 {
 	struct sigaction trap = {.sa_sigaction = say_that_there_is_none, .sa_flags = SA_SIGINFO | SA_NODEFER};
-	unsigned action = !strcmp(argv[1], "trap") ? SECCOMP_RET_TRAP : SECCOMP_RET_ERRNO | EPERM;
+	unsigned action = !strcmp(argv[1], "trap")   ? SECCOMP_RET_TRAP
+	                  : !strcmp(argv[1], "kill") ? SECCOMP_RET_KILL_THREAD
+	                                             : SECCOMP_RET_ERRNO | EPERM;
 	int is_before = !strcmp(argv[2], "before");
 	char line[8];
 

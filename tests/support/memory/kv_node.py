@@ -240,7 +240,7 @@ class KvNode:
 
 
 def send(link: socket.socket, kind: int, body: bytes, seq: int, *fds: int) -> None:
-    packet = HEADER.pack(0x4B4E4C56, 1, kind, HEADER.size + len(body), seq, 0) + body
+    packet = HEADER.pack(0x4B4E4C56, 1, kind, HEADER.size + len(body), seq, time.monotonic_ns()) + body
     socket.send_fds(link, [packet], list(fds))
     for fd in fds:
         os.close(fd)
