@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from statistics import mean
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from planned_replicas import LLAMA_8B, RoundRobin, arrivals, least_response, replay
 from valve_router.plan.defer import DeferRule, DeferSettings, must_defer
 from valve_router.plan.memory import FitVerdict, MemoryLaw, Resident, fits_memory
-from valve_router.plan.profile import Law, Measured, Profile, fit
+from valve_router.plan.profile import Law, Measured, Profile, fit, printed_law, relative_error
 from valve_router.plan.score import Score, ScoreSettings, _took_s, choose, cost, printed
 from valve_router.plan.task import Task, TaskKind
 from valve_router.plan.timeline import Placed, Timeline
@@ -158,14 +157,8 @@ def test_a_law_is_found_again_and_the_papers_law_is_far_off():
         for c in (1, 2, 4)
     ]
 
-    papers = Law(per_square_s=mean(one.took_s / (one.batch * one.tokens**2) for one in seen))  # as LeMix's code fits it
-
-    def error(law):
-        guessed = (law.seconds(Task(arrival_s=0, tokens=one.tokens, batch=one.batch)) for one in seen)
-        return mean(abs(guess - one.took_s) / one.took_s for guess, one in zip(guessed, seen, strict=True))
-
-    assert error(fit(seen)) < 1e-6
-    assert error(papers) > 1.0
+    assert relative_error(fit(seen), seen) < 1e-6
+    assert relative_error(printed_law(seen), seen) > 1.0
 
 
 @settings(max_examples=60)

@@ -1,7 +1,7 @@
 """Predicts how long a task takes on one stage, from measured pairs of size and time.
 
-The law is t = t0 + b C l + q C l^2 for a batch of C sequences of l tokens. LeMix's own law keeps the last term alone.
-For short chat requests it is wrong by a multiple, because they mostly read the weights once.
+The law is t = t0 + b C l + q C l^2 for a batch of C sequences of l tokens. LeMix's own law keeps the last term alone
+(`printed_law`). For short chat requests it is wrong by a multiple, because they mostly read the weights once.
 """
 
 from __future__ import annotations
@@ -85,3 +85,15 @@ def fit(measured: Sequence[Measured]) -> Law:
                 values[list(terms)] = found
                 best, best_error = (float(values[0]), float(values[1]), float(values[2])), error
     return Law(fixed_s=best[0], per_token_s=best[1], per_square_s=best[2])
+
+
+def printed_law(measured: Sequence[Measured]) -> Law:
+    """As LeMix's code fits it: the mean of t / (C l^2)."""
+    ratios = [one.took_s / (one.batch * one.tokens**2) for one in measured]
+    return Law(per_square_s=float(np.mean(ratios)))
+
+
+def relative_error(law: Law, measured: Sequence[Measured]) -> float:
+    """Mean |predicted - measured| / measured."""
+    predicted = [law.seconds(Task(arrival_s=0.0, tokens=one.tokens, batch=one.batch)) for one in measured]
+    return float(np.mean([abs(p - one.took_s) / one.took_s for p, one in zip(predicted, measured, strict=True)]))
