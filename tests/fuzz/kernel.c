@@ -101,11 +101,6 @@ void kernel_ring(struct kernel_file *bell)
 	bell->rung++;
 }
 
-void kernel_ring_number(int number)
-{
-	kernel.file[number]->rung++;
-}
-
 static struct kernel_file *file_of(int number)
 {
 	return number >= 0 && number < NUMBERS ? kernel.file[number] : NULL;

@@ -67,7 +67,6 @@ struct kernel_file *kernel_bell(void);
 void *kernel_bytes(const struct kernel_file *memory); /* while it holds the file */
 void kernel_let_go(struct kernel_file *file);
 void kernel_ring(struct kernel_file *bell);
-void kernel_ring_number(int number);
 /* What valved says on a link that it holds. False: nobody reads any more. */
 bool kernel_tell(struct kernel_file *link, const void *packet, uint32_t bytes,
                  struct kernel_file *const *files, uint32_t count);

@@ -6,16 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from node_rig import Offline, Online, nothing_left_off, service
+from node_rig import Offline, Online, nothing_left_off, service, set_mode
 from valve.v1 import node_pb2
-
-from valved.cli.client import NodeClient
-
-
-def set_mode(node, mode):
-    connection = NodeClient(node.run_dir)
-    connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=mode))
-    connection.close()
 
 
 def drain(node):

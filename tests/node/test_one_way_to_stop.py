@@ -11,18 +11,12 @@ import signal
 import subprocess
 
 import pytest
-from node_rig import Offline, Online, nothing_left_off
+from node_rig import Offline, Online, nothing_left_off, set_mode
 from valve.v1 import node_pb2
 from valve_tools.demo.node import NodeError
 
-from valved.cli.client import NodeClient, is_running
+from valved.cli.client import is_running
 from valved.cli.exits import CliError
-
-
-def set_mode(node, mode):
-    connection = NodeClient(node.run_dir)
-    connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=mode))
-    connection.close()
 
 
 def begin(node, *arguments):

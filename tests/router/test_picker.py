@@ -12,7 +12,7 @@ import grpc
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from played_engines import PATIENT, Engines
+from played_engines import PATIENT, AskedRouter, Engines
 from ports import free_ports, serving
 from valve_router import picker
 from valve_router.command import main
@@ -25,24 +25,8 @@ from valve_router.settings import RouterSettings, Service
 needs_envoy = pytest.mark.skipif(gateway.envoy() is None, reason="no Envoy; make foreign installs one")
 
 
-class Picked:
+class Picked(AskedRouter):
     """A gateway, the picker it asks, the engines, and a client."""
-
-    def __init__(self, url, engines, settings, client):
-        self.url, self.engines, self.settings, self.client = url, engines, settings, client
-
-    def post(self, body, **more):
-        return self.client.post(f"{self.url}/v1/completions", json=body, **more)
-
-    async def whole(self, body, **more):
-        """The answer, once its body is here: a client that leaves before that is counted as one that left."""
-        async with self.post(body, **more) as answer:
-            await answer.read()
-            return answer
-
-    async def status(self):
-        async with self.client.get(f"http://127.0.0.1:{self.settings.port}/route/status") as answer:
-            return await answer.json()
 
     async def until(self, condition, what):
         for _ in range(10_000):

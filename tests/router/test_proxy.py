@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from played_engines import PATIENT, Engines
+from played_engines import PATIENT, AskedRouter, Engines
 from ports import free_ports, serving
 from valve_router.command import main
 from valve_router.prompt import AskedBody
@@ -18,25 +18,8 @@ from valve_router.settings import RouterSettings
 from yarl import URL
 
 
-class Routed:
+class Routed(AskedRouter):
     """A running router, its engines, and a client."""
-
-    def __init__(self, engines, settings, client):
-        self.engines, self.settings, self.client = engines, settings, client
-        self.url = f"http://127.0.0.1:{settings.port}"
-
-    def post(self, body, **more):
-        return self.client.post(f"{self.url}/v1/completions", json=body, **more)
-
-    async def whole(self, body, **more):
-        """The answer, once its body is here: a client that leaves before that is counted as one that left."""
-        async with self.post(body, **more) as answer:
-            await answer.read()
-            return answer
-
-    async def status(self):
-        async with self.client.get(f"{self.url}/route/status") as answer:
-            return await answer.json()
 
     async def played(self, index):
         async with self.client.get(f"{self.engines.urls[index]}/played") as answer:
@@ -84,7 +67,7 @@ async def routed(count=2, piece_s=0.0, headers=None, **more):
         async with aiohttp.ClientSession(headers=headers) as client:
             await engines.until_well(client)
             async with serving(settings):
-                yield Routed(engines, settings, client)
+                yield Routed(f"http://127.0.0.1:{own}", engines, settings, client)
     finally:
         engines.end()
 

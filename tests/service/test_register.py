@@ -491,29 +491,16 @@ def test_a_dead_online_service_lets_go_of_its_gpus(world):
     assert not world.gating.online
 
 
-def test_a_service_outlives_its_workers_while_its_launcher_lives(world):
+@pytest.mark.parametrize(("first", "last"), [(201, 200), (200, 201)], ids=["worker first", "launcher first"])
+def test_a_service_outlives_its_launcher_and_its_workers_while_one_of_them_lives(world, first, last):
     world.processes.add(200)
     world.processes.add(201, parent=200)
     service = world.node.launch(200, 2000, Role.ONLINE, "chat")
     world.hello(201, wanted=Role.ONLINE)
 
-    world.processes.end(201)
+    world.processes.end(first)
     kept = service in world.books.services
-    world.processes.end(200)
-
-    assert kept
-    assert service not in world.books.services
-
-
-def test_a_service_outlives_its_launcher_while_a_worker_lives(world):
-    world.processes.add(200)
-    world.processes.add(201, parent=200)
-    service = world.node.launch(200, 2000, Role.ONLINE, "chat")
-    world.hello(201, wanted=Role.ONLINE)
-
-    world.processes.end(200)
-    kept = service in world.books.services
-    world.processes.end(201)
+    world.processes.end(last)
 
     assert kept
     assert service not in world.books.services

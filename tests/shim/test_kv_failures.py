@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from fake_daemon import KV_ORDER, KV_RANGE_DEL, OFFLINE, RUN, STOP, until
+from fake_daemon import KV_ORDER, KV_RANGE_DEL, OFFLINE, RUN, STOP, obey, until
 from kv_pool import (
     AT_STEP,
     BACK,
@@ -20,15 +20,16 @@ from kv_pool import (
     ENTRIES,
     MIB,
     QUARANTINE,
+    TAG,
     UNBACK,
     ZERO,
     Entry,
     order_body,
+    tagged,
 )
 
 H = 2 * MIB
 EAGAIN = 11
-TAG = 7
 NO_RANGE = 999_999
 
 
@@ -48,15 +49,6 @@ def fault(emulator, *lines):
     emulator.fault(*lines)
     yield
     emulator.clear_faults()
-
-
-def tagged(engine, address, slots=range(8)):
-    return [slot for slot in slots if engine.wrong_pages(address + slot * H, H, TAG) == 0]
-
-
-def obey(client, order):
-    seq = client.give_order(order)
-    until(lambda: client.region.order_done == seq, "obeyed")
 
 
 # -- the driver refuses --

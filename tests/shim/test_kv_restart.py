@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import CHANNEL_ADD, KV_HELD, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, RUN, STOP, until
-from kv_pool import BACK, CREATE, ELASTIC, ENTRIES, MIB, QUARANTINE, ZERO, Entry, unpack_entries
+from fake_daemon import CHANNEL_ADD, KV_HELD, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, RUN, STOP, obey, until
+from kv_pool import BACK, CREATE, ELASTIC, ENTRIES, MIB, QUARANTINE, TAG, ZERO, Entry, tagged, unpack_entries
 
 H = 2 * MIB
-TAG = 7
 
 
 @pytest.fixture
@@ -21,15 +20,6 @@ def begin(world, slots=8):
     address = engine.alloc(slots * H, ELASTIC)
     engine.tag(address, slots * H, TAG)
     return pool, engine, client, world.range_of(pool).range, address
-
-
-def tagged(engine, address, slots=range(8)):
-    return [slot for slot in slots if engine.wrong_pages(address + slot * H, H, TAG) == 0]
-
-
-def obey(client, order):
-    seq = client.give_order(order)
-    until(lambda: client.region.order_done == seq, "obeyed")
 
 
 def told(pool, count):

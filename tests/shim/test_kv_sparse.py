@@ -5,12 +5,25 @@ from __future__ import annotations
 import errno
 
 import pytest
-from fake_daemon import KV_PIN, KV_RANGE_DEL, LONG_S, OFFLINE, ONLINE, RUN, STOP, until
+from fake_daemon import KV_PIN, KV_RANGE_DEL, LONG_S, OFFLINE, ONLINE, RUN, STOP, obey, until
 from kv_outside import Outside, attempt
-from kv_pool import AT_ONCE, AT_STEP, BACK, ELASTIC, MIB, OUTSIDE, QUARANTINE, TRY, Entry, order_body, unpack_entries
+from kv_pool import (
+    AT_ONCE,
+    AT_STEP,
+    BACK,
+    ELASTIC,
+    MIB,
+    OUTSIDE,
+    QUARANTINE,
+    TAG,
+    TRY,
+    Entry,
+    order_body,
+    tagged,
+    unpack_entries,
+)
 
 H = 2 * MIB
-TAG = 7
 
 
 @pytest.fixture
@@ -40,15 +53,6 @@ def take(begun, slots, *, heard=True):
     if heard:
         answer = pool.answer()
         assert (answer.done, answer.status) == (len(slots), 0)
-
-
-def tagged(engine, address, slots=range(8)):
-    return [slot for slot in slots if engine.wrong_pages(address + slot * H, H, TAG) == 0]
-
-
-def obey(client, order):
-    seq = client.give_order(order)
-    until(lambda: client.region.order_done == seq, "obeyed")
 
 
 def held_slots(pool, count):

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fake_daemon import LONG_S, OFFLINE, ONLINE, RUN, STOP, until
+from fake_daemon import LONG_S, OFFLINE, ONLINE, RUN, STOP, obey, until
 from kv_pool import BACK, CREATE, ELASTIC, MIB, QUARANTINE, ZERO, Entry
 
 H = 2 * MIB
@@ -270,11 +270,6 @@ def leaving(kv_world):
     pool.send(client, BACK, number, [Entry(0, 77, CREATE | ZERO)])
     until(lambda: world.emulator.state().used_bytes() > before, "the order is at work")
     return engine, client
-
-
-def obey(client, order):
-    seq = client.give_order(order)
-    until(lambda: client.region.order_done == seq, "obeyed")
 
 
 def tasks_of(engine):

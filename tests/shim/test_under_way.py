@@ -20,7 +20,7 @@ from fake_daemon import (
     until,
 )
 from kv_outside import Outside, attempt
-from kv_pool import ELASTIC, MIB, QUARANTINE, Entry
+from kv_pool import ELASTIC, MIB, QUARANTINE, TAG, Entry
 from rmkit import GR0, Process
 from under_way import BOUNDED, neighbour
 
@@ -28,7 +28,6 @@ from valved.clients.fetching import fetched
 
 H = 2 * MIB
 FIRST = 0x5C000008
-TAG = 7
 pytestmark = pytest.mark.skipif(not fetched(), reason="this kernel has no SO_PEERPIDFD")
 
 

@@ -11,11 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import hook
-import jobs
 import pytest
 import tiny
 import torch
-from test_in_engine import ENOUGH_S, NEVER_S, SHAPE, Heard, engine, one_reader, scheduled, until
+from test_in_engine import (
+    ENOUGH_S,
+    NEVER_S,
+    SHAPE,
+    Heard,
+    Scene,
+    assert_same_bytes_alone,
+    engine,
+    folder,
+    one_reader,
+    scheduled,
+    until,
+)
 
 hook.lay_in()
 
@@ -32,11 +43,9 @@ from valve_tune.engine.tenant import Tenant  # noqa: E402
 from valve_tune.engine.turns import TileTurns  # noqa: E402
 from valve_tune.engine.watched import TileProgress, WatchedModel  # noqa: E402
 from valve_tune.serve.folder import JobFolder  # noqa: E402
-from valve_tune.serve.runner import rows_of  # noqa: E402
 from valve_tune.tiles.grid import Phase  # noqa: E402
-from valve_tune.train.build import open_model  # noqa: E402
-from valve_tune.train.job import Trainer  # noqa: E402
 
+__all__ = ["folder"]  # a fixture
 HALF = Plan(Lane.PARTITION, own=0.5, other=0.5)
 
 
@@ -76,16 +85,7 @@ class OnCard:
         time.sleep(0.001)  # the step itself
         self.lane.after()
 
-    def end(self) -> str:
-        until(lambda: self.tenant.is_over or self.step())
-        assert self.tenant.wait(ENOUGH_S)
-        return f"{self.folder.status().state}: {self.folder.status().message}"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path
+    end = Scene.end
 
 
 def test_a_job_on_a_card_gives_the_bytes_of_the_trainer_on_its_own_and_leaves_nothing_on_the_card(folder: Path) -> None:
@@ -96,13 +96,7 @@ def test_a_job_on_a_card_gives_the_bytes_of_the_trainer_on_its_own_and_leaves_no
     assert scene.turns.count.beside == scene.turns.count.tiles == len(scene.sms) > 20
     assert scene.settled == 12  # of three micro-batches: before and after the start, before the gradients and the end
     assert scene.turns.tile_s(Phase.FORWARD) == pytest.approx(0.003)  # what the card says a tile took
-    spec, rows = rows_of(scene.values | {"out": str(folder / "alone")})
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        assert Trainer(spec, rows, make_model=open_model).run().adapter
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-    assert (folder / "alone" / jobs.ADAPTER).read_bytes() == (folder / "beside" / jobs.ADAPTER).read_bytes()
+    assert_same_bytes_alone(scene, folder)
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])

@@ -336,10 +336,8 @@ def in_a_tile(monkeypatch: pytest.MonkeyPatch, act: Any, at: int = 5) -> None:
     monkeypatch.setattr(WatchedPass, "run", faulty)
 
 
-def test_tiles_in_pauses_give_the_bytes_of_the_trainer_on_its_own(folder: Path) -> None:
-    scene = Scene(folder, "beside")
-    assert scene.end() == "succeeded: "
-    assert scene.turns.count.in_pauses == scene.turns.count.tiles > 20
+def assert_same_bytes_alone(scene: Any, folder: Path) -> None:
+    """The trainer on its own gives the adapter that the job `beside` an engine gave."""
     spec, rows = rows_of(scene.values | {"out": str(folder / "alone")})
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -347,6 +345,13 @@ def test_tiles_in_pauses_give_the_bytes_of_the_trainer_on_its_own(folder: Path) 
     finally:
         torch.use_deterministic_algorithms(deterministic)
     assert (folder / "alone" / jobs.ADAPTER).read_bytes() == (folder / "beside" / jobs.ADAPTER).read_bytes()
+
+
+def test_tiles_in_pauses_give_the_bytes_of_the_trainer_on_its_own(folder: Path) -> None:
+    scene = Scene(folder, "beside")
+    assert scene.end() == "succeeded: "
+    assert scene.turns.count.in_pauses == scene.turns.count.tiles > 20
+    assert_same_bytes_alone(scene, folder)
 
 
 def test_no_setting_of_the_whole_process_is_touched(folder: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_job import model, undisturbed
 from valve_tune.base.lent import REQUEST, LentMemory
 from valve_tune.base.memory import NoRoom
 from valve_tune.train.build import open_model
@@ -21,20 +22,8 @@ from valve_tune.train.job import Trainer
 from valve_tune.train.report import Answer, End
 from valve_tune.train.spec import JobSpec
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return jobs.model_folder(tmp_path_factory.mktemp("base") / "llama")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory) -> tuple[bytes, int]:
-    """(adapter bytes, tiles)"""
-    spec, control = jobs.job(model, tmp_path_factory.mktemp("whole")), jobs.At()
-    return jobs.finished(spec, control=control), control.asked
-
-
 BLOCK = 4096
+__all__ = ["model", "undisturbed"]  # fixtures
 
 
 class Reclaiming(LentMemory):

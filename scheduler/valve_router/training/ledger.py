@@ -252,7 +252,7 @@ class FleetBooks:
             return _start(self._db, job, version)
 
     def kept_of(self, job: str) -> list[tuple[int, int]]:
-        """(micro-batch, push) of all that is kept: what tests and `status` count."""
+        """(micro-batch, push) of all that is kept: what tests count."""
         with self._lock:
             text = "SELECT number, kept FROM batches WHERE job = ? AND kept IS NOT NULL ORDER BY number"
             return [(row["number"], row["kept"]) for row in self._db.execute(text, (job,))]

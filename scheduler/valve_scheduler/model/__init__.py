@@ -5,18 +5,12 @@ combined with what is known of a workload (throughput against free memory) into 
 throughput to expect. Nothing here knows of time, Kubernetes or files; schedulers and simulators call the same
 functions."""
 
-from valve_scheduler.model.alignment import (
-    admitted_sets,
-    busy_union_bound,
-    pair_alignment,
-    runnable_share,
-)
+from valve_scheduler.model.alignment import admitted_sets, pair_alignment, runnable_share
 from valve_scheduler.model.curve import ThroughputCurve, WorkloadProfile, prior_profile
 from valve_scheduler.model.forecast import forecast, windows_of
 from valve_scheduler.model.history import belief, history_s
 from valve_scheduler.model.memory import (
     HISTOGRAM_BINS,
-    bin_centres,
     fits_share,
     free_histogram,
     memory_factor,
@@ -25,20 +19,17 @@ from valve_scheduler.model.memory import (
 from valve_scheduler.model.pairs import pair_indices
 from valve_scheduler.model.peaks import SPARE_SHARE, has_room, held_mib, peak_mib
 from valve_scheduler.model.sets import MAX_GPUS, set_members
-from valve_scheduler.model.throughput import SetChoice, best_sets, idle_share, set_throughput
+from valve_scheduler.model.throughput import best_sets, idle_share, set_throughput
 
 __all__ = [
     "HISTOGRAM_BINS",
     "MAX_GPUS",
     "SPARE_SHARE",
-    "SetChoice",
     "ThroughputCurve",
     "WorkloadProfile",
     "admitted_sets",
     "belief",
     "best_sets",
-    "bin_centres",
-    "busy_union_bound",
     "fits_share",
     "forecast",
     "free_histogram",

@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from valve.v1 import node_pb2
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.emulator.client import NodeMoment
+
+from valved.cli.client import NodeClient
 
 WORKLOAD = Path(__file__).parent / "node_workload.py"
 
@@ -136,6 +139,12 @@ class Online:
 def service(node: EmulatedNode, name: str) -> Any:
     """The status of one service, or None while valved does not know it."""
     return next((each for each in node.status().services if each.name == name), None)
+
+
+def set_mode(node: EmulatedNode, mode: int) -> None:
+    connection = NodeClient(node.run_dir)
+    connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=mode))
+    connection.close()
 
 
 def nothing_left_off(node: EmulatedNode) -> bool:

@@ -159,6 +159,12 @@ def until(what: Callable[[], object], why: str = "") -> object:
     return value
 
 
+def obey(client: Client, order: int) -> None:
+    """Gives an order and waits until the shim has obeyed it."""
+    seq = client.give_order(order)
+    until(lambda: client.region.order_done == seq, "obeyed")
+
+
 def drain(inbox: queue.Queue[Message]) -> list[Message]:
     found = []
     with suppress(queue.Empty):

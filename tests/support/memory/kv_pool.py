@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_daemon import (
     FEATURE_MEMORY,
@@ -38,7 +39,14 @@ ENTRIES = 64
 ENTRY = struct.Struct("<QII")
 ORDER = struct.Struct("<QIHHII")
 RUNS, RUN, RUN_ORDER = 80, struct.Struct("<QIIII"), struct.Struct("<QHHI")
+TAG = 7  # what a test writes where it looks for its own bytes again
 ENOMEM, EBUSY, EEXIST, EINVAL, EMFILE, ESTALE, EIO = 12, 16, 17, 22, 24, 116, 5
+
+
+def tagged(engine: Any, address: int, slots: Iterable[int] = range(8)) -> list[int]:
+    """The slots that hold what the test wrote there."""
+    size = 2 * MIB
+    return [slot for slot in slots if engine.wrong_pages(address + slot * size, size, TAG) == 0]
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,6 @@ class Shim:
         self.coming = []  # orders that its thread has not come to
         self.before_steps = set()  # orders that came before its first step
         self.free_ns = 0
-        self.launching_held = False
         self._heard = len(self.connection.sent)
         self.connection.on_send = self._hear
         self.is_alive = True

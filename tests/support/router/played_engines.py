@@ -15,6 +15,26 @@ ENGINE = Path(__file__).with_name("played_engine.py")
 PATIENT = {"health_s": 0.05, "connect_s": 200.0}
 
 
+class AskedRouter:
+    """What a client asks, before these engines: a router, or a gateway that asks one."""
+
+    def __init__(self, url, engines, settings, client):
+        self.url, self.engines, self.settings, self.client = url, engines, settings, client
+
+    def post(self, body, **more):
+        return self.client.post(f"{self.url}/v1/completions", json=body, **more)
+
+    async def whole(self, body, **more):
+        """The answer, once its body is here: a client that leaves before that is counted as one that left."""
+        async with self.post(body, **more) as answer:
+            await answer.read()
+            return answer
+
+    async def status(self):
+        async with self.client.get(f"http://127.0.0.1:{self.settings.port}/route/status") as answer:
+            return await answer.json()
+
+
 class Engines:
     def __init__(self, ports, piece_s, *flags):
         self.ports = ports

@@ -4,7 +4,6 @@
  * channel is registered with UVM before its group is scheduled, so a reader of ioctls knows it before it can run.
  */
 #include "rm.h"
-#include "turn.h"
 
 #include <limits.h>
 #include <linux/futex.h>

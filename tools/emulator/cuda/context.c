@@ -1,5 +1,4 @@
 /* context.c - contexts: the primary one of each device, others, and each thread's stack of current ones. */
-#include "capture.h"
 #include "core.h"
 #include "memory.h"
 

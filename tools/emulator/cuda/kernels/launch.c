@@ -1,5 +1,4 @@
 /* launch.c - kernel launches in their three forms, host functions, and what runs when a kernel's turn has come. */
-#include "capture.h"
 #include "kernel.h"
 #include "turn.h"
 

@@ -2,7 +2,6 @@
  * pool.c - stream-ordered allocation. A pool hands out device memory at once and takes it back when the stream comes by;
  * it keeps nothing, as with the default release threshold of 0.
  */
-#include "capture.h"
 #include "memory.h"
 #include "turn.h"
 
