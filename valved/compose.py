@@ -118,7 +118,8 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, processes, endings)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
     leaving = Leaving(config, books, register, journal, clock, processes, outer.signals, endings, ladder)
-    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, outer.prompt, kv)
+    pause_file = run_dir / paths.PAUSE_FILE
+    brake = Brake(gating, register, ladder, leaving, journal, pause_file, outer.prompt, outer.driver, kv)
     handover = Handover(
         run_dir / paths.STATE_FILE,
         gate,

@@ -334,5 +334,6 @@ class Reporter:
             words.append(f"paused by {brake.paused_by}")
         if brake.is_draining:
             words.append("draining")
-        words.append(WORK[brake.work])
+        is_refused = brake.work is Work.RUNNING and brake.refusal
+        words.append(f"{WORK[Work.EMPTY]}: {brake.refusal}" if is_refused else WORK[brake.work])
         return (", ".join(words),)
