@@ -106,7 +106,7 @@ class Daemon:
 
 
 def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
-    gate, processes, clock = outer.gate, outer.processes, outer.clock
+    gate, processes, clock, driver = outer.gate, outer.processes, outer.clock, outer.driver
     journal = Journal(clock, config.ring_events, outer.files, outer.event_disk)
     books = Books()
     gating = GateService(gate, books, journal, clock, _settings(config), NodeCounters())
@@ -118,7 +118,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, processes, endings)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
     leaving = Leaving(config, books, register, journal, clock, processes, outer.signals, endings, ladder)
-    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, outer.prompt, kv)
+    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, outer.prompt, driver, kv)
     handover = Handover(
         run_dir / paths.STATE_FILE,
         gate,
@@ -155,7 +155,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         version=outer.version,
         run_dir=run_dir,
         lease_ns=config.lease_ns,
-        driver=outer.driver,
+        driver=driver,
         bystanders=bystanders,
         kv=kv,
         granting=granting,

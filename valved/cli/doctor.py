@@ -297,11 +297,13 @@ def judge_loop(pid: int) -> Finding:
 
 
 def judge_valved(answer: Any) -> Finding:
-    """Whether the one that runs is the one that is installed."""
+    """Whether the one that runs is the one that is installed, and sees the driver that is loaded."""
     installed = version("valve")
+    has_unit = (systemd.SYSTEM_FOLDER / systemd.UNIT).exists()
+    step = "sudo systemctl restart valved" if has_unit else f"valved --run-dir {run_dir()} --replace"
+    if not answer.driver.version and check_driver().verdict is not Grade.BROKEN:
+        return broken("valved", "it began before the driver was loaded: it sees no card and refuses offline work", step)
     if answer.version != installed:
-        has_unit = (systemd.SYSTEM_FOLDER / systemd.UNIT).exists()
-        step = "sudo systemctl restart valved" if has_unit else f"valved --run-dir {run_dir()} --replace"
         return note("valved", f"{answer.version} runs in {run_dir()}, {installed} is installed", step)
     return fine("valved", f"answers in {run_dir()}")
 

@@ -65,6 +65,7 @@ class Observer:
     injector: Injector | None = None  # NRI: a route to the shim that leaves no mark on the pod
     is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
+    blindness: str = ""  # why valved could stop nothing on any card
     untold: Untold = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class Observer:
         return self.untold.looks(client.process, gpu) < LOOKS_TO_CLOSE
 
     def cards(self, cards: Mapping[bytes, CardUse]) -> list[Card]:
-        return [Card(gpu=gpu.index, obstacle=_obstacle(cards.get(gpu.uuid))) for gpu in self.gpus]
+        return [Card(gpu=gpu.index, obstacle=self.blindness or _obstacle(cards.get(gpu.uuid))) for gpu in self.gpus]
 
     def slots_in_use(self, holdings: tuple[HeldDevices, ...]) -> frozenset[str]:
         return frozenset(slot for holding in holdings if holding.resource == names.RESOURCE for slot in holding.ids)

@@ -82,6 +82,7 @@ class Room(PodsListener):
             kv=host.kv,
             is_standing=uncounted.is_by_order,
             injector=self.injector if self.nri is not None else None,
+            blindness=host.brake.driver.blindness,
         )
         self.counting = Counting(
             host, self.known, uncounted, self._observer, self.book, self.offline, changed=self._wake.set

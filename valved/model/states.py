@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from valved.model.events import Event
 from valved.model.ids import Mode, Role
+from valved.model.plain import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,15 @@ class DriverState:
     known: bool
     open_modules: bool
     device_only_lock: bool | None = None  # None: not measured yet
+
+    @property
+    def blindness(self) -> str:
+        """Why valved cannot see or stop anything that this driver runs; empty: it can."""
+        if self.known:
+            return ""
+        if not self.version:
+            return "valved found no NVIDIA driver when it began, so it could not stop offline work"
+        return f"valved does not know the NVIDIA driver {plain(self.version)}, so it could not stop offline work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

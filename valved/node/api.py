@@ -78,8 +78,7 @@ class Node:
             raise InvalidRequest(f"pid {pid} is no process", field="pid")
         self._check_words(role, said)
         if role is Role.OFFLINE and self._brake.refusal:
-            step = "valve resume" if self._brake.is_draining else "set the mode to harvest: valve mode harvest"
-            raise NotNow(self._brake.refusal, field="role", next_step=step)
+            raise NotNow(self._brake.refusal, field="role", next_step=self._brake.next_step)
         if role is Role.OFFLINE and self._register.claimed.is_above_valved(pid):
             raise InvalidRequest(f"valved runs below process {pid}: a drain would end it as well", field="pid")
         claim = self._register.claimed.claim(pid, start_time, role, plain(name))

@@ -28,7 +28,7 @@ from valved.machine.ports import PromptPort
 from valved.model.events import EventKind
 from valved.model.ids import Mode
 from valved.model.plain import plain
-from valved.model.states import UnwrittenState
+from valved.model.states import DriverState, UnwrittenState
 from valved.node.kv import Kv
 from valved.node.leaving import Leaving
 from valved.paths import DRAIN_FILE
@@ -46,6 +46,7 @@ class Brake:
     _journal: Journal
     _pause_file: Path
     _files: PromptPort
+    driver: DriverState
     _kv: Kv | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +73,16 @@ class Brake:
         """Why no offline job may be started here; empty: it may."""
         if self.is_draining:
             return "this node is draining"
-        return "" if self.mode is Mode.HARVEST else f"the mode of this node is {self.mode.value}"
+        if self.mode is not Mode.HARVEST:
+            return f"the mode of this node is {self.mode.value}"
+        return self.driver.blindness
+
+    @property
+    def next_step(self) -> str:
+        """What ends that refusal."""
+        if self.is_draining:
+            return "valve resume"
+        return "set the mode to harvest: valve mode harvest" if self.mode is not Mode.HARVEST else "valve doctor"
 
     def set_mode(self, mode: Mode, by: str) -> None:
         changed = mode is not self.mode

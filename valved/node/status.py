@@ -68,6 +68,11 @@ WORK = {
 }
 
 
+def told_work(brake: Brake) -> str:
+    is_blind = brake.work is Work.RUNNING and brake.refusal
+    return f"{WORK[Work.EMPTY]}: {brake.refusal}" if is_blind else WORK[brake.work]
+
+
 MOST_HOLDERS = 3  # each of a hundred jobs would name each of a hundred services
 
 
@@ -334,5 +339,5 @@ class Reporter:
             words.append(f"paused by {brake.paused_by}")
         if brake.is_draining:
             words.append("draining")
-        words.append(WORK[brake.work])
+        words.append(told_work(brake))
         return (", ".join(words),)

@@ -222,6 +222,7 @@ class World:
         pods=None,
         shares=None,
         prompt=None,
+        driver=DRIVER,
     ):
         self.folder = folder
         self.journey_failures: list[object] = []
@@ -248,7 +249,7 @@ class World:
             closer=FakeCloser(),
             signals=FakeSignals(self),
             fd_limit=65536,
-            driver=DRIVER,
+            driver=driver,
             boot=boot,
             stop=self._stop,
             version="test",

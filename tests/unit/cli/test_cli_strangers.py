@@ -133,6 +133,25 @@ def test_a_valved_of_another_version_than_the_installed_one_is_never_called_fine
     assert "0.0.1" in told.what
 
 
+@pytest.mark.parametrize(
+    ("driver", "of_valved", "verdict"),
+    [
+        (doctor.fine("driver", "580.159.04"), "", doctor.Grade.BROKEN),
+        (doctor.fine("driver", "580.159.04"), "580.159.04", doctor.Grade.FINE),
+        (doctor.broken("driver", "none is loaded", ""), "", doctor.Grade.FINE),
+    ],
+)
+def test_a_valved_that_began_before_the_driver_is_never_called_fine(monkeypatch, driver, of_valved, verdict):
+    """It sees no card, `valve status` names the doctor, and every finding was green."""
+    monkeypatch.setattr(doctor, "check_driver", lambda: driver)
+    answer = node_pb2.Status(version=doctor.version("valve"), driver=node_pb2.Driver(version=of_valved))
+
+    told = doctor.judge_valved(answer)
+
+    assert told.verdict is verdict
+    assert bool(told.fix) == (verdict is doctor.Grade.BROKEN)
+
+
 def test_a_drain_where_no_valved_runs_never_ends_with_the_advice_to_start_one_for_it(tmp_path, monkeypatch):
     monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
 
