@@ -527,3 +527,35 @@ def test_a_job_that_was_frozen_for_a_late_proof_never_stands_on_under_the_next_v
     world.ladder.let_stranger_go(process, "it was told")
     world.handover.save()
     assert saved_in(world)["frozen"] == []
+
+
+def test_what_comes_while_the_state_is_taken_is_never_called_saved(tmp_path, monkeypatch):
+    """Taking it reads stamps. One of them may say that a stop failed: then a process is to be frozen."""
+    world = World(tmp_path)
+    client = world.offline()
+    entry, channel = world.books.clients[client], next(iter(world.books.clients[client].channels.values()))
+    told, snapshot = [], world.handover._file._take
+
+    def take():
+        state = snapshot()
+        if not told:
+            told.append("asked")
+            world.handover.note_channel(entry, channel)
+            world.handover.save()
+            world.handover.when_saved(told.append, 1_000 * MS)
+        return state
+
+    monkeypatch.setattr(world.handover._file, "_take", take)
+    world.disk.later = True
+    world.handover.save()
+    job, then = world.disk._jobs.pop()
+
+    then(job(), None)  # the first state is written
+    world.run(1)
+    assert told == ["asked"]
+    assert len(list(world.handover._unsaved.read(with_older=False))) == 1
+
+    world.disk.finish()
+    world.run(1)
+    assert told == ["asked", True]
+    assert not list(world.handover._unsaved.read(with_older=False))

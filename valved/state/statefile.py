@@ -98,7 +98,8 @@ class StateFile:
     def _begin(self) -> None:
         self._is_writing, self._began_ns = True, self._clock.now_ns()  # first: a stamp that is read may ask to save
         try:
-            state, mark, number = self._take(), self._unsaved.mark(), self._asked
+            mark, number = self._unsaved.mark(), self._asked  # what comes while the state is taken may not be in it
+            state = self._take()
         except BaseException:
             self._is_writing = False
             raise
