@@ -17,12 +17,12 @@ from valved.machine.ports import WorkPort
 from valved.model.events import AUDITED, Event
 from valved.model.plain import plain
 from valved.model.states import UnwrittenState
+from valved.state.hanging import hanging
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
 
 FLUSH_NS = 1_000_000_000  # from the first event that is not written; as often a file that failed is looked at again
-HANGS_NS = 1_000_000_000
 MOST_KEPT = 50_000  # events; some 30 MB
 PARTING_S = 1.0
 
@@ -56,9 +56,7 @@ class EventFiles:
         loss = "events are missing there"
         if self._lost:
             loss += f", {self._lost} for good"
-        now_ns = self._clock.now_ns()
-        hangs = self._began_ns is not None and now_ns - self._began_ns >= HANGS_NS
-        error = f"its disk has not answered for {(now_ns - (self._began_ns or 0)) / 1e9:.1f} s" if hangs else ""
+        error = hanging(self._began_ns, self._clock.now_ns())
         return [
             UnwrittenState(path=plain(str(file.path)), error=file.failure or error, loss=loss)
             for file, _ in self._files
