@@ -91,7 +91,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     """Pick up what a predecessor left, then apply mode, pause and drain. A mode on the command line wins for good over
     one that was set while a predecessor ran.
     """
-    saved, problem = state.load(run_dir / paths.STATE_FILE)
+    saved, problem = state.load(run_dir / paths.STATE_FILE)  # a disk that hangs delays a start that has no answer yet
     daemon.come_back.begin(config.link.come_back_s, is_first=saved is None and not problem)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)
@@ -149,7 +149,7 @@ async def run(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:
         memory = daemon.kv.service if daemon.kv is not None else None

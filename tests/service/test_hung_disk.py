@@ -362,6 +362,27 @@ def test_a_claim_in_a_file_is_never_removed_before_the_state_names_its_service(t
     assert [service["name"] for service in saved_in(world)["services"]] == ["chat"]
 
 
+def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved(tmp_path):
+    """It is looked at every few seconds: it may have been removed."""
+    free, asked, answers = threading.Event(), threading.Event(), [True]
+    world = World(tmp_path, prompt=Prompt())
+
+    def looks():
+        asked.set()
+        free.wait(100)
+        return answers[0]
+
+    world.handover.is_ours = looks
+    assert not world.handover.is_lost()
+    assert not world.handover.is_lost()
+    assert asked.wait(100)
+
+    answers[0] = False
+    free.set()
+    while not world.handover.is_lost():
+        pass
+
+
 # Trace and audit
 
 
@@ -376,7 +397,7 @@ def test_no_event_is_ever_written_on_the_loop(tmp_path):
         world.run(1_000)
 
     assert len(world.event_disk._jobs) == 1
-    assert not (tmp_path / "audit.jsonl").read_text()
+    assert not (tmp_path / "audit.jsonl").exists()  # not even to open it, which a start would wait for
     (lost,) = world.node.status().unwritten
     assert lost.error.startswith("its disk has not answered for ")
 
@@ -406,6 +427,7 @@ def test_a_file_that_can_be_written_again_is_never_called_unwritable(tmp_path):
     world = World(tmp_path)
     file = LineFile(folder / "trace.jsonl", 1 << 20)
     world.journal._files = EventFiles(world.clock, ((file, True),), world.event_disk)
+    world.run(1_000)
     assert "No such file" in world.node.status().unwritten[0].error
     world.run(3_000)
     assert world.node.status().unwritten
@@ -418,6 +440,7 @@ def test_a_file_that_can_be_written_again_is_never_called_unwritable(tmp_path):
 
 def test_a_disk_that_opens_files_and_takes_no_byte_is_never_called_well(tmp_path, monkeypatch):
     file = LineFile(tmp_path / "trace.jsonl", 1 << 20)
+    file.look()
 
     class Full:
         def write(self, text):

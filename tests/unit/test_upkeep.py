@@ -46,6 +46,7 @@ def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path):
     folder = tmp_path / "later"
     file = LineFile(folder / "audit.jsonl", 1 << 20)
     event = Event(seq=1, t_ns=1, kind=EventKind.NOTED)
+    file.look()
     file.write(event)
     assert "No such file" in file.failure
 
@@ -142,13 +143,12 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
 
     settled, looked = [], []
     gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(time_passed=fails))
-    handover = types.SimpleNamespace(settle=settle)
+    handover = types.SimpleNamespace(settle=settle, is_lost=lambda: False)
     brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1), unwritten=lambda: unwritten)
-    folder = types.SimpleNamespace(is_ours=lambda: True)
     monkeypatch.setattr(upkeep, "TICK_S", 0.001)
 
     with pytest.raises(RuntimeError):
-        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=has_watch).run())
+        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, has_watch=has_watch).run())
 
     assert settled == [True]
     assert looked
@@ -164,7 +164,7 @@ leaving = types.SimpleNamespace(owes_signals=lambda: False)
 go = lambda: print("let go", flush=True)
 ladder = types.SimpleNamespace(to_end=set, let_all_go=go)
 brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving, ladder=ladder)
-asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
+asyncio.run(Upkeep(gate, None, None, brake, has_watch=True)._end_unreachable())
 """
 
 

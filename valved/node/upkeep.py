@@ -18,7 +18,6 @@ from valved.machine.ports import GatePort
 from valved.node.brake import Brake
 from valved.node.bystanders import Bystanders
 from valved.node.handover import Handover
-from valved.state.saved import RunFolder
 
 log = logging.getLogger("valved")
 
@@ -41,7 +40,6 @@ class Upkeep:
     _gating: GateService
     _handover: Handover
     _brake: Brake
-    _folder: RunFolder
     _: KW_ONLY
     has_watch: bool  # the pause file is seen without looking
 
@@ -50,7 +48,7 @@ class Upkeep:
         while True:
             await beat_of(TICK_S)
             ticks += 1
-            if not self._folder.is_ours():
+            if self._handover.is_lost():
                 await self._end_unreachable()
             is_minute = ticks % SAVE_EVERY_TICKS == 0
             with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails

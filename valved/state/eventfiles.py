@@ -41,7 +41,8 @@ class EventFiles:
         self._began_ns: int | None = None  # what is under way
         self._is_back = threading.Event()
         self._is_back.set()
-        self._look_again()
+        if self._files:  # to open them: a disk that hangs must not keep valved from starting
+            self._set_timer()
 
     def put(self, event: Event) -> None:
         if not self.take_all and not (self._files and event.kind in AUDITED):
