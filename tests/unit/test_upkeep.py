@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 
 import pytest
 
+from valved import daemon
 from valved.config import Config
 from valved.daemon import _start_metrics
 from valved.machine.notify import Notify
@@ -215,3 +217,7 @@ def test_memory_is_never_left_without_figures_because_the_guard_fails(monkeypatc
     read_for(monkeypatch, memory, types.SimpleNamespace(needs_cards=lambda beat: True, look=fail))
 
     assert seen == [{}]
+
+
+def test_valved_never_names_another_version_than_the_one_that_is_installed():
+    assert daemon._version() == version("valve")
