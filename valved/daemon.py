@@ -128,7 +128,8 @@ async def run(
     run_dir = folder.path
     closer = Closer()
     kube = _kube_books(config)
-    daemon = build(config, run_dir, _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube))
+    outer = _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube)
+    daemon = build(config, run_dir, outer)
     folder.keep_while(daemon.handover.is_writing)
     link = LinkServer(loop, daemon.register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
@@ -147,7 +148,7 @@ async def run(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, outer.prompt, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:
         memory = daemon.kv.service if daemon.kv is not None else None

@@ -362,27 +362,6 @@ def test_a_claim_in_a_file_is_never_removed_before_the_state_names_its_service(t
     assert [service["name"] for service in saved_in(world)["services"]] == ["chat"]
 
 
-def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved(tmp_path):
-    """It is looked at every few seconds: it may have been removed."""
-    free, asked, answers = threading.Event(), threading.Event(), [True]
-    world = World(tmp_path, prompt=Prompt())
-
-    def looks():
-        asked.set()
-        free.wait(100)
-        return answers[0]
-
-    world.handover.is_ours = looks
-    assert not world.handover.is_lost()
-    assert not world.handover.is_lost()
-    assert asked.wait(100)
-
-    answers[0] = False
-    free.set()
-    while not world.handover.is_lost():
-        pass
-
-
 # Trace and audit
 
 

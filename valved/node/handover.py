@@ -99,13 +99,6 @@ class Handover:
     def is_writing(self) -> bool:
         return self._file.is_writing()
 
-    def is_lost(self) -> bool:
-        """Somebody removed the folder. As long as its disk hangs nobody knows."""
-        try:
-            return not self._prompt.do(self.is_ours)
-        except TimeoutError:
-            return False
-
     def unwritten(self) -> list[UnwrittenState]:
         return self._file.unwritten()
 
