@@ -281,6 +281,7 @@ def render(look: Callable[[], NodeState], more: More = None) -> bytes:
     return b"".join(map(text_of, NodeCollector(look, more).collect()))
 
 
+in_words: Callable[[float], str] = floatToGoString  # which states no types
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
@@ -291,5 +292,5 @@ def text_of(family: Metric) -> bytes:
     for sample in family.samples:
         pairs = [f'{label}="{value.translate(ESCAPES)}"' for label, value in sample.labels.items()]
         labels = f"{{{','.join(pairs)}}}" if pairs else ""
-        lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
+        lines.append(f"{sample.name}{labels} {in_words(sample.value)}\n")
     return "".join(lines).encode()

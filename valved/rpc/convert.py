@@ -33,8 +33,9 @@ def fill(message: Any, value: Any) -> Any:
 
 
 def _plain(value: Any, descriptor: Any) -> dict[str, Any]:
+    kind: Any = type(value)
     plain = {}
-    for name, one in _fields(type(value), descriptor):
+    for name, one in _fields(kind, descriptor):
         given = getattr(value, name)
         if given is None:  # an optional field that nobody can fill yet
             continue
