@@ -14,8 +14,6 @@ import resource
 import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +89,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     """Pick up what a predecessor left, then apply mode, pause and drain. A mode on the command line wins for good over
     one that was set while a predecessor ran.
     """
-    saved, problem = state.load(run_dir / paths.STATE_FILE)
+    saved, problem = state.load(run_dir / paths.STATE_FILE)  # a disk that hangs delays a start that has no answer yet
     daemon.come_back.begin(config.link.come_back_s, is_first=saved is None and not problem)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)
@@ -130,7 +128,8 @@ async def run(
     run_dir = folder.path
     closer = Closer()
     kube = _kube_books(config)
-    daemon = build(config, run_dir, _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube))
+    outer = _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube)
+    daemon = build(config, run_dir, outer)
     folder.keep_while(daemon.handover.is_writing)
     link = LinkServer(loop, daemon.register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
@@ -149,7 +148,7 @@ async def run(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, outer.prompt, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:
         memory = daemon.kv.service if daemon.kv is not None else None
@@ -268,7 +267,6 @@ def raise_fd_limit() -> int:
 
 
 def _version() -> str:
-    try:
-        return version_of("valve")
-    except PackageNotFoundError:
-        return "0"
+    """By the name of the folder that pip made. importlib.metadata says the same, and stays in memory with 1 MB."""
+    found = [path.name for path in Path(__file__).parent.parent.glob("valve-*.dist-info")]
+    return found[0].removeprefix("valve-").removesuffix(".dist-info") if found else "0"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable
 
 from valved.machine.helpers import heard
-from valved.metrics import More, NodeCollector, page_of
+from valved.metrics import More, NodeCollector, text_of
 from valved.model.states import NodeState
 
 REQUEST_BYTES = 8192
@@ -80,19 +77,6 @@ def _leave(writer: asyncio.StreamWriter, waiting: dict[asyncio.StreamWriter, Non
     writer.transport.abort()
 
 
-class _Made(Collector):
-    """Families that were made before."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> Sequence[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
 class Scraped:
     """The rendered metrics, made anew as often as a share of the loop allows: anybody who reaches the port may ask.
 
@@ -104,7 +88,7 @@ class Scraped:
         self._collector = NodeCollector(look, more)
         self._save = save
         self._body = b""
-        self._lasting: list[Metric] = []  # the counters that were saved last
+        self._lasting: list[bytes] = []  # the counters that were saved last
         self._next_s = 0.0
         self._turn = asyncio.Lock()
 
@@ -115,16 +99,15 @@ class Scraped:
             return self._body
 
     async def _make(self) -> None:
+        """One family in a turn of the loop: a HELLO or a reclaim never waits for more."""
+        took_s, counters, others = 0.0, list[bytes](), list[bytes]()
         began_s = time.monotonic()
-        families = list(self._collector.collect())
-        took_s = time.monotonic() - began_s
-        is_saved = self._save is None or await heard(self._save)
-        began_s = time.monotonic()
-        counters = [family for family in families if family.type in COUNTED]
-        if is_saved:
+        for family in self._collector.collect():
+            (counters if family.type in COUNTED else others).append(text_of(family))
+            took_s += time.monotonic() - began_s
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
+        if self._save is None or await heard(self._save):
             self._lasting = counters
-        else:
-            families = [*(family for family in families if family.type not in COUNTED), *self._lasting]
-        self._body = page_of(_Made(families))
-        now_s = time.monotonic()
-        self._next_s = now_s + (now_s - began_s + took_s) / SHARE
+        self._body = b"".join([*others, *self._lasting])
+        self._next_s = time.monotonic() + took_s / SHARE

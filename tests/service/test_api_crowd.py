@@ -22,7 +22,7 @@ from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.model.events import EventKind
 from valved.paths import grpc_address
-from valved.rpc import front
+from valved.rpc import convert, front
 from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 from valved.rpc.pace import CallPace, Rate
@@ -232,6 +232,28 @@ def test_a_thousand_questions_of_one_user_never_stand_before_everything_else(tmp
 
     assert done == CONNECTIONS.per_user * 4 * 30
     assert most == 1
+
+
+def test_the_rows_of_a_status_are_never_written_in_one_turn_of_the_loop(tmp_path, monkeypatch):
+    """A HELLO or a reclaim of a node of many processes would wait for all of them."""
+    filled, fill = [], convert.fill
+    monkeypatch.setattr(convert, "fill", lambda *row: filled.append(row) or fill(*row))
+
+    async def story():
+        async with served(tmp_path) as (world, path), stub_of(path) as stub:
+            for _ in range(50):
+                world.offline(gpus=())
+            most, call = 0, asyncio.ensure_future(stub.GetStatus(node_pb2.GetStatusRequest()).code())
+            while not call.done():
+                before = len(filled)
+                await asyncio.sleep(0)
+                most = max(most, len(filled) - before)
+            return most
+
+    most = run(story)
+
+    assert len(filled) > 100
+    assert most <= 17
 
 
 def test_a_connection_beyond_the_places_is_told_why(tmp_path):

@@ -376,7 +376,7 @@ def test_no_event_is_ever_written_on_the_loop(tmp_path):
         world.run(1_000)
 
     assert len(world.event_disk._jobs) == 1
-    assert not (tmp_path / "audit.jsonl").read_text()
+    assert not (tmp_path / "audit.jsonl").exists()  # not even to open it, which a start would wait for
     (lost,) = world.node.status().unwritten
     assert lost.error.startswith("its disk has not answered for ")
 
@@ -406,6 +406,7 @@ def test_a_file_that_can_be_written_again_is_never_called_unwritable(tmp_path):
     world = World(tmp_path)
     file = LineFile(folder / "trace.jsonl", 1 << 20)
     world.journal._files = EventFiles(world.clock, ((file, True),), world.event_disk)
+    world.run(1_000)
     assert "No such file" in world.node.status().unwritten[0].error
     world.run(3_000)
     assert world.node.status().unwritten
@@ -418,6 +419,7 @@ def test_a_file_that_can_be_written_again_is_never_called_unwritable(tmp_path):
 
 def test_a_disk_that_opens_files_and_takes_no_byte_is_never_called_well(tmp_path, monkeypatch):
     file = LineFile(tmp_path / "trace.jsonl", 1 << 20)
+    file.look()
 
     class Full:
         def write(self, text):
@@ -527,3 +529,35 @@ def test_a_job_that_was_frozen_for_a_late_proof_never_stands_on_under_the_next_v
     world.ladder.let_stranger_go(process, "it was told")
     world.handover.save()
     assert saved_in(world)["frozen"] == []
+
+
+def test_what_comes_while_the_state_is_taken_is_never_called_saved(tmp_path, monkeypatch):
+    """Taking it reads stamps. One of them may say that a stop failed: then a process is to be frozen."""
+    world = World(tmp_path)
+    client = world.offline()
+    entry, channel = world.books.clients[client], next(iter(world.books.clients[client].channels.values()))
+    told, snapshot = [], world.handover._file._take
+
+    def take():
+        state = snapshot()
+        if not told:
+            told.append("asked")
+            world.handover.note_channel(entry, channel)
+            world.handover.save()
+            world.handover.when_saved(told.append, 1_000 * MS)
+        return state
+
+    monkeypatch.setattr(world.handover._file, "_take", take)
+    world.disk.later = True
+    world.handover.save()
+    job, then = world.disk._jobs.pop()
+
+    then(job(), None)  # the first state is written
+    world.run(1)
+    assert told == ["asked"]
+    assert len(list(world.handover._unsaved.read(with_older=False))) == 1
+
+    world.disk.finish()
+    world.run(1)
+    assert told == ["asked", True]
+    assert not list(world.handover._unsaved.read(with_older=False))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
 from node_world import World
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
 
 from valved import daemon, scraping
 from valved.config import Config
+from valved.metrics import text_of
 from valved.scraping import MOST_OPEN, Scraped, serve_metrics
 
 PATIENCE_S = 100.0  # ends only a hung test
@@ -62,7 +67,7 @@ def test_connections_that_ask_nothing_never_take_the_descriptors_of_valved(serve
 
 def test_a_caller_that_does_not_read_is_never_waited_for_without_end(served, monkeypatch):
     monkeypatch.setattr(scraping, "ANSWER_S", 0.05)
-    monkeypatch.setattr(scraping, "page_of", lambda *_: bytes(50_000_000))
+    monkeypatch.setattr(scraping, "text_of", lambda family: bytes(50_000_000) * (family.name == "valve_mode"))
 
     async def story(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -88,8 +93,9 @@ def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatc
         now_s[0] += 0.03  # with 164 clients
         return b"page"
 
-    monkeypatch.setattr(scraping, "page_of", slow)
-    monkeypatch.setattr(scraping, "NodeCollector", lambda *_: SimpleNamespace(collect=list))
+    family = SimpleNamespace(type="gauge")
+    monkeypatch.setattr(scraping, "text_of", slow)
+    monkeypatch.setattr(scraping, "NodeCollector", lambda *_: SimpleNamespace(collect=lambda: [family]))
     monkeypatch.setattr(scraping.time, "monotonic", lambda: now_s[0])
     page = Scraped(lambda: None)
 
@@ -98,6 +104,57 @@ def test_a_flood_of_scrapes_never_takes_more_than_a_share_of_the_loop(monkeypatc
         now_s[0] += 0.001
 
     assert len(made) * 0.03 <= 0.11 * (now_s[0] - 100.0)
+
+
+def test_a_scrape_never_keeps_the_loop_for_more_than_one_family(tmp_path, monkeypatch):
+    """A HELLO or a reclaim of a node of many processes would wait for the whole page."""
+    written, most = [], 0
+    monkeypatch.setattr(scraping, "text_of", lambda family: written.append(family.name) or b"text")
+
+    async def story():
+        nonlocal most
+        page = asyncio.ensure_future(Scraped(World(tmp_path).node.status).body())
+        while not page.done():
+            before = len(written)
+            await asyncio.sleep(0)
+            most = max(most, len(written) - before)
+
+    asyncio.run(story())
+
+    assert len(written) > 30
+    assert most == 1
+
+
+class Families:
+    def __init__(self, families):
+        self.families = families
+
+    def collect(self):
+        return self.families
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, 1.0, -1.5, 0.1, 1e-9, 12345678.0, 1e300, math.inf, -math.inf, math.nan, True, 7]
+)
+@pytest.mark.parametrize("name", ["chat", 'a "b" \\n \\ \n c', "é 語", ""])
+def test_a_family_is_never_written_otherwise_than_by_the_library_of_prometheus(name, value):
+    labels = ["service", "name"]
+    gauge, counter = (
+        kind("valve_x", 'Its "words"', labels=labels) for kind in (GaugeMetricFamily, CounterMetricFamily)
+    )
+    histogram = HistogramMetricFamily("valve_h", "Words", labels=labels)
+    plain = GaugeMetricFamily("valve_plain", "Words", value=value)
+    for family in (gauge, counter):
+        family.add_metric(["3", name], value)
+    histogram.add_metric(["3", name], [("0.1", 1.0), ("+Inf", 2.0)], value)
+    families = [gauge, counter, histogram, plain, GaugeMetricFamily("valve_none", "Words", labels=labels)]
+
+    ours = b"".join(map(text_of, families))
+
+    def kept(page):
+        return [sorted(re.split("[{,}]", line)) for line in page.decode().splitlines()]  # labels in any order
+
+    assert kept(ours) == kept(generate_latest(Families(families)))
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "no such host", "256.0.0.1"])

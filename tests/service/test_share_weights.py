@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from node_world import World
+from node_world import FakePrompt, World
 from valve_kube import names
 
 from valved import paths
@@ -245,7 +245,7 @@ def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World,
     ours = types.SimpleNamespace(is_ours=lambda: True)
     gating = types.SimpleNamespace(resync=fails, listener=listener)
     with pytest.raises(RuntimeError):
-        asyncio.run(upkeep.Upkeep(None, gating, world.handover, world.brake, ours, has_watch=True).run())
+        asyncio.run(upkeep.Upkeep(None, gating, world.handover, world.brake, ours, FakePrompt(), has_watch=True).run())
 
     assert told(world) == {"chat": False}
 

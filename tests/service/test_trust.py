@@ -104,6 +104,22 @@ def test_a_process_that_comes_back_in_another_domain_never_has_its_handles_in_th
     pool.check_integrity()
 
 
+def test_a_handle_is_never_given_out_once_the_pool_is_closed(tmp_path):
+    """Its descriptor is closed: by then that number may be another file, of whoever."""
+    world = world_of(tmp_path)
+    both(world, 1000)
+    pool = world.kv.books.pool
+    for process in [world.books.clients[shim.client].process for shim in world.shims]:
+        pool.strand(pool.take(0, "uid 1000", 1), process, is_alive=True)
+    assert pool.total
+
+    pool.close()
+
+    assert (pool.total, pool.free_handles(0), pool.count(0)) == (0, 0, 0)
+    assert not any(pool.process_gone(world.books.clients[shim.client].process) for shim in world.shims)
+    assert not any(len(pool.take(0, domain, 10)) for domain in list(pool._domains))
+
+
 def test_names_that_another_tenant_says_never_keep_a_process_from_what_it_holds(tmp_path):
     """Names are counted up, so those to come can be guessed. A range that is not told whole stays unused."""
     world = world_of(tmp_path, remap=Remap.HELPER)

@@ -136,6 +136,7 @@ def test_a_stop_that_has_not_ended_reaches_to_the_end_of_the_trace(tmp_path):
 
 def test_a_full_file_turns_over_and_keeps_one_old_one(tmp_path):
     file = LineFile(tmp_path / "t.jsonl", 2000)
+    file.look()
     for number in range(1, 100):
         file.write(Event(seq=number, t_ns=1, kind=EventKind.NOTED, reason="x" * 50))
     file.close()
@@ -147,6 +148,7 @@ def test_a_full_file_turns_over_and_keeps_one_old_one(tmp_path):
 def test_a_file_that_cannot_be_written_is_given_up_and_said(tmp_path):
     file = LineFile(tmp_path / "no" / "such" / "folder", 100)
 
+    file.look()
     file.write(Event(seq=1, t_ns=1, kind=EventKind.NOTED))
 
     assert "No such file" in file.failure
@@ -193,6 +195,7 @@ def test_a_line_that_a_full_disk_cut_short_never_takes_the_next_one_with_it(tmp_
     path.write_text('{"seq":1}\n{"seq":2,"ki')
 
     file = LineFile(path, 1 << 20)
+    file.look()
     for seq in (3, 4):
         file.write(Event(seq, 0, EventKind.NOTED))
     file.close()

@@ -7,12 +7,16 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import types
+from importlib.metadata import version
 
 import pytest
 
+from valved import daemon
 from valved.config import Config
 from valved.daemon import _start_metrics
+from valved.machine.helpers import Prompt
 from valved.machine.notify import Notify
 from valved.model.events import Event, EventKind
 from valved.node import upkeep
@@ -46,6 +50,7 @@ def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path):
     folder = tmp_path / "later"
     file = LineFile(folder / "audit.jsonl", 1 << 20)
     event = Event(seq=1, t_ns=1, kind=EventKind.NOTED)
+    file.look()
     file.write(event)
     assert "No such file" in file.failure
 
@@ -67,6 +72,9 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
 
     assert started is None
     assert str(config.metrics_port) in told[0]
+
+
+OURS = types.SimpleNamespace(is_ours=lambda: True)
 
 
 class FakeClock:
@@ -144,14 +152,34 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
     gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(time_passed=fails))
     handover = types.SimpleNamespace(settle=settle)
     brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1), unwritten=lambda: unwritten)
-    folder = types.SimpleNamespace(is_ours=lambda: True)
     monkeypatch.setattr(upkeep, "TICK_S", 0.001)
 
     with pytest.raises(RuntimeError):
-        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, folder, has_watch=has_watch).run())
+        asyncio.run(upkeep.Upkeep(None, gating, handover, brake, OURS, Prompt(), has_watch=has_watch).run())
 
     assert settled == [True]
     assert looked
+
+
+def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved():
+    """It is looked at every few seconds: it may have been removed."""
+    free, asked, answers = threading.Event(), threading.Event(), [True]
+
+    def looks():
+        asked.set()
+        free.wait(100)
+        return answers[0]
+
+    folder = types.SimpleNamespace(is_ours=looks)
+    care = upkeep.Upkeep(None, None, None, None, folder, Prompt(), has_watch=True)
+    assert not care.is_lost()
+    assert not care.is_lost()
+    assert asked.wait(100)
+
+    answers[0] = False
+    free.set()
+    while not care.is_lost():
+        pass
 
 
 END = """
@@ -164,7 +192,7 @@ leaving = types.SimpleNamespace(owes_signals=lambda: False)
 go = lambda: print("let go", flush=True)
 ladder = types.SimpleNamespace(to_end=set, let_all_go=go)
 brake = types.SimpleNamespace(hand_over=lambda: None, leaving=leaving, ladder=ladder)
-asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
+asyncio.run(Upkeep(gate, None, None, brake, None, None, has_watch=True)._end_unreachable())
 """
 
 
@@ -215,3 +243,7 @@ def test_memory_is_never_left_without_figures_because_the_guard_fails(monkeypatc
     read_for(monkeypatch, memory, types.SimpleNamespace(needs_cards=lambda beat: True, look=fail))
 
     assert seen == [{}]
+
+
+def test_valved_never_names_another_version_than_the_one_that_is_installed():
+    assert daemon._version() == version("valve")

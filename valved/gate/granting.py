@@ -8,8 +8,7 @@ before it is answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 from valved.abi.link import Feature
 from valved.gate.slices import Slices
@@ -102,33 +101,33 @@ class Granting:
 
     def state(self, service: ServiceId) -> GrantedState:
         """What it offers, and what came of it."""
-        consent = self._consent(service)
         if service not in self._gating.online:
             return GrantedState()
-        given = self._port.grants(service)
-        kind = "times shared for" if self.slices.is_on else "pauses of"
-        state = granted_state(consent, given, kind)
-        obstacle = self.slices.words(self._gating.online[service].gpus) if consent.grant else ""
+        consent, given = self._consent(service), self._port.grants(service)
         worth = GrantWorth()
         if self.worths is not None:
             worth = self.worths.of(service, consent, by_slices=self.slices.is_on)
-        words = f"{state.words}; {obstacle}" if obstacle else state.words
-        return replace(state, words=words, worth=worth.words, worth_points=worth.points, rung=self.slices.rung.value)
+        return GrantedState(
+            slo=str(consent.slo or ""),
+            grant=consent.grant,
+            share_weights=consent.share_weights,
+            words="; ".join(self._words(service, consent, given)),
+            grants=given.grants,
+            broken=given.broken,
+            granted_ns=given.granted_ns,
+            refused=dict(given.refused),
+            worth=worth.words,
+            worth_points=worth.points,
+            rung=self.slices.rung.value,
+        )
 
-
-def granted_state(consent: Consent, given: Grants, kind: str) -> GrantedState:
-    words = consent.words()
-    if given.grants:
-        words += f"; {given.grants} {kind} {given.granted_ns / 1e9:.3g} s in all, {given.broken} broken by a launch"
-    elif consent.grant:
-        words += "; nothing grants yet"
-    return GrantedState(
-        slo=str(consent.slo or ""),
-        grant=consent.grant,
-        share_weights=consent.share_weights,
-        words=words,
-        grants=given.grants,
-        broken=given.broken,
-        granted_ns=given.granted_ns,
-        refused=dict(given.refused),
-    )
+    def _words(self, service: ServiceId, consent: Consent, given: Grants) -> Iterator[str]:
+        if words := consent.words():
+            yield words
+        if given.grants:
+            kind = "times shared for" if self.slices.is_on else "pauses of"
+            yield f"{given.grants} {kind} {given.granted_ns / 1e9:.3g} s in all, {given.broken} broken by a launch"
+        elif consent.grant:
+            yield "nothing grants yet"
+        if consent.grant and (obstacle := self.slices.words(self._gating.online[service].gpus)):
+            yield obstacle

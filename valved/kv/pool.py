@@ -297,9 +297,9 @@ class Pool:
         assert all(fd >= 0 for fd in fds), "a handle has no descriptor"
 
     def close(self) -> None:
-        for fd in self._fd[self._place != Place.GONE].tolist():
-            os.close(fd)
-        self._place[:] = Place.GONE
+        self.drop(np.flatnonzero(self._place != Place.GONE), is_awaited=True)
+        self._free.clear()  # their descriptors may be another's files by now
+        self._orphans.clear()
 
     def _grow(self) -> None:
         old = len(self._place)

@@ -10,7 +10,7 @@ MOST_OPEN = 1 << 20  # requests of one process
 
 
 def plausible(value: int, largest: int = LARGEST) -> int:
-    return min(max(value, 0), largest)
+    return value if 0 <= value <= largest else min(max(value, 0), largest)
 
 
 def total(values: Iterable[int]) -> int:

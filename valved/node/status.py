@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from valved.gate.granting import Granting
 from valved.gate.online import OnlineService, open_requests
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, GpuInfo
+from valved.machine.ports import ClientView, GatePort, GpuInfo
 from valved.model.events import Event, EventKind
-from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.plain import plain
 from valved.model.states import (
     ClientState,
@@ -112,6 +112,7 @@ class Reporter:
         self._gating.drain()
         now_ns = self._clock.now_ns()
         brake, counters = self._brake, self._gating.counters
+        views = {client: self._gate.view(client) for client in self._books.clients}
         return NodeState(
             version=self.version,
             pid=os.getpid(),
@@ -122,8 +123,8 @@ class Reporter:
             draining=brake.is_draining,
             driver=replace(self.driver, device_only_lock=self._gating.edges.locks.is_per_gpu),
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
-            services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
-            clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
+            services=tuple(self._service(entry, now_ns, views.__getitem__) for entry in self._books.services.values()),
+            clients=tuple(self._client(entry, now_ns, views[entry.id]) for entry in self._books.clients.values()),
             counters=CountersState(**asdict(counters)),
             lease_ns=self.lease_ns,
             run_dir=plain(str(self.run_dir)),
@@ -156,7 +157,7 @@ class Reporter:
             guarded_because=bystanders.reason(info.index) if bystanders is not None else "",
         )
 
-    def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
+    def _service(self, entry: ServiceEntry, now_ns: int, view_of: Callable[[ClientId], ClientView]) -> ServiceState:
         online = self._gating.online.get(entry.id)
         requests, most, histogram = online.request_figures() if online is not None else (0, 0, [])
         return ServiceState(
@@ -168,7 +169,7 @@ class Reporter:
             since_ns=online.book.since_ns if online is not None else 0,
             cooldown_ns=online.cooldown.cooldown_ns if online is not None else 0,
             hinted=online is not None and online.is_hinted,
-            open_requests=open_requests(self._books.clients_of(entry.id), self._gate.view) if online is not None else 0,
+            open_requests=open_requests(self._books.clients_of(entry.id), view_of) if online is not None else 0,
             preemptions=online.book.preemptions if online is not None else 0,
             requests=requests,
             max_preemptions_per_request=most,
@@ -226,10 +227,9 @@ class Reporter:
             return []
         return ["its shim is older: it may take memory that is kept for online services; start the job anew"]
 
-    def _client(self, entry: ClientEntry, now_ns: int) -> ClientState:
+    def _client(self, entry: ClientEntry, now_ns: int, view: ClientView) -> ClientState:
         online = self._gating.online.get(entry.service)
         alive = True
-        view = self._gate.view(entry.id)
         if entry.role is Role.ONLINE and online is not None and online.book.watching:
             beat_ns = max(view.watcher_ns, online.book.watch_since_ns)
             alive = now_ns - beat_ns <= self._gating.settings.wake.watcher_lease_ns
@@ -280,7 +280,7 @@ class Reporter:
         if entry is None:
             return self._explain_ended(service)
         self._gating.drain()
-        state = self._service(entry, self._clock.now_ns())
+        state = self._service(entry, self._clock.now_ns(), self._gate.view)
         claimed = [
             f"{claim.root.pid}, not connected" for claim in self._books.claims.values() if claim.service == service
         ]

@@ -14,7 +14,7 @@ from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader, CardUse
 from valved.machine.clock import Clock, Ticker, beat_of
-from valved.machine.ports import GatePort
+from valved.machine.ports import GatePort, PromptPort
 from valved.node.brake import Brake
 from valved.node.bystanders import Bystanders
 from valved.node.handover import Handover
@@ -42,6 +42,7 @@ class Upkeep:
     _handover: Handover
     _brake: Brake
     _folder: RunFolder
+    _files: PromptPort
     _: KW_ONLY
     has_watch: bool  # the pause file is seen without looking
 
@@ -50,7 +51,7 @@ class Upkeep:
         while True:
             await beat_of(TICK_S)
             ticks += 1
-            if not self._folder.is_ours():
+            if self.is_lost():
                 await self._end_unreachable()
             is_minute = ticks % SAVE_EVERY_TICKS == 0
             with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails
@@ -61,6 +62,13 @@ class Upkeep:
                 parts.callback(self._handover.settle, patience_over=True)
                 parts.callback(self._gating.resync, is_thorough=is_minute)
                 parts.callback(self._gating.listener.time_passed)
+
+    def is_lost(self) -> bool:
+        """Somebody removed the run folder. As long as its disk hangs nobody knows."""
+        try:
+            return not self._files.do(self._folder.is_ours)
+        except TimeoutError:
+            return False
 
     async def _end_unreachable(self) -> None:
         """No command finds us any more, and another valved may gate these GPUs soon: hand over and end.

@@ -17,12 +17,12 @@ from valved.machine.ports import WorkPort
 from valved.model.events import AUDITED, Event
 from valved.model.plain import plain
 from valved.model.states import UnwrittenState
+from valved.state.hanging import hanging
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
 
 FLUSH_NS = 1_000_000_000  # from the first event that is not written; as often a file that failed is looked at again
-HANGS_NS = 1_000_000_000
 MOST_KEPT = 50_000  # events; some 30 MB
 PARTING_S = 1.0
 
@@ -41,7 +41,8 @@ class EventFiles:
         self._began_ns: int | None = None  # what is under way
         self._is_back = threading.Event()
         self._is_back.set()
-        self._look_again()
+        if self._files:  # to open them: a disk that hangs must not keep valved from starting
+            self._set_timer()
 
     def put(self, event: Event) -> None:
         if not self.take_all and not (self._files and event.kind in AUDITED):
@@ -56,9 +57,7 @@ class EventFiles:
         loss = "events are missing there"
         if self._lost:
             loss += f", {self._lost} for good"
-        now_ns = self._clock.now_ns()
-        hangs = self._began_ns is not None and now_ns - self._began_ns >= HANGS_NS
-        error = f"its disk has not answered for {(now_ns - (self._began_ns or 0)) / 1e9:.1f} s" if hangs else ""
+        error = hanging(self._began_ns, self._clock.now_ns())
         return [
             UnwrittenState(path=plain(str(file.path)), error=file.failure or error, loss=loss)
             for file, _ in self._files

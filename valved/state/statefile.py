@@ -17,6 +17,7 @@ from valved.model.events import EventKind
 from valved.model.plain import plain
 from valved.model.states import UnwrittenState
 from valved.state import saved as files
+from valved.state.hanging import hanging
 from valved.state.journal import Journal
 from valved.state.saved import SavedState
 from valved.state.unsaved import Unsaved
@@ -25,7 +26,6 @@ DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time ...
 LATEST_NS = 1_000_000_000  # ... but no disk that was slow keeps the next change from being written for longer
 AGAIN_NS = 1_000_000_000  # after one that failed
-HANGS_NS = 500_000_000  # a write that takes so long is told of, and nobody waits for it any more
 
 Told = Callable[[bool], None]
 
@@ -75,7 +75,7 @@ class StateFile:
     def when_saved(self, then: Told, within_ns: int, *, is_last: bool = False) -> None:
         """Calls `then` once: whether all that was to be saved up to now is written. It may be so already. A disk that
         hangs is waited for by those alone who came before that was known, and for the last state: it may be slow."""
-        if self._written == self._asked or (self._hangs() and not is_last):
+        if self._written == self._asked or (self._hanging() and not is_last):
             then(self._written == self._asked and not self.problem)
             return
         waiter = _Awaiting(self._asked, then)
@@ -87,18 +87,18 @@ class StateFile:
         return self._is_writing
 
     def unwritten(self) -> list[UnwrittenState]:
-        took_s = (self._clock.now_ns() - self._began_ns) / 1e9
-        error = f"its disk has not answered for {took_s:.1f} s" if self._hangs() else self.problem
+        error = self._hanging() or self.problem
         loss = "a valved that is started anew does not know what changed since: mode, settings, claims"
         return [UnwrittenState(path=plain(str(self.path)), error=error, loss=loss)] if error else []
 
-    def _hangs(self) -> bool:
-        return self._is_writing and self._clock.now_ns() - self._began_ns >= HANGS_NS
+    def _hanging(self) -> str:
+        return hanging(self._began_ns if self._is_writing else None, self._clock.now_ns())
 
     def _begin(self) -> None:
         self._is_writing, self._began_ns = True, self._clock.now_ns()  # first: a stamp that is read may ask to save
         try:
-            state, mark, number = self._take(), self._unsaved.mark(), self._asked
+            mark, number = self._unsaved.mark(), self._asked  # what comes while the state is taken may not be in it
+            state = self._take()
         except BaseException:
             self._is_writing = False
             raise

@@ -23,8 +23,9 @@ BUFFER_BYTES = 64 * 1024
 class LineFile:
     """Appends events to a file; at `max_bytes` the file becomes NAME.1 and a new one begins.
 
-    A full disk must not stop gating: a failure closes the file, the log says why, and `look` opens it again. One that
-    was moved or deleted is begun anew. All of this may wait for a disk: the journal does it in a thread.
+    A full disk must not stop gating: a failure closes the file and the log says why. `look` opens it, the first time
+    and after a failure. One that was moved or deleted is begun anew. All of this may wait for a disk: the journal does
+    it in a thread.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -32,7 +33,7 @@ class LineFile:
         self.failure = ""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._file: TextIO | None = self._open()
+        self._file: TextIO | None = None
 
     def write(self, event: Event) -> None:
         if self._file is None:
@@ -47,7 +48,7 @@ class LineFile:
             self._give_up(error)
 
     def look(self) -> None:
-        """See whether it can be written again."""
+        """See whether it can be written now."""
         if self._file is None:
             self._file = self._open()
 

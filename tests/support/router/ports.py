@@ -7,16 +7,26 @@ import contextlib
 import itertools
 import os
 import socket
+from pathlib import Path
 
 from valve_router.server import serve
 
-FIRST, COUNT = 15_000, 17_000  # below those that Linux gives to whoever names none
+LOWEST, HIGHEST = 15_000, 65_536
+GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")  # by Linux to whoever names none
+
+
+def _never_given() -> list[int]:
+    first, last = map(int, GIVEN.read_text().split())
+    return [*range(LOWEST, min(first, HIGHEST)), *range(max(last + 1, LOWEST), HIGHEST)]
+
+
+PORTS = _never_given() or list(range(LOWEST, HIGHEST))
 _ports = itertools.count(1009 * os.getpid())  # each process of a test run begins elsewhere
 
 
 def free_ports(count: int) -> list[int]:
     """Nobody else takes one before the test does: neither who names no port nor another process of this run."""
-    return [next(filter(_is_free, (FIRST + number % COUNT for number in _ports))) for _ in range(count)]
+    return [next(filter(_is_free, (PORTS[number % len(PORTS)] for number in _ports))) for _ in range(count)]
 
 
 def _is_free(port: int) -> bool:

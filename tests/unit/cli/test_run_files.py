@@ -89,6 +89,7 @@ def test_what_is_kept_from_users_without_a_group_is_never_in_a_file_that_they_ma
     before = os.umask(0)
     try:
         file = LineFile(tmp_path / "audit.jsonl", 1 << 20)
+        file.look()
         file.write(an_event())
         file.close()
         state.save(tmp_path / "state.json", a_state())
@@ -134,6 +135,7 @@ def test_events_are_never_written_to_a_pipe_whose_reader_could_hold_up_the_daemo
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         file = LineFile(path, 1 << 20)
+        file.look()
         file.write(an_event())
         file.close()
 
@@ -147,6 +149,7 @@ def test_events_are_never_written_to_a_pipe_whose_reader_could_hold_up_the_daemo
 def test_a_file_that_was_deleted_or_moved_never_goes_on_taking_the_events(tmp_path, how):
     path = tmp_path / "audit.jsonl"
     file = LineFile(path, 1 << 20)
+    file.look()
     file.write(an_event(1))
     file.flush()
     path.unlink() if how == "unlink" else path.rename(tmp_path / "moved")
