@@ -67,8 +67,7 @@ class KvTable:
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
         self._raw: object = table_at(self._memory)
-        self._entries[:] = BACKED
-        self._column_of[:] = 0
+        self._entries[:] = BACKED  # the columns are zero: a file begins so, and costs no page until it is written
         self._backed, self.epoch = blocks, 0
         numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
         places = {"entry_offset": entries_at, "column_offset": columns_at}
