@@ -9,7 +9,9 @@ import threading
 import pytest
 from memory_world import BASE, Hook, kv_world
 
-from valved.config import Config, MemoryTable
+from valved.abi.kv_link import MAX_TENSORS, KvLayoutPart
+from valved.abi.link import LinkType
+from valved.config import MIB, Config, MemoryTable
 from valved.machine.helpers import Worker
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor
@@ -34,12 +36,11 @@ def answer(hook, seq):
     return dict(hook.connection.acks()).get(seq)
 
 
-def tell(hook):
-    from valved.abi.kv_link import KvLayoutPart
-    from valved.abi.link import LinkType
-
-    body = KvLayoutPart(blocks=hook.blocks, block_tokens=16, total=1, first=0, pinned=(0,), tensors=(TENSOR,))
-    return hook.say(LinkType.KV_LAYOUT, body)
+def tell(hook, tensors=(TENSOR,), first=0, total=1):
+    part = KvLayoutPart(
+        blocks=hook.blocks, block_tokens=16, total=total, first=first, pinned=(0,), tensors=tuple(tensors)
+    )
+    return hook.say(LinkType.KV_LAYOUT, part)
 
 
 def test_a_layout_is_never_worked_out_on_the_loop(world):
@@ -52,6 +53,39 @@ def test_a_layout_is_never_worked_out_on_the_loop(world):
     world.worker.finish()
     assert answer(hook, seq) == 0
     assert shim.client in world.kv.books.ranks
+
+
+def planes_of_each(count):
+    """Each tensor is as many planes as it can be, side by side in its blocks."""
+    return [KvTensor(base_addr=BASE, block_stride_bytes=STRIDE, block_bytes=64, repeats=((4096, 64),))] * count
+
+
+def planes_across(count):
+    """Each plane goes through all handles, of which there are as many as a client may have."""
+    size = 65536 * 2 * MIB // 16
+    return [
+        KvTensor(base_addr=BASE + number * (size // count), block_stride_bytes=size, block_bytes=size // count)
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("tensors", "honest"), [(planes_of_each(256), 1), (planes_across(256), 3)])
+def test_a_layout_never_costs_the_memory_of_a_daemon(world, tensors, honest):
+    """4,096 tensors of 4,096 planes were all made before they were counted, and 4,096 planes through 65,536 handles
+    took more than 470 MB and 40 s: whatever container valved was in, it was killed."""
+    _, hook = begun(world)
+    tell(hook, tensors[:honest], total=honest)
+    assert world.worker._jobs, "so many are worked out"
+    world.worker._jobs.clear()
+    _, hook = begun(world)
+
+    answers = [
+        answer(hook, tell(hook, tensors[first : first + MAX_TENSORS], first, len(tensors)))
+        for first in range(0, len(tensors), MAX_TENSORS)
+    ]
+
+    assert errno.EINVAL in answers
+    assert not world.worker._jobs
 
 
 def test_a_layout_whose_ranges_have_changed_meanwhile_is_never_believed(world):

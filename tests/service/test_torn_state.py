@@ -8,10 +8,13 @@ import os
 import pytest
 from fake_gate import FakeGate
 from node_world import World
+from valve.v1 import node_pb2
 
+from valved import metrics
 from valved.daemon import take_over
 from valved.model.events import EventKind
 from valved.model.ids import Mode
+from valved.rpc import convert
 from valved.state import saved as state
 
 
@@ -84,6 +87,44 @@ def test_a_value_without_sense_never_costs_more_than_its_own_record(first, path)
     assert json.loads(file.with_name("state.json.bad").read_bytes()) == said
     second.run(100)
     assert second.service_of(second.online(name="new")) not in (0, chat)
+
+
+LARGE = [
+    ("counters", "gates"),
+    ("refusals", "quota"),
+    ("gpus", 0, "harvest_ns"),
+    ("gpus", 0, "latency", 0),
+    ("services", 0, "harvest_ns"),
+    ("services", 1, "preempted", 0),
+    ("services", 1, "most_preempted"),
+    ("memory", "phases", "total", "counts", 0),
+    ("memory", "phases", "total", "sum_ns"),
+]
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: ".".join(map(str, path)))
+def test_a_number_that_no_field_holds_never_breaks_status_or_metrics(first, path):
+    """It is saved again at each start: 400 digits were never got rid of."""
+    first.offline(name="batch")
+    first.online(name="chat")
+    first.gating.counters.refuse("quota")
+    first.handover.save()
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    *folders, last = path
+    place = said
+    for name in folders:
+        place = place[name]
+    place[last] = 10**400
+    file.write_text(json.dumps(said))
+
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    take_over(second, second.config, first.folder)
+
+    assert convert.fill(node_pb2.Status(), second.node.status()).gpus
+    assert metrics.render(second.node.status)
+    second.handover.save()
+    assert state.load(file)[1] == ""
 
 
 def test_a_cooldown_that_valved_refuses_never_costs_the_mode(first):

@@ -40,7 +40,8 @@ TABLE_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_TABLE.dtype())
 BOOK_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_BOOK.dtype())
 ROW: np.dtype[Any] = np.dtype(valve_abi.KV_ROW.dtype())
 CELLS_PER_BLOCK = 4  # requests that hold one block, on average
-MAX_CELLS = 1 << 21  # of a book that are read: 16 MiB, some tens of milliseconds
+MAX_CELLS = 1 << 18  # of a book that are read: what they cost takes a thread 0.2 s and 70 MB to find out, at the worst
+LOOP_CELLS = 1 << 13  # the same on the loop, while a service waits: 10 ms
 
 
 def _closes(owner: object, fd: int) -> weakref.finalize[[int], Any]:
@@ -66,8 +67,7 @@ class KvTable:
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
         self._raw: object = table_at(self._memory)
-        self._entries[:] = BACKED
-        self._column_of[:] = 0
+        self._entries[:] = BACKED  # the columns are zero: a file begins so, and costs no page until it is written
         self._backed, self.epoch = blocks, 0
         numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
         places = {"entry_offset": entries_at, "column_offset": columns_at}
@@ -215,12 +215,12 @@ class KvBook:
     def offered(self) -> NDArray[np.bool_]:
         return self._offered.astype(np.bool_)
 
-    def requests(self) -> BookRows:
+    def requests(self, most: int = MAX_CELLS) -> BookRows:
         """Rows in use, without block ids that cannot be. What it costs is bounded by the engine's blocks."""
         heads = self._rows.copy()
         live = np.flatnonzero((heads["request"] != 0) & (heads["blocks"] != 0))
         counts = np.minimum(heads["blocks"][live], self._row_blocks).astype(np.int64)
-        fits = np.cumsum(counts) <= self.most_cells
+        fits = np.cumsum(counts) <= min(self.most_cells, most)
         live, counts = live[fits], counts[fits]
         ptr = np.concatenate([[0], np.cumsum(counts)])
         cells = self._cells[np.repeat(live * self._row_blocks - ptr[:-1], counts) + np.arange(ptr[-1])].astype(np.int64)
@@ -238,6 +238,12 @@ class KvBook:
     def most_cells(self) -> int:
         """Requests share blocks, but not without end: of a book that says more, the first rows count."""
         return min(CELLS_PER_BLOCK * self._blocks, MAX_CELLS)
+
+    def is_small(self) -> bool:
+        """Even the loop may read all of it."""
+        heads = self._rows.copy()
+        counts = np.minimum(heads["blocks"], self._row_blocks).astype(np.int64)
+        return int(counts[heads["request"] != 0].sum()) <= LOOP_CELLS
 
     def close(self) -> None:
         self._head = self._offered = self._rows = np.empty(0, np.uint8)

@@ -6,6 +6,7 @@ Entries travel as one numpy array: a reclaim of a GiB in 2 MiB handles is 512 of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from valve_abi import KV_HEEDED as HEEDED
 from valve_abi import KV_ZERO as ZERO
 
 from valved.abi.codec import Malformed, Plain
-from valved.model.memory import KvTensor
+from valved.model.memory import KvTensor, LayoutRefused
 
 __all__ = ["CREATE", "ELASTIC", "HEEDED", "KV_ABI", "ZERO", "KvHow", "KvMode", "KvOp"]  # the headers' own
 
@@ -29,6 +30,7 @@ MAX_PINNED = 8
 MAX_RUNS = valve_abi.KV_RUNS
 ENTRY = np.dtype(valve_abi.KV_ENTRY.dtype())
 RUN = np.dtype(valve_abi.KV_RUN.dtype())
+MOST_TOUCHED = 1 << 18  # 64 Ki handles of planes apart are 72 Ki; these take a thread a second and 30 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,16 @@ class KvLayoutPart:
     first: int
     pinned: tuple[int, ...]
     tensors: tuple[KvTensor, ...]
+
+    def touched(self, before: int, handle_bytes: int) -> int:
+        """How many handles its planes meet, each counted anew by each plane, after those that were told before. Raises
+        LayoutRefused where that is more than anybody may have worked out."""
+        for tensor in self.tensors:
+            span_bytes = self.blocks * tensor.block_stride_bytes + tensor.block_bytes
+            before += prod(times for times, _ in tensor.repeats) * (span_bytes // handle_bytes + 2)
+        if before > MOST_TOUCHED:
+            raise LayoutRefused("tensors", f"planes meet {before} handles, at most {MOST_TOUCHED} can be worked out")
+        return before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

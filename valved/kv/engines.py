@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from valve_abi import KvMode
 
-from valved.abi.kv_files import BookView, KvBook, KvTable
+from valved.abi.kv_files import LOOP_CELLS, MAX_CELLS, BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach
 from valved.fds import Fds
 from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, queue_of
@@ -47,7 +47,6 @@ class Engine(Columns):
         self.indexed_steps = -1
         self.indexed_ns = 0
         self.rung_ns: int | None = None  # when its hook rang, by its own clock, until that is looked at
-        self.index_ns = 0  # how long the last one took
         self.owes: list[Order] = []  # when a reclaim ended: orders that it had not carried out
         self.is_indexing = False
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
@@ -126,9 +125,9 @@ class Engine(Columns):
 
     # Victims
 
-    def make_index(self, settings: EvictionSettings) -> CostIndex:
+    def make_index(self, settings: EvictionSettings, most_cells: int = MAX_CELLS) -> CostIndex:
         """What each column would cost. Reads only, so that a thread may do it: its size is for the client to choose."""
-        rows = self.book.requests()
+        rows = self.book.requests(most_cells)
         tables = BlockTables(ptr=rows.ptr, blocks=rows.blocks, tokens=rows.tokens)
         return index_requests(next(iter(self.ranks.values())).columns, tables, settings)
 
@@ -136,6 +135,10 @@ class Engine(Columns):
         """What would be taken first, of these. Reads only, too."""
         index = self.make_index(settings)
         return queue_of(index, takeable, min(self.columns, QUEUED) * self.column_handles)
+
+    def index_now(self, settings: EvictionSettings, now_ns: int) -> None:
+        """On the loop: of a large book the first rows alone count."""
+        self.put_index(self.make_index(settings, LOOP_CELLS), self.view().steps, now_ns)
 
     def put_index(self, index: CostIndex, steps: int, now_ns: int) -> None:
         """One that was begun at this step count of the engine."""

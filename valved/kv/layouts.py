@@ -29,8 +29,9 @@ class LayoutParts:
 
     head: KvLayoutPart
     tensors: list[KvTensor] = field(default_factory=list)
+    touched: int = 0
 
-    def add(self, part: KvLayoutPart) -> None:
+    def add(self, part: KvLayoutPart, handle_bytes: int) -> None:
         head = self.head
         if (part.blocks, part.block_tokens, part.total) != (head.blocks, head.block_tokens, head.total):
             raise LayoutRefused("total", "the packets of one layout disagree")
@@ -40,6 +41,7 @@ class LayoutParts:
             raise LayoutRefused("first", f"tensors from {part.first} on, {len(self.tensors)} are known")
         if not part.tensors:
             raise LayoutRefused("count", "a packet without tensors")
+        self.touched = part.touched(self.touched, handle_bytes)
         self.tensors += part.tensors
 
     @property
@@ -85,7 +87,7 @@ class Layouts:
             parts = self._parts.get(hook.id)
             if parts is None or body.first == 0:
                 parts = self._parts[hook.id] = LayoutParts(head=body)
-            parts.add(body)
+            parts.add(body, self._books.pool.handle_bytes)
         except LayoutRefused as refused:
             self._parts.pop(hook.id, None)
             self._refuse(hook, seq, refused)

@@ -97,8 +97,7 @@ class Looks:
         def made(queue: Queue | None, error: Exception | None) -> None:
             ended_ns = self._clock.now_ns()
             engine.is_indexing = False
-            engine.index_ns = ended_ns - began_ns
-            engine.index_after_ns = ended_ns + INDEX_REST * engine.index_ns
+            engine.index_after_ns = ended_ns + INDEX_REST * (ended_ns - began_ns)
             if queue is not None and self._books.is_attached(engine) and engine.clients == ranks:
                 engine.put_index(queue.index, steps, began_ns)
                 engine.queue = queue

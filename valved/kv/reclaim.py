@@ -48,9 +48,7 @@ from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
 from valved.state.journal import Journal
 
-STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim ...
-QUICK_NS = 5_000_000  # ... if that was quick the last time: a service that waits for memory waits for no request table
-
+STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim, if its request table is small now
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
 
@@ -221,9 +219,9 @@ class Reclaimer:
     def _select(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         reclaim.chose_ns = now_ns = self._clock.now_ns()
         for engine in engines:
-            is_stale = engine.indexed_ns + STALE_NS < now_ns and engine.index_ns < QUICK_NS and not engine.is_index_new
-            if engine.index is None or is_stale:
-                engine.put_index(engine.make_index(self._costs), engine.view().steps, now_ns)
+            is_stale = engine.indexed_ns + STALE_NS < now_ns and not engine.is_index_new
+            if engine.index is None or (is_stale and engine.book.is_small()):
+                engine.index_now(self._costs, now_ns)
         reclaim.victims = choose(engines, reclaim.missing, self._costs)
         reclaim.selected_ns = self._clock.now_ns()
 

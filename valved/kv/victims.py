@@ -97,7 +97,7 @@ def _victims(engine: Engine, queue: Queue, taken: int, freed: int) -> Victims:
 
 def _queue(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Queue:
     if engine.index is None:
-        engine.put_index(engine.make_index(settings), engine.view().steps, 0)
+        engine.index_now(settings, 0)
     assert engine.index is not None
     most = 0
     for gpu, count in wanted.items():

@@ -16,3 +16,12 @@ def plausible(value: int, largest: int = LARGEST) -> int:
 def total(values: Iterable[int]) -> int:
     """Their sum, or the largest that fits."""
     return min(sum(values), LARGEST_SUM)
+
+
+def fits(said: object) -> bool:
+    """Whether all numbers in it, as JSON has them, are such as a field of 64 bits holds: no float holds any larger."""
+    if isinstance(said, dict):
+        return all(map(fits, said.values()))
+    if isinstance(said, list):
+        return all(map(fits, said))
+    return not isinstance(said, int) or abs(said) <= LARGEST_SUM

@@ -20,6 +20,7 @@ import msgspec
 from valved import paths
 from valved.errors import AlreadyRunning, told
 from valved.fds import Fds, is_scarce, read_file, write_private
+from valved.model.figures import fits
 from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
@@ -196,12 +197,12 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         version = said.get("version") if isinstance(said, dict) else None
         if isinstance(version, int) and version != VERSION:
             keep_bad(path)
-            text = (
-                f"{path} is of version {version}, this valved reads {VERSION}: only settings and claims were taken over"
-            )
-            return _of_another_version(said), f"{text}; {path.name}{BAD} has the rest"
+            text = f"{path} is of version {version}, this valved reads {VERSION}: only settings and claims"
+            return _of_another_version(said), f"{text} were taken over; {path.name}{BAD} has the rest"
         try:
             state = msgspec.json.decode(data, type=SavedState)
+            if not fits(said):
+                raise msgspec.ValidationError("a number is too large")
         except msgspec.ValidationError as error:  # values of a hand
             state = sensible(said)
             problem = f"{path}: what makes no sense was left out: {error}"
@@ -275,7 +276,7 @@ def _is_a(value: Any, kind: Any) -> bool:
         msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError:
         return False
-    return True
+    return fits(value)
 
 
 def keep_bad(path: Path) -> None:
