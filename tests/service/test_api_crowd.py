@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import selectors
 import socket
@@ -22,7 +23,7 @@ from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.model.events import EventKind
 from valved.paths import grpc_address
-from valved.rpc import convert, front
+from valved.rpc import aside, convert, front
 from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 from valved.rpc.pace import CallPace, Rate
@@ -331,6 +332,40 @@ def test_what_packets_of_a_caller_cost_is_never_paid_by_the_loop(monkeypatch, tm
 
     assert served_by
     assert threading.current_thread() not in served_by
+
+
+def test_a_front_that_callers_hold_up_never_keeps_valved_from_leaving(monkeypatch, tmp_path):
+    """Its thread is in the kernel, for the epolls of one who may look; the state is not written yet."""
+    monkeypatch.setattr(aside, "LEAVE_S", 0.01)
+    let_go = threading.Event()
+
+    async def story():
+        server = await start(NodeServicer(World(tmp_path).node), tmp_path / "valved.sock", 0o666, -1)
+        there, _ = server._aside._begun.result()
+        there.call_soon_threadsafe(let_go.wait)
+        try:
+            await asyncio.wait_for(server.stop(0), PATIENCE_S / 2)
+        finally:
+            let_go.set()
+
+    run(story)
+
+
+def test_a_start_never_waits_for_a_front_that_gets_no_descriptors(monkeypatch, tmp_path):
+    def scarce():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def story():
+        server = GrpcServer(NodeServicer(World(tmp_path).node), tmp_path / "valved.sock", Crowd("connections", TINY))
+        monkeypatch.setattr(asyncio.events, "new_event_loop", scarce)
+        try:
+            with pytest.raises(OSError, match="Too many") as caught:
+                await server.start(0o666, -1)
+            return caught.value.errno
+        finally:
+            await server._server.stop(0)
+
+    assert run(story) == errno.EMFILE
 
 
 def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path):

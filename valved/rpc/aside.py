@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
+
+LEAVE_S = 5.0  # whoever leaves waits for so long
 
 
 class LoopAside:
@@ -14,9 +17,18 @@ class LoopAside:
         self._name = name
         self._begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    def begin(self) -> None:
-        """A daemon: what strangers hold up must not keep valved from leaving."""
-        threading.Thread(target=lambda: asyncio.run(self._live()), name=self._name, daemon=True).start()
+    async def begin(self) -> None:
+        """A daemon: what strangers hold up must not keep valved from leaving. OSError: no descriptor for a loop."""
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        await asyncio.wrap_future(self._begun)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except Exception as error:
+            if self._begun.done():
+                raise
+            self._begun.set_exception(error)
 
     async def _live(self) -> None:
         end = asyncio.Event()
@@ -25,9 +37,14 @@ class LoopAside:
 
     async def do(self, work: Coroutine[Any, Any, None]) -> None:
         """There; whoever waits here does not hold up this loop."""
-        loop, _ = await asyncio.wrap_future(self._begun)
+        loop, _ = self._begun.result()
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
-    async def end(self) -> None:
-        loop, end = await asyncio.wrap_future(self._begun)
+    async def do_in_time(self, work: Coroutine[Any, Any, None]) -> None:
+        """The same for one who leaves: not done if strangers hold up that loop for long."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.do(work), LEAVE_S)
+
+    def end(self) -> None:
+        loop, end = self._begun.result()
         loop.call_soon_threadsafe(end.set)

@@ -43,14 +43,14 @@ class GrpcServer:
         finally:
             os.umask(before)
         await self._server.start()
-        self._aside.begin()
+        await self._aside.begin()
         await self._aside.do(self._front.start(mode, gid))
 
     async def stop(self, grace: float) -> None:
-        await self._aside.do(self._front.stop_listening())
+        await self._aside.do_in_time(self._front.stop_listening())
         await self._server.stop(grace)
-        await self._aside.do(self._front.close())
-        await self._aside.end()
+        await self._aside.do_in_time(self._front.close())
+        self._aside.end()
 
 
 async def serve(node: Node, path: Path, group: str = "") -> GrpcServer:
