@@ -252,6 +252,7 @@ def test_no_process_is_taken_for_gone_because_proc_has_no_folder_for_it(
 
     assert processes.is_gone(hidden) is (answer == errno.ESRCH)
     assert processes.is_ending(5, 777) is (answer == errno.ESRCH)
+    assert processes.is_stopped(5) is (answer == errno.ESRCH)  # one that is gone runs no more
     assert not processes.is_gone(shown)
 
 

@@ -68,9 +68,13 @@ class LinuxProcesses:
             finally:
                 os.close(fd)
         except (FileNotFoundError, ProcessLookupError):
-            if self._hides and self._is_hidden(pid):
-                raise PermissionError(errno.EACCES, "/proc hides this process", f"{self._root}/{pid}") from None
+            self._check_shown(pid)
             return None
+
+    def _check_shown(self, pid: int) -> None:
+        """What /proc has no file of may be hidden instead of gone."""
+        if self._hides and self._is_hidden(pid):
+            raise PermissionError(errno.EACCES, "/proc hides this process", f"{self._root}/{pid}") from None
 
     def _is_hidden(self, pid: int) -> bool:
         """With hidepid=2 there is no such folder, as of a process that is gone; a signal still finds it."""
@@ -115,6 +119,7 @@ class LinuxProcesses:
                         return True
             return False
         except (FileNotFoundError, ProcessLookupError):
+            self._check_shown(pid)
             return False
 
     def is_ending(self, pid: int, start_time: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-LEAVE_S = 5.0  # whoever leaves waits for so long
+LEAVE_S = 2.0  # whoever leaves waits for so long, twice
 
 
 class LoopAside:
