@@ -267,6 +267,13 @@ def raise_fd_limit() -> int:
 
 
 def _version() -> str:
-    """By the name of the folder that pip made. importlib.metadata says the same, and stays in memory with 1 MB."""
-    found = [path.name for path in Path(__file__).parent.parent.glob("valve-*.dist-info")]
-    return found[0].removeprefix("valve-").removesuffix(".dist-info") if found else "0"
+    """By the name of the folder that pip made. importlib.metadata says the same, and stays in memory with 1 MB: it is
+    asked where that folder is elsewhere (`pip install -e`)."""
+    for folder in Path(__file__).parent.parent.glob("valve-*.dist-info"):
+        return folder.name.removeprefix("valve-").removesuffix(".dist-info")
+    from importlib import metadata
+
+    try:
+        return metadata.version("valve")
+    except metadata.PackageNotFoundError:
+        return "0"

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -24,6 +25,7 @@ from valved.machine.clock import LoopClock
 from valved.machine.helpers import Helpers, Prompt, Worker
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, ProcessId, Role
+from valved.node.upkeep import Upkeep
 from valved.paths import grpc_address
 from valved.rpc.server import serve
 from valved.scraping import Scraped
@@ -89,6 +91,24 @@ def test_no_welcome_and_no_stop_ever_waits_for_a_disk_that_hangs(tmp_path, hung,
     assert world.register.lived.read() == {ProcessId(pid=200, start_time=2000)}
 
 
+def test_no_order_is_ever_lost_because_a_disk_hangs_for_hours(tmp_path, hung, monkeypatch):
+    """Every two seconds the run folder is looked at, and where there is no watch the files in it are. Nobody waits for
+    those answers, and they left no room for what must be done once the disk answers."""
+    monkeypatch.setattr(helpers, "MOST_LEFT", 10)
+    world, process = World(tmp_path, prompt=hung), ProcessId(pid=200, start_time=2000)
+    folder = SimpleNamespace(is_ours=lambda: True)
+    care = Upkeep(None, None, None, world.brake, folder, hung, has_watch=False)
+    for _ in range(20):
+        assert not care.is_lost()
+        world.brake.look_at_file()
+
+    world.register.lived.put(process)
+    hung.answers_again()
+
+    assert world.register.lived.read() == {process}
+    assert (tmp_path / "online").is_dir()
+
+
 @pytest.mark.parametrize("name", ["pause", "drain"])
 def test_offline_work_never_runs_on_because_the_disk_of_the_order_hangs(tmp_path, hung, name):
     world = World(tmp_path, prompt=hung)
@@ -105,6 +125,18 @@ def test_offline_work_never_runs_on_because_the_disk_of_the_order_hangs(tmp_path
     assert world.brake.switches.is_closed
     assert not world.node.status().unwritten
     assert (tmp_path / name).read_text() == "alice\n"
+
+
+def test_no_order_by_hand_is_ever_overlooked_because_its_disk_was_slow(tmp_path, hung):
+    """The watch tells of it once."""
+    world = World(tmp_path, prompt=hung)
+    (tmp_path / "pause").write_text("alice\n")
+    world.brake.look_at_file()
+    assert world.brake.is_unsure
+    hung.answers_again()
+    world.brake.look_at_file()
+    assert world.brake.switches.is_paused
+    assert not world.brake.is_unsure
 
 
 def test_no_half_of_a_resume_is_ever_left_because_its_disk_was_slow(tmp_path, hung):

@@ -127,6 +127,31 @@ def test_a_number_that_no_field_holds_never_breaks_status_or_metrics(first, path
     assert state.load(file)[1] == ""
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("value", [-(1 << 62), (1 << 63) - 1])
+def test_a_cooldown_without_sense_never_keeps_offline_work_stopped(first, number, value):
+    """An age before all time: each look at the service failed, so offline work beside it stood for ever."""
+    first.online(name="chat", pid=200)
+    first.handover.save()
+    file = first.folder / "state.json"
+    said = json.loads(file.read_bytes())
+    said["services"][0]["cooldown"][number] = value
+    file.write_text(json.dumps(said))
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+
+    take_over(second, second.config, first.folder)
+    assert not [event for event in second.events(EventKind.NOTED) if "unreadable" in event.reason]
+    chat = second.online(pid=200)
+    second.offline(pid=300)
+    second.run(30_000)
+    second.gate.launch(chat)
+    second.run(10)
+    assert second.gate.is_gated(0)
+    second.gate.finish(chat)
+    second.run(10_000)
+    assert not second.gate.is_gated(0)
+
+
 def test_a_cooldown_that_valved_refuses_never_costs_the_mode(first):
     """Its numbers are of the right types: another version, or a hand, takes other ones."""
     first.node.set_policy(Mode.OBSERVE, {}, 0)

@@ -16,6 +16,7 @@ import pytest
 from valved import daemon
 from valved.config import Config
 from valved.daemon import _start_metrics
+from valved.machine import helpers
 from valved.machine.helpers import Prompt
 from valved.machine.notify import Notify
 from valved.model.events import Event, EventKind
@@ -138,9 +139,13 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
     notify.close()
 
 
-@pytest.mark.parametrize(("has_watch", "unwritten"), [(False, []), (True, ["pause"])])
-def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(monkeypatch, has_watch, unwritten):
-    """Nor is an order that no file took left alone where a watch tells of files."""
+@pytest.mark.parametrize(
+    ("has_watch", "unwritten", "is_unsure"), [(False, [], False), (True, ["pause"], False), (True, [], True)]
+)
+def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(
+    monkeypatch, has_watch, unwritten, is_unsure
+):
+    """Nor is an order left alone that no file took, or that a slow disk did not show, where a watch tells of files."""
 
     def fails(**how):
         raise RuntimeError("once more")
@@ -151,7 +156,9 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
     settled, looked = [], []
     gating = types.SimpleNamespace(resync=fails, listener=types.SimpleNamespace(time_passed=fails))
     handover = types.SimpleNamespace(settle=settle)
-    brake = types.SimpleNamespace(look_at_file=lambda: looked.append(1), unwritten=lambda: unwritten)
+    brake = types.SimpleNamespace(
+        look_at_file=lambda: looked.append(1), unwritten=lambda: unwritten, is_unsure=is_unsure
+    )
     monkeypatch.setattr(upkeep, "TICK_S", 0.001)
 
     with pytest.raises(RuntimeError):
@@ -161,7 +168,7 @@ def test_no_channel_stays_off_because_the_look_at_grants_or_at_the_gate_fails(mo
     assert looked
 
 
-def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved():
+def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved(monkeypatch):
     """It is looked at every few seconds: it may have been removed."""
     free, asked, answers = threading.Event(), threading.Event(), [True]
 
@@ -177,9 +184,10 @@ def test_a_run_folder_whose_disk_hangs_never_keeps_the_loop_nor_ends_valved():
     assert asked.wait(100)
 
     answers[0] = False
+    monkeypatch.setattr(helpers, "PATIENCE_S", 100.0)
     free.set()
-    while not care.is_lost():
-        pass
+    assert care._files._last.wait(100)
+    assert care.is_lost()
 
 
 END = """
@@ -245,5 +253,7 @@ def test_memory_is_never_left_without_figures_because_the_guard_fails(monkeypatc
     assert seen == [{}]
 
 
-def test_valved_never_names_another_version_than_the_one_that_is_installed():
+def test_valved_never_names_another_version_than_the_one_that_is_installed(tmp_path, monkeypatch):
+    assert daemon._version() == version("valve")
+    monkeypatch.setattr(daemon, "__file__", str(tmp_path / "valved" / "daemon.py"))  # as after pip install -e
     assert daemon._version() == version("valve")

@@ -188,3 +188,10 @@ class Prompt:
         if error is not None:
             raise error
         return cast("Result", result)
+
+    def ask(self, question: Callable[[], Result]) -> Result:
+        """A job that changes nothing. As long as another one has no answer it is not left for later: hours of such
+        would leave no room for those that must be done."""
+        if not self._last.is_set():
+            raise TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+        return self.do(question)

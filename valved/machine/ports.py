@@ -412,6 +412,10 @@ class PromptPort(Protocol):
         yet, but will be."""
         ...
 
+    def ask(self, question: Callable[[], Result]) -> Result:
+        """The same of a job that changes nothing, and need not be done later."""
+        ...
+
 
 class ProverPort(Protocol):
     def check(

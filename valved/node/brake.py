@@ -56,6 +56,7 @@ class Brake:
         self.is_draining = False
         self._drain_file = self._pause_file.with_name(DRAIN_FILE)
         self._unwritten: dict[Path, tuple[str, str]] = {}  # orders that no file took: by whom, and why
+        self.is_unsure = False  # the disk did not say whether there is an order
         self._is_drained_by_file = False
         self._is_handed_over = False
         self._then: list[Callable[[], None]] = []  # once the drained node is empty
@@ -104,6 +105,7 @@ class Brake:
 
     def look_at_file(self) -> None:
         """Do what the files in the run folder say."""
+        self.is_unsure = False
         drained_by = self._order(self._drain_file, "a file" if self._is_drained_by_file else None)
         if drained_by is not None and not self._is_drained_by_file:
             self._is_drained_by_file = True
@@ -151,8 +153,9 @@ class Brake:
         """By whom; None: there is none. A file says it, else what no file took: that is tried again at each look. A
         disk that hangs changes nothing."""
         try:
-            by = self._files.do(partial(_first_line, path))
+            by = self._files.ask(partial(_first_line, path))
         except TimeoutError:
+            self.is_unsure = True
             return self._unwritten[path][0] if path in self._unwritten else known
         if by is not None:
             self._unwritten.pop(path, None)

@@ -320,7 +320,7 @@ def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> 
         process = ProcessId(pid=one.pid, start_time=one.start_time)
         online.left[process, Role(one.role)] = RequestTally.resumed(one.started, one.ended, one.open_hits)
     if saved.cooldown is not None:
-        mark_ns, age_ns, gaps = saved.cooldown
+        mark_ns, age_ns, gaps = (plausible(number, LONGEST_NS) for number in saved.cooldown)
         online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)
 
 

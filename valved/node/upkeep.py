@@ -57,7 +57,8 @@ class Upkeep:
             with contextlib.ExitStack() as parts:  # from the last to the first: none stands still because one fails
                 if is_minute:
                     parts.callback(self._handover.save)
-                if not self.has_watch or self._brake.unwritten():  # an order that no file took is tried again
+                is_told = self.has_watch and not self._brake.is_unsure  # which tells once
+                if not is_told or self._brake.unwritten():  # an order that no file took is tried again
                     parts.callback(self._brake.look_at_file)
                 parts.callback(self._handover.settle, patience_over=True)
                 parts.callback(self._gating.resync, is_thorough=is_minute)
@@ -66,7 +67,7 @@ class Upkeep:
     def is_lost(self) -> bool:
         """Somebody removed the run folder. As long as its disk hangs nobody knows."""
         try:
-            return not self._files.do(self._folder.is_ours)
+            return not self._files.ask(self._folder.is_ours)
         except TimeoutError:
             return False
 

@@ -134,6 +134,8 @@ class FakePrompt:
     def do(self, job):
         return job()
 
+    ask = do
+
 
 class FakeConnection:
     def __init__(self, pid, uid=1000):
