@@ -155,20 +155,18 @@ class Cards:
         self.addresses, self.numbers, self.names = [], [], []
         for device, slots in enumerate(self.SLOTS):
             self.engine.start(device)
+            known = set(self.pool.fds)
             self.addresses.append(self.engine.alloc(slots * H, ELASTIC))
             self.engine.tag(self.addresses[-1], slots * H, 7)
             self.numbers.append(made.range_of(self.pool).range)
-            self.names.append([name for name in self.pool.fds if name not in sum(self.names, [])])
-
-    def runs(self, *how):
-        return [Run(self.numbers[0], 0, self.SLOTS[0], *how), Run(self.numbers[1], 0, self.SLOTS[1], *how)]
+            self.names.append([name for name in self.pool.fds if name not in known])
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_order_on_two_cards_is_never_done_before_both_are_zero(kv_world, emulated_gpus, first):
     cards = Cards(kv_world(OFFLINE))
     pool, engine = cards.pool, cards.engine
-    pool.order_runs(cards.client, QUARANTINE, cards.runs())
+    pool.order_runs(cards.client, QUARANTINE, [Run(cards.numbers[at], 0, cards.SLOTS[at]) for at in (0, 1)])
     order = [first, 1 - first]
     runs = [Run(cards.numbers[at], 0, cards.SLOTS[at], cards.names[at][0], ZERO) for at in order]
     fds = [pool.fds[name] for at in order for name in cards.names[at]]
