@@ -52,7 +52,7 @@ class Packets:
         """Never waits: a full socket is an OSError. Any thread may send what has no answer."""
         self._seq = self._seq % 0xFFFFFFFF + 1
         seq = self._seq
-        self._socket.send(wire.packet(kind, body, seq, time.monotonic_ns()), socket.MSG_DONTWAIT)
+        self._socket.send(wire.packet(kind, body, seq, time.monotonic_ns() + self.clock_ns), socket.MSG_DONTWAIT)
         return seq
 
     def ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:

@@ -144,6 +144,40 @@ def test_no_range_of_an_order_has_an_event_of_its_own_for_its_zeroing(three, emu
     assert three.engine.read(three.addresses[1], 64) == "00" * 64
 
 
+class Cards:
+    """An engine with a range on each of two GPUs, of which the second one takes long to be zeroed."""
+
+    SLOTS = (1, 40)
+
+    def __init__(self, made):
+        self.pool = made.begin()
+        self.engine, self.client = made.engine()
+        self.addresses, self.numbers, self.names = [], [], []
+        for device, slots in enumerate(self.SLOTS):
+            self.engine.start(device)
+            known = set(self.pool.fds)
+            self.addresses.append(self.engine.alloc(slots * H, ELASTIC))
+            self.engine.tag(self.addresses[-1], slots * H, 7)
+            self.numbers.append(made.range_of(self.pool).range)
+            self.names.append([name for name in self.pool.fds if name not in known])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_order_on_two_cards_is_never_done_before_both_are_zero(kv_world, emulated_gpus, first):
+    cards = Cards(kv_world(OFFLINE))
+    pool, engine = cards.pool, cards.engine
+    pool.order_runs(cards.client, QUARANTINE, [Run(cards.numbers[at], 0, cards.SLOTS[at]) for at in (0, 1)])
+    order = [first, 1 - first]
+    runs = [Run(cards.numbers[at], 0, cards.SLOTS[at], cards.names[at][0], ZERO) for at in order]
+    fds = [pool.fds[name] for at in order for name in cards.names[at]]
+
+    with emulated_gpus.setting(fill_gbps=1):
+        done = pool.order_runs(cards.client, BACK, runs, fds=fds)
+        last = engine.read(cards.addresses[1] + cards.SLOTS[1] * H - 64, 64)
+
+    assert (done.done, done.status, last) == (sum(cards.SLOTS), 0, "00" * 64)
+
+
 def test_orders_that_are_done_leave_no_pages_of_the_queue_behind(three):
     """Each would cost the next one a page fault while memory is waited for."""
 

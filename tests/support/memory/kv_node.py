@@ -51,6 +51,7 @@ class KvNode:
         self.is_blank = False  # no rank has told where its blocks lie: a table without columns
         self.blocks_told = 0  # in the table, whatever the engine has
         self.needs: list[int] = []
+        self.sent_ns = 0  # when the last packet was, as its sender says
         self.hellos: list[tuple[object, ...]] = []
         self.layouts: list[bytes] = []
         self.attached: tuple[int, ...] = ()
@@ -180,7 +181,7 @@ class KvNode:
     def _serve(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):
             while raw := link.recv(2048):
-                _, _, kind, _, seq, _ = HEADER.unpack_from(raw)
+                _, _, kind, _, seq, self.sent_ns = HEADER.unpack_from(raw)
                 self._answer(link, kind, seq, raw[HEADER.size :])
                 with self.changed:
                     self.changed.notify_all()
