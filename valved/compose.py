@@ -92,6 +92,7 @@ class Daemon:
     brake: Brake
     leaving: Leaving
     ladder: Ladder
+    endings: Endings
     node: Node
     reporter: Reporter
     consents: Consents
@@ -138,8 +139,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     leftovers = register.channels.leftovers
     bystanders = None
     if config.guard_bystanders and not config.kube.node:  # on a Kubernetes node valved/kube looks, with pods
-        who = (books, gating, processes, journal, gate.gpus(), ladder, leftovers.expected)
-        bystanders = Bystanders(*who)
+        bystanders = Bystanders(books, gating, processes, journal, gate.gpus(), ladder, leftovers.expected)
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
     granting = Granting(gate.granting, gating, books, consents.of, leftovers.bar_grants, slices, worths)
@@ -176,6 +176,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         brake=brake,
         leaving=leaving,
         ladder=ladder,
+        endings=endings,
         node=node,
         reporter=reporter,
         consents=consents,

@@ -210,6 +210,7 @@ def _kube_room(
         register=daemon.register,
         brake=daemon.brake,
         ladder=daemon.ladder,
+        endings=daemon.endings,
         journal=daemon.journal,
         clock=daemon.clock,
         processes=processes,

@@ -206,6 +206,20 @@ def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(
     online.close()
 
 
+def test_no_deleted_pod_is_left_to_the_kubelet_with_its_channels_off(valved: RealNode) -> None:
+    """Its process is the first of its container and has no handler: the kubelet's SIGTERM does not end it."""
+    online, offline = both(valved, "deleted")
+    online.begin(60_000_000)  # a minute of work: busy all the time
+    wait_for("offline stands", lambda: standing(valved, offline))
+
+    valved.plane.api.delete(f"{PODS}/{offline.name}", {"gracePeriodSeconds": 10})
+    wait_for("its end", lambda: valved.pods.is_gone(offline.name), 120)
+
+    audit = (valved.run_dir / "audit.jsonl").read_text()
+    assert f"the time of its pod default/{offline.name} is over" in audit  # only of one that was there to be killed
+    online.close()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_online_pod_starts_whatever_became_of_valved(valved: RealNode, how: signal.Signals) -> None:
     """Dead: nobody injects. Stopped: the runtime waits its 2 s for the plugin, once, and goes on without it."""

@@ -17,7 +17,7 @@ from valve_kube.reflector import Reflector, Sink
 
 from valved.kube import status
 from valved.kube.nodeclock import NodeClock, stored_at_s
-from valved.kube.pods import PodBook
+from valved.kube.pods import Pod, PodBook
 
 log = logging.getLogger("valved.kube")
 
@@ -88,13 +88,28 @@ class ApiServer:
 
     async def fetch_pod(self, namespace: str, name: str) -> None:
         """Have one pod in the book now; OSError when the API server cannot say."""
+        if (found := await self._pod(namespace, name)) is not None:
+            self._book.put(found)
+
+    async def is_gone(self, pod: Pod) -> bool:
+        """Whether the API server does not have it any more; OSError when it cannot say."""
+        found = await self._pod(pod.namespace, pod.name)
+        return found is None or found["metadata"]["uid"] != pod.uid
+
+    async def _pod(self, namespace: str, name: str) -> Json | None:
         try:
-            self._book.put(await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}"))
+            found: Json = await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
+            return found
         except ApiError as error:
             if error.status != 404:
                 raise OSError(str(error)) from error
         except Unreachable as error:
             raise OSError(str(error)) from error
+        return None
+
+    def now_s(self) -> float:
+        """The API server's time, as far as reports have told it."""
+        return self._wall_s() - self.clock.ahead_s
 
     async def write(self, report: Json) -> bool:
         """Apply the report; the object is made at the first. False: not written, to be tried again in time."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from valved.clients.consents import Consents
 from valved.clients.register import Register
+from valved.gate.ending import Endings
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.kube.offline import OfflineBook
@@ -40,6 +41,7 @@ class Host:
     run_dir: Path
     version: str
     ladder: Ladder
+    endings: Endings
     kv: Kv | None = None
     consents: Consents | None = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from valve_kube import names
-from valve_kube.objects import annotation, asks_for_gpus, names_gpus
+from valve_kube.objects import annotation, asks_for_gpus, names_gpus, seconds_of
 from valve_kube.owners import owner_name
 
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
@@ -23,6 +23,14 @@ ROLES = {names.ONLINE: Role.ONLINE, names.OFFLINE: Role.OFFLINE}
 # Nor may a pod that runs take a static one's place: the kubelet runs none that bears the mark of a copy.
 STATIC_UID, COPY = "kubernetes.io/config.hash", "kubernetes.io/config.mirror"
 _HASH = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deletion:
+    """What the API server says of a pod that is being deleted."""
+
+    ends_s: float  # when its grace ends, by the API server's clock, in whole seconds
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +51,16 @@ class Pod:
     host_pid: bool = False
     is_running: bool = False
     finished: bool = False
+    deletion: Deletion | None = None
 
     @property
     def key(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def is_static(self) -> bool:
+        """The API server has only a copy: to delete that ends nothing."""
+        return _HASH.fullmatch(self.uid) is not None
 
 
 class PodsListener:
@@ -54,6 +68,9 @@ class PodsListener:
 
     def pods_changed(self) -> None:
         """Another pod, another word of one or of its namespace, or one less."""
+
+    def pod_left(self, pod: Pod, *, is_deleted: bool) -> None:
+        """One less. `is_deleted`: its event said so; else it is only missing in a new list, or no longer selected."""
 
 
 class PodBook:
@@ -70,8 +87,10 @@ class PodBook:
     # From the API server's watch
 
     def replace(self, items: list[Any]) -> None:
-        self.pods = {pod.uid: pod for pod in map(self._read, items)}
+        before, self.pods = self.pods, {pod.uid: pod for pod in map(self._read, items)}
         self.listener.pods_changed()
+        for uid in before.keys() - self.pods.keys():
+            self.listener.pod_left(before[uid], is_deleted=False)
 
     def put(self, item: Any) -> None:
         pod = self._read(item)
@@ -80,8 +99,10 @@ class PodBook:
             self.listener.pods_changed()
 
     def drop(self, item: Any) -> None:
-        if self.pods.pop(self._read(item).uid, None) is not None:
+        last = self._read(item)
+        if (pod := self.pods.pop(last.uid, None)) is not None:
             self.listener.pods_changed()
+            self.listener.pod_left(pod, is_deleted=last.deletion is not None)
 
     def replace_namespaces(self, items: list[Any]) -> None:
         before, self._trust, self._said = self._said, {}, {}
@@ -180,7 +201,15 @@ def read_pod(item: Json) -> Pod:
         host_pid=bool(spec.get("hostPID")),
         is_running=phase == "Running",
         finished=phase in ("Succeeded", "Failed"),
+        deletion=_deletion(metadata),
     )
+
+
+def _deletion(metadata: Json) -> Deletion | None:
+    text = metadata.get("deletionTimestamp")
+    if not text or _uid(metadata) != metadata["uid"]:  # a static pod runs on without its copy
+        return None
+    return Deletion(ends_s=seconds_of(text), grace_s=float(metadata.get("deletionGracePeriodSeconds") or 0))
 
 
 def _uid(metadata: Json) -> str:

@@ -25,13 +25,14 @@ from valved.kube import cdi, figures, shimfiles
 from valved.kube.apiserver import ApiServer, Json, access
 from valved.kube.claims import Claims
 from valved.kube.counting import BEAT_S, BOOK_S, Counting
+from valved.kube.deletions import Deletions
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
 from valved.kube.host import Host, KubeBooks, LastHeard, Uncounted
 from valved.kube.nri import Injector, NriConnection
 from valved.kube.observer import Observer
 from valved.kube.podresources import Holdings, KubeletHoldings
-from valved.kube.pods import PodsListener
+from valved.kube.pods import Pod, PodsListener
 from valved.kube.reports import Reports
 from valved.kube.starter import Starter
 from valved.model.events import EventKind
@@ -89,6 +90,7 @@ class Room(PodsListener):
         )
         self._follower = Follower(host.brake, host.gating, host.kv, host.consents)
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake, found=self._own_object)
+        self._deletions = Deletions(host, self.book, self.api)
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
         self._add_neighbours(table, settings)
         self.reports = Reports(
@@ -126,13 +128,18 @@ class Room(PodsListener):
 
     def pods_changed(self) -> None:
         self._host.gating.listener.clients_changed()  # their annotations consent, or do so no longer
+        self._deletions.pods_changed()
         self._wake.set()
+
+    def pod_left(self, pod: Pod, *, is_deleted: bool) -> None:
+        self._deletions.pod_left(pod, is_deleted=is_deleted)
 
     async def run(self) -> None:
         """Until cancelled. Each part is begun again when it fails; none takes another with it."""
         shimfiles.bring(Path(self._table.shim_folder), self._host.version)
         parts: list[Callable[[], Awaitable[None]]] = [self.api.run, self.claims.run]
         parts += [self.counting.beat, self.counting.account, self._reconcile_always, self.reports.run]
+        parts.append(self._deletions.run)
         if self.nri is not None:
             parts.append(self.nri.run)
         tasks = [asyncio.ensure_future(_keep_going(part)) for part in parts]
@@ -144,6 +151,7 @@ class Room(PodsListener):
             await end(tasks)
             self._host.journal.unwatch(self._watcher)
             self.counting.close()
+            self._deletions.close()
             self.api.close()
 
     async def _first_reconciliation(self) -> None:

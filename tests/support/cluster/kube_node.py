@@ -157,6 +157,7 @@ class KubeNode:
             register=world.register,
             brake=world.brake,
             ladder=world.ladder,
+            endings=world.endings,
             journal=world.journal,
             clock=LoopClock(asyncio.get_running_loop()),
             processes=world.processes,
