@@ -43,8 +43,9 @@
  *                                   `total` tensors are there, each answered with an ACK; EINVAL refuses it all
  *   KV_ATTACH                 ->    hook of the scheduler: I read the table
  *                             <-    KV_TABLE + 2 fds (table, book), once all ranks have told their layout, or ACK with
- *                                   an errno value. EAGAIN: they have not within four seconds, ask again. An engine whose
- *                                   memory is none of these ranges gets a table that calls every block backed
+ *                                   an errno value. EAGAIN: they have not within four seconds, or too many attach: ask
+ *                                   again. An engine whose memory is none of these ranges gets a table that calls every
+ *                                   block backed
  *   KV_NEED                   ->    hook: look at the book now (wanted_blocks rose, blocks were offered). No answer
  *
  * Where both announce VALVE_FEATURE_KV_RUNS, an order has this form instead, unless it has no slots

@@ -204,7 +204,7 @@ class Outside:
         for slots, raw in stages:
             drafts = self._orders.draft_away(slots, raw if knows_runs else None)
             runs = [one.slots.spans() for one in drafts] if is_ours else []
-            planned.append(Packed(slots=slots, drafts=drafts, runs=runs))
+            planned.append(Packed(slots=slots, drafts=drafts, rows=NOTHING, names=NOTHING, runs=runs))
         return planned
 
     def take(self, part: Packed) -> list[Order]:

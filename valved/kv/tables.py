@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from valved.abi.kv_files import MODES, check_sizes
 from valved.abi.kv_link import KV_ABI, KvAttach, KvMode, KvTableMessage
 from valved.abi.link import LinkType
+from valved.clients.attaching import AttachBounds
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, EngineLeft, HookLost, Look
@@ -37,6 +38,7 @@ class Tables:
     _clock: Clock
     _send: Send
     _changes: Changes
+    _bounds: AttachBounds
 
     def __post_init__(self) -> None:
         self._born_ns = self._clock.now_ns()
@@ -69,13 +71,9 @@ class Tables:
 
     def attach(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
         """KV_ATTACH. The answer is the table, as soon as all ranks are known."""
-        why, status = self._why_not(entry, body)
-        if status:
-            self.refuse(entry, f"engine refused: {why}")
-            self._books.ack(entry.id, seq, status)
-            return
         role = self._books.registry.services[entry.service].role
         try:
+            self._check(entry, body)
             engine = Engine(entry.id, entry.service, role, body)
         except OSError as error:
             self.refuse(entry, f"engine refused: {error.strerror}")
@@ -97,16 +95,18 @@ class Tables:
         self._hand(engine)
         self._clock.call_at_ns(self._clock.now_ns() + TABLE_NS, lambda: self._hand_late(engine))
 
-    def _why_not(self, entry: ClientEntry, body: KvAttach) -> tuple[str, int]:
+    def _check(self, entry: ClientEntry, body: KvAttach) -> None:
+        """OSError: it may not attach, and why."""
         known = self._books.engines.get(entry.service)
         why = check_sizes(body.blocks, body.block_tokens, body.rows, body.row_blocks)
         if not body.abi_min <= KV_ABI <= body.abi_max:
-            return f"it speaks KV ABI {body.abi_min} to {body.abi_max}, we {KV_ABI}", errno.EPROTONOSUPPORT
+            raise OSError(errno.EPROTONOSUPPORT, f"it speaks KV ABI {body.abi_min} to {body.abi_max}, we {KV_ABI}")
         if known is not None and known.hook != entry.id:
-            return "another engine of this service has attached", errno.EBUSY
-        if not why and not 0 < body.ranks <= MAX_RANKS:
-            why = f"{body.ranks} ranks, 1 to {MAX_RANKS} are possible"
-        return why, errno.EINVAL if why else 0
+            raise OSError(errno.EBUSY, "another engine of this service has attached")
+        if why or not 0 < body.ranks <= MAX_RANKS:
+            raise OSError(errno.EINVAL, why or f"{body.ranks} ranks, 1 to {MAX_RANKS} are possible")
+        others = {engine.hook: engine.table.blocks for engine in self._books.engines.values() if engine is not known}
+        self._bounds.admit(entry, body.blocks, others)
 
     def _join(self, engine: Engine, shim: ClientEntry, rank: Rank) -> None:
         try:

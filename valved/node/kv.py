@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from valved.clients.attaching import AttachBounds
 from valved.clients.exits import Exits, Reactor
 from valved.clients.register import Register
 from valved.config import Config, MemoryTable
@@ -111,7 +112,7 @@ def put_together(
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
     unheeded = UnheededRanges(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
-    tables = Tables(books, unheeded, gating, journal, clock, send, changes)
+    tables = Tables(books, unheeded, gating, journal, clock, send, changes, AttachBounds(registry, clock))
     layouts = Layouts(books, tables, clock, work)
 
     full = FullCards(journal, clock, counters)

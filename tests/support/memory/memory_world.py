@@ -402,7 +402,8 @@ class Hook:
     def __init__(self, shim, blocks, *, rows=32, row_blocks=256, block_tokens=16, ranks=1, mode=KvMode.FULL):
         self.world, self.shim = shim.world, shim
         pid = shim.entry.process.pid
-        connection = self.world.hello(pid, Role.HOOK, features=Feature.HINT | Feature.MEMORY)
+        features = Feature.HINT | Feature.MEMORY
+        connection = self.world.hello(pid, Role.HOOK, uid=shim.entry.uid, features=features)
         self.client, self.connection = connection.client, connection
         self.blocks, self.rows, self.row_blocks, self.block_tokens = blocks, rows, row_blocks, block_tokens
         self.ranks, self.mode = ranks, mode

@@ -1,0 +1,52 @@
+"""How many blocks the engines of one account may have in tables, and how often it may have tables made.
+
+valved writes a table itself: its size is memory of valved, and to make it takes time of the loop. Both are for a client
+to choose, and every process of an account may attach an engine. Engines of online services have what they ask for. What
+all others may have together leaves room for them.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+
+from valved.clients.accounts import account_of
+from valved.clients.turns import BURST_NS, Buckets
+from valved.machine.clock import Clock
+from valved.model.ids import ClientId, Role
+from valved.state.registry import Books, ClientEntry
+
+# A block is eight bytes of a table. Of one token each, a large GPU has a million for an engine, and a node has eight.
+BLOCKS_OF_ACCOUNT = 8 << 20
+BLOCKS_OF_ALL = 2 * BLOCKS_OF_ACCOUNT  # 128 MiB
+SHARE = 0.02  # of the loop, for one account that attaches again and again
+ATTACH_NS, BLOCK_NS = 250_000, 3  # what it takes to make a table, to tell of it and to drop it
+
+
+class AttachBounds:
+    def __init__(self, registry: Books, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._made = Buckets(SHARE, BURST_NS)  # by account
+
+    def admit(self, hook: ClientEntry, blocks: int, others: Mapping[ClientId, int]) -> None:
+        """The hook gets a table of so many blocks now. `others`: what every other hook has. OSError: it gets none."""
+        if self._registry.services[hook.service].role is Role.ONLINE:
+            return
+        account, now_ns = account_of(hook.uid, hook.cgroup), self._clock.now_ns()
+        if self._made.wait_ns(account, now_ns):
+            raise OSError(errno.EAGAIN, f"{account.called()} attaches engines too often")
+        self._made.took(account, ATTACH_NS, now_ns)
+        of_account = of_all = blocks
+        for client, count in others.items():
+            other = self._registry.clients[client]
+            if self._registry.services[other.service].role is not Role.ONLINE:
+                of_all += count
+                of_account += count if account_of(other.uid, other.cgroup) == account else 0
+        for whose, found, most in (
+            (account.called(), of_account, BLOCKS_OF_ACCOUNT),
+            ("all that are not online", of_all, BLOCKS_OF_ALL),
+        ):
+            if found > most:
+                raise OSError(errno.EDQUOT, f"engines of {whose} would have {found} blocks; {most} are possible")
+        self._made.took(account, BLOCK_NS * blocks, now_ns)
