@@ -67,7 +67,7 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
     told = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(metrics_port=taken.getsockname()[1])
-        node = types.SimpleNamespace(status=None, save=None)
+        node = types.SimpleNamespace(status=None, save=None, troubles=[])
         started = asyncio.run(_start_metrics(config, types.SimpleNamespace(node=node, note=told.append), None))
 
     assert started is None
