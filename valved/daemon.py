@@ -242,7 +242,9 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> A
         return await serve_metrics(*address, node.status, more, missing, node.save)
     except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
         why = getattr(error, "strerror", None) or error
-        daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}")
+        text = f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}"
+        daemon.note(text)
+        daemon.node.troubles.append(text)
         return None
 
 

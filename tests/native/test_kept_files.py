@@ -106,3 +106,17 @@ def left_beside_a_service(rig: Rig) -> tuple[Workload, tuple[ChannelRef, ...]]:
     rig.online(7, {0})
     rig.wait_gated(0)
     return workload, rig.gate.remove_client(workload.client, lives_on=True)
+
+
+def test_a_channel_that_a_service_owns_never_stays_off_because_the_driver_refused_it_once(rig: Rig) -> None:
+    """Regression: an online process showed the RM client of a job whose link had ended, and the file went at once."""
+    workload, off = left_beside_a_service(rig)
+    rig.driver.rules.fail_enable = 0x65
+
+    assert [rig.gate.channels.enable_at_once(channel) for channel in off] == [LeftOff.HELD] * 3
+    rig.driver.rules.fail_enable = 0
+
+    wait_until(lambda: workload.on() == 3, "it is tried again, also while the GPU is held")
+    let_run(rig)
+    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [LeftOff.ENABLED] * 3
+    wait_until(lambda: copies(workload.fd) == 1, "only the workload's own is left")

@@ -199,7 +199,9 @@ def test_a_round_that_the_machine_spoilt_is_made_again_and_no_other(capsys: pyte
     assert ends(void, kept) == (0, f"kept, by round 2 of at most 3; {spoilt}: 1")
     assert ends(void, missed, kept) == (1, f"MISSED, by round 2 of at most 3; {spoilt}: 1")
     assert ends(void, void, void, kept) == (EXIT_VOID, f"VOID, by round 3 of at most 3; {spoilt}: 2")
-    assert capsys.readouterr().err.count(" of at most 3: VOID: 11 of 100 gaps") == 5
+    said = capsys.readouterr().err
+    assert said.count(" of at most 3: VOID: 11 of 100 gaps") == 5
+    assert said.count(" of at most 3 begins\n") == 8, "a round takes minutes: none is silent"
 
 
 def test_what_a_process_of_valve_ran_is_never_taken_for_a_stall_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,23 @@ def test_no_online_process_keeps_channels_off_that_a_client_with_its_file_left(s
     assert not len(world.register.channels.leftovers)
 
 
+def test_what_the_driver_refused_to_enable_for_an_online_process_is_never_forgotten(stopped):
+    """Regression: nothing asked again, and the file that alone may reach the channel was let go."""
+    world, offline, online = stopped
+    world.register.leave(offline, "link closed")
+    world.gate.refuses = True
+    world.show_rm_client(online, h_client=H_CLIENT)
+    assert is_off(world)
+    assert len(world.register.channels.leftovers)
+
+    world.gate.refuses = False
+    rest(world, online)
+    world.handover.settle(patience_over=True)  # every two seconds
+
+    assert not is_off(world)
+    assert not len(world.register.channels.leftovers)
+
+
 def test_no_owner_is_looked_at_more_than_once_a_round_however_many_channels_it_left(stopped):
     """Each look reads files of /proc while the loop waits."""
     world, offline, _ = stopped

@@ -6,16 +6,22 @@ import asyncio
 import math
 import os
 import re
+import socket
 from types import SimpleNamespace
 
 import pytest
 from node_world import World
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
+from valve.v1 import node_pb2
 
 from valved import daemon, scraping
+from valved.cli import doctor
+from valved.cli.findings import Grade
+from valved.cli.status import notes
 from valved.config import Config
 from valved.metrics import text_of
+from valved.rpc.convert import fill
 from valved.scraping import MOST_OPEN, Scraped, serve_metrics
 
 PATIENCE_S = 100.0  # ends only a hung test
@@ -168,3 +174,19 @@ def test_a_host_that_is_none_never_costs_more_than_the_metrics(tmp_path, host):
 
     assert asyncio.run(body()) is None
     assert f"no metrics on {host}:9" in notes[0]
+
+
+def test_metrics_that_nobody_serves_are_never_silent_in_status_and_doctor(tmp_path, monkeypatch):
+    """Regression: only the log and `valve events` named the port that another process has."""
+    world = World(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        around = SimpleNamespace(node=world.node, note=lambda text: None)
+        assert asyncio.run(daemon._start_metrics(Config(metrics_port=port), around, None)) is None
+    answer = fill(node_pb2.Status(), world.node.status())
+    monkeypatch.setattr(doctor, "ask", lambda folder: answer)
+
+    (said,) = (text.plain for text in notes(answer))
+    (found,) = (finding for finding in doctor.check_valved() if finding.verdict is Grade.BROKEN)
+    assert f"no metrics on 127.0.0.1:{port}" in said
+    assert f"no metrics on 127.0.0.1:{port}" in found.what

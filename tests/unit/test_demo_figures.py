@@ -1,8 +1,10 @@
 """What the demo prints, by hand-computed cases."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from valve_tools.demo import granted
 from valve_tools.demo.figures import (
     AnsweredRequest,
@@ -16,6 +18,7 @@ from valve_tools.demo.figures import (
     spread,
     units_between,
 )
+from valve_tools.demo.node import progress
 
 
 def request(arrival_s, ttft_ms=100.0, tpot_ms=10.0, out_tokens=11):
@@ -112,3 +115,18 @@ def test_no_word_of_a_table_is_ever_cut_on_a_terminal_of_80_columns(monkeypatch,
     assert "…" not in said
     row = next(line for line in said.splitlines() if line.startswith(" yes"))
     assert " ".join(row.split()) == "yes 113.1 128.1 100/124 136 161 142.5 193 12.5 s 37%"
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_demo_is_never_silent_until_its_end_in_a_file_nor_says_each_half_second(is_quiet):
+    """Regression: rich's line that changes is for a terminal alone; a pipe got nothing for minutes. Quiet: --json."""
+    out, now_s = io.StringIO(), [0.0]
+    with progress(Console(file=out, quiet=is_quiet), "starting", lambda: now_s[0]) as say:
+        seen = [out.getvalue()]
+        for half in range(42):
+            now_s[0] = half / 2
+            say(f"{half / 2:.1f} s")
+            seen.append(out.getvalue())
+
+    assert seen[0] == ("" if is_quiet else "  starting\n"), "at once, not at the end"
+    assert seen[-1].split("\n") == ([""] if is_quiet else ["  starting", "  0.0 s", "  10.0 s", "  20.0 s", ""])

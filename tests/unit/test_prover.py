@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 from valved.machine import possession
@@ -40,6 +41,19 @@ def test_no_descriptor_waits_for_a_next_one_that_never_comes_where_no_thread_cou
         await asyncio.wait_for(asyncio.gather(*done), 100)
 
     asyncio.run(story())
+
+
+def test_a_job_that_fails_never_takes_the_only_thread_with_it(caplog):
+    """Regression: anything but an OSError ended the thread, and what came after waited for ever, without a word."""
+    done, helpers = threading.Event(), Helpers("test", 1)
+
+    for error in (OSError("gone"), KeyError("a defect")):
+        helpers.do(partial(fail, [error]))
+    helpers.do(done.set)
+
+    assert done.wait(100)
+    assert "a defect" in caplog.text
+    assert "gone" not in caplog.text, "a descriptor that cannot be closed is nobody's fault"
 
 
 def fail(refusals):

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import inspect
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import types
+from collections import Counter
 from importlib.metadata import version
 
 import pytest
+from fake_gate import FakeGate
+from node_world import FakeProcesses
+from virtual import VirtualClock
 
 from valved import daemon
 from valved.config import Config
 from valved.daemon import _start_metrics
+from valved.gate.worth import Worths
 from valved.machine import helpers
 from valved.machine.helpers import Prompt
 from valved.machine.notify import Notify
 from valved.model.events import Event, EventKind
 from valved.node import upkeep
+from valved.state.saved import RunFolder
 from valved.state.trace import LineFile
 
 
@@ -68,7 +78,7 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
     told = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(metrics_port=taken.getsockname()[1])
-        node = types.SimpleNamespace(status=None, save=None)
+        node = types.SimpleNamespace(status=None, save=None, troubles=[])
         started = asyncio.run(_start_metrics(config, types.SimpleNamespace(node=node, note=told.append), None))
 
     assert started is None
@@ -257,3 +267,53 @@ def test_valved_never_names_another_version_than_the_one_that_is_installed(tmp_p
     assert daemon._version() == version("valve")
     monkeypatch.setattr(daemon, "__file__", str(tmp_path / "valved" / "daemon.py"))  # as after pip install -e
     assert daemon._version() == version("valve")
+
+
+PATIENCE_S = 100.0  # ends only a hung test
+PARTS = ("upkeep", "worths", "cards")
+TASKS = frozenset({"create_task", "ensure_future"})
+
+
+def test_no_task_beside_the_loop_is_ever_started_without_keep_going():
+    """A part that is added and dies at its first error would take with it all that it does, without a word."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(daemon))) if isinstance(node, ast.Call)]
+    started = [call.args[0] for call in calls if getattr(call.func, "attr", "") in TASKS]
+
+    assert [ast.unparse(one.func) for one in started] == ["keep_going"]
+
+
+def test_no_part_of_the_daemon_ends_at_its_first_error(tmp_path, monkeypatch):
+    """The daemon itself, over a fake gate: each part fails until it was begun three times."""
+    begun = Counter()
+
+    async def failing(name):
+        begun[name] += 1
+        if begun[name] < 3:
+            raise KeyError(name)
+        if all(begun[one] >= 3 for one in PARTS):
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def no_api(*_):
+        return []
+
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.0)
+    monkeypatch.setattr(daemon, "raise_fd_limit", lambda: 1024)
+    monkeypatch.setattr(daemon, "_open_api", no_api)
+    monkeypatch.setattr(daemon.Upkeep, "run", lambda _: failing("upkeep"))
+    monkeypatch.setattr(Worths, "run", lambda _: failing("worths"))
+    monkeypatch.setattr(daemon, "keep_reading", lambda *_: failing("cards"))
+    read, write = os.pipe()
+    gate = FakeGate(VirtualClock(), 1)
+    gate.stamps_fd = lambda: read
+    folder = RunFolder(tmp_path)
+    folder.take(replace=False)
+    try:
+        running = daemon.run(Config(), folder, gate, FakeProcesses(None))
+        asyncio.run(asyncio.wait_for(running, PATIENCE_S))
+    finally:
+        folder.release()
+        os.close(read)
+        os.close(write)
+
+    assert begun == dict.fromkeys(PARTS, 3)

@@ -15,7 +15,7 @@ from valve_kube.options import option, seconds, whole
 from valve_tools.bench.row import percentile
 from valve_tools.demo import cluster, endings, granted, memory, tune
 from valve_tools.demo.figures import DemoRun, harvested_share, pooled, spread
-from valve_tools.demo.node import EmulatedNode, demo_folder
+from valve_tools.demo.node import EmulatedNode, demo_folder, progress
 from valve_tools.demo.rounds import RoundsDemo, RoundsPlan
 from valve_tools.emulator.node import Options
 
@@ -64,8 +64,8 @@ def chosen(argv: list[str]) -> int:
 def perform(plan: RoundsPlan, folder: Path, *, quiet: bool = False) -> tuple[list[DemoRun], float]:
     """Bring up a node, run every condition, take it down."""
     console = Console(quiet=quiet, stderr=True)
-    with EmulatedNode(folder, options=Options()) as node, console.status("starting an emulated GPU") as line:
-        demo = RoundsDemo(node, plan, say=line.update)
+    with EmulatedNode(folder, options=Options()) as node, progress(console, "starting an emulated GPU") as say:
+        demo = RoundsDemo(node, plan, say=say)
         units_per_s = demo.offline_rate()
         runs = []
         for condition in plan.conditions():

@@ -277,6 +277,9 @@ def settled(plan: GrantedPlan, make: Callable[[int], list[GrantedFigures]]) -> t
     runs, code, number = [], EXIT_VOID, 0
     while code == EXIT_VOID and number < plan.rounds:
         number += 1
+        print(
+            f"valve demo granted: round {number} of at most {plan.rounds} begins", file=sys.stderr
+        )  # it takes minutes
         runs = make(number)
         code, problems = verdict(runs, plan)
         for problem in problems:

@@ -28,7 +28,7 @@ from valve.v1 import node_pb2
 from valve_kube.options import option, seconds
 from valve_tools.bench.row import percentile
 from valve_tools.demo import kv_batch, kv_service
-from valve_tools.demo.node import EmulatedNode, demo_folder
+from valve_tools.demo.node import EmulatedNode, demo_folder, progress
 from valve_tools.demo.rounds import last_summary
 from valve_tools.emulator.node import Options
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
@@ -239,8 +239,8 @@ def main(argv: list[str]) -> int:
         return 2
     plan = MemoryPlan(seconds=options.seconds, seed=options.seed, trace=trace if isinstance(trace, Trace) else None)
     console = Console(stderr=True, quiet=options.json)
-    with demo_folder(options.keep) as folder, console.status("starting") as line:
-        figures = perform(plan, folder, line.update)
+    with demo_folder(options.keep) as folder, progress(console, "starting") as say:
+        figures = perform(plan, folder, say)
     if options.json:
         print(json.dumps(asdict(figures)))
     else:

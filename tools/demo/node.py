@@ -7,6 +7,7 @@ node benchmarks and tests/node share this one way of bringing it up and taking i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valve_tools.demo.endings import DemoError, undisturbed
 from valve_tools.emulator import node as emulated
@@ -25,10 +26,14 @@ from valve_tools.emulator.client import Emulator
 from valved.cli.client import ask, status_of
 from valved.cli.exits import NOT_RUNNING, CliError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Seen = TypeVar("Seen")
 
 PATIENCE_S = 200.0  # only ends a hung run; nothing is judged by it
 ENDING_S = 5.0
+TELL_S = 10.0
 VALVE = Path(sys.executable).parent / "valve"
 
 
@@ -48,6 +53,27 @@ def demo_folder(kept: Path | None) -> Iterator[Path]:
         if node.run_dir.exists():
             raise NodeError(f"{folder} holds an earlier run. Remove it, or take another folder")
         yield folder
+
+
+@contextlib.contextmanager
+def progress(
+    console: Console, first: str, now_s: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str], None]]:
+    """Takes texts that say how far a demo is. A terminal has a line that changes; rich writes none into a file or a
+    pipe, which gets lines, the next after TELL_S at the earliest."""
+    told_s = -math.inf
+
+    def say(text: str) -> None:
+        nonlocal told_s
+        line.update(text)
+        if not console.is_terminal and now_s() - told_s >= TELL_S:
+            told_s = now_s()
+            console.print(f"  {text}", highlight=False)
+
+    with console.status(first) as line:
+        if not console.is_terminal:
+            console.print(f"  {first}", highlight=False)
+        yield say
 
 
 class EmulatedNode:

@@ -178,8 +178,8 @@ class Channels:
         """An online process has shown an RM client: no other client that reported its channels may stop them."""
         if self._books.clients[client].role is Role.OFFLINE:
             return
-        left = self.leftovers.take_where(lambda one: one.channel.h_client == h_client)
-        self._port.enable_foreign([one.channel for one in left])
+        for left in self.leftovers.take_where(lambda one: one.channel.h_client == h_client):
+            self.leftovers.keep(left.channel, left.owner, self._port.enable_at_once(left.channel))
         for other in self.possession.owners(h_client):
             entry = self._books.clients[other]
             if entry.role is not Role.OFFLINE:

@@ -35,6 +35,7 @@ class Edges:
     _records: GateRecords
     _permits: Permits
     _stop_failed: Callable[[Stamp], None]
+    _tripped: Callable[[], None]
     _online: Mapping[ServiceId, OnlineService]
     _gpus: Mapping[GpuIndex, GpuAccount]
     least: int = LEAST  # stamps, for which the native booking is worth its begin
@@ -186,3 +187,4 @@ class Edges:
             self._permits.withdraw(online)
             self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
             self._permits.look_soon(online)
+            self._tripped()

@@ -31,8 +31,15 @@ class Enabling:
         return enabled
 
     def enable_unless_held(self, channel: ChannelRef) -> LeftOff:
+        return self._enable_left(channel, unless_held=True)
+
+    def enable_at_once(self, channel: ChannelRef) -> LeftOff:
+        return self._enable_left(channel, unless_held=False)
+
+    def _enable_left(self, channel: ChannelRef, *, unless_held: bool) -> LeftOff:
+        """The file stays for as long as something is owed: nothing else would reach the channel."""
         is_kept = self.kept.entry(channel) is not None
-        status = self._enable(channel, unless_held=True)
+        status = self._enable(channel, unless_held=unless_held)
         is_reached = status != -errno.ENODEV and (is_kept or not self._infos[channel.gpu].status)
         outcome = _left_off(status, is_reached=is_reached)
         if outcome in (LeftOff.ENABLED, LeftOff.ENDED):

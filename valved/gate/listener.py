@@ -21,6 +21,9 @@ class GateListener:
     def stop_failed(self, stamp: Stamp) -> None:
         """Offline work on this GPU may run on."""
 
+    def breaker_tripped(self) -> None:
+        """A service rests. A successor must know for how long."""
+
     def standing_changed(self) -> None:
         """Other holds than those of services and of moving memory."""
 

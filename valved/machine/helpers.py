@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from typing import Any, TypeVar, cast
 from valved.machine.callers import close_all
 
 Result = TypeVar("Result")
+
+log = logging.getLogger("valved")
 
 PATIENCE_S = 0.01  # of the loop, with a disk; online work may wait for the loop
 NO_ANSWER = "the disk does not answer"
@@ -77,8 +80,12 @@ class Helpers:
     def _serve(self) -> None:
         while True:
             job = self._work.get()
-            with contextlib.suppress(OSError):
+            try:
                 job()
+            except OSError:
+                pass
+            except Exception:  # a defect: it costs this job, not the thread, which may be the only one
+                log.exception("job failed", extra={"facts": {"thread": self._name}})
             del job
             with self._lock:
                 self._free += 1

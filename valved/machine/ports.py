@@ -236,6 +236,11 @@ class ChannelPort(Protocol):
         """The same for one whose process lives."""
         ...
 
+    def enable_at_once(self, channel: ChannelRef) -> LeftOff:
+        """The same, also while its GPU is held: its process turned out to be an online service's. HELD: the driver
+        refused, and the port tries again; it is to be asked again even so, for it keeps a file until then."""
+        ...
+
     def turned_out_on(self) -> set[ChannelRef]:
         """Of processes that left while the driver hung and live on: what counted as off and is not. Told once."""
         ...

@@ -246,6 +246,7 @@ class NodeState:
     offline_pids: tuple[int, ...] = ()
     leavers: tuple[LeaverState, ...] = ()
     unwritten: tuple[UnwrittenState, ...] = ()
+    troubles: tuple[str, ...] = ()  # what it was configured to do and could not begin, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

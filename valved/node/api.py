@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from valved.clients.consents import Consents
 from valved.clients.register import Register
@@ -37,10 +37,11 @@ class Node:
     _: KW_ONLY
     lease_ns: int
     stop: Callable[[], None]
+    troubles: list[str] = field(default_factory=list)  # that the start met, for as long as this daemon runs
 
     def status(self) -> NodeState:
         unwritten = (*self._handover.unwritten(), *self._brake.unwritten(), *self._journal.unwritten())
-        return replace(self._reporter.status(), unwritten=unwritten)
+        return replace(self._reporter.status(), unwritten=unwritten, troubles=tuple(self.troubles))
 
     def save(self, then: Callable[[bool], None]) -> None:
         """`then`, soon: whether all is in the state file that could be read here up to now."""

@@ -23,6 +23,7 @@ from valved.clients.schedules import SECOND_NS
 from valved.fds import is_scarce
 from valved.gate.freeze import Ladder
 from valved.gate.online import OnlineService
+from valved.gate.permits import GateSettings
 from valved.gate.requests import RequestTally
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
@@ -35,6 +36,7 @@ from valved.model.states import UnwrittenState
 from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
 from valved.node.snapshot import COUNTERS, Snapshots, saved_client
+from valved.policy.breaker import resumed
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
@@ -260,8 +262,7 @@ class Handover:
             self._books.drop_service(entry.id)  # its clients make it anew
             raise
         online.away = shims
-        _restore_online(online, saved, self._clock.now_ns())
-        online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
+        _restore_online(online, saved, self._clock.now_ns(), self._gating.settings)
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
         """The process whose end ends the service: the claimed one, or the first client that outlived it."""
@@ -307,7 +308,7 @@ class Handover:
             self._register.claimed.drop_if_empty(online.id)
 
 
-def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
+def _restore_online(online: OnlineService, saved: SavedService, now_ns: int, settings: GateSettings) -> None:
     for name in ("preemptions", "delay_ns", "held_ns", "unseen_ns", "freed_ns"):
         setattr(online.book, name, plausible(getattr(saved, name), LONGEST_NS))
     online.judged = online.totals()
@@ -322,6 +323,9 @@ def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> 
     if saved.cooldown is not None:
         mark_ns, age_ns, gaps = (plausible(number, LONGEST_NS) for number in saved.cooldown)
         online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)
+    online.cooldown = read_cooldown(online.cooldown_state, settings.cooldown)
+    if saved.breaker is not None:
+        online.breaker = resumed(*saved.breaker, now_ns, settings.breaker)
 
 
 def _channel(saved: SavedChannel) -> ChannelRef:

@@ -70,6 +70,9 @@ class GateNews(GateListener):
     def stop_failed(self, stamp: Stamp) -> None:
         self._ladder.gate_failed(stamp)
 
+    def breaker_tripped(self) -> None:
+        self._handover.save_soon()
+
     def standing_changed(self) -> None:
         self._channels.lease.refresh()
 

@@ -165,6 +165,7 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
     return msgspec.structs.replace(
         saved,
         cooldown=(mark.mark_ns, mark.age_ns, mark.gaps),
+        breaker=(online.breaker.open_until_ns, online.breaker.trips),
         preemptions=online.book.preemptions,
         delay_ns=online.book.delay_ns,
         held_ns=online.hold_ns(now_ns),

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from valved.policy.cooldown import SECOND
 
+MOST_TRIPS = 16  # no further one makes a rest longer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
@@ -86,7 +88,7 @@ def step_breaker(
     is_open = now_ns < state.open_until_ns
     tripped = not is_open and whole.gates >= settings.least_gates and share > settings.budget_share
     if tripped:
-        rest_ns = settings.rest_ns * min(1 << min(state.trips, 16), settings.rest_most)
+        rest_ns = settings.rest_ns * min(1 << min(state.trips, MOST_TRIPS), settings.rest_most)
         state = BreakerState(since_ns=now_ns, trips=state.trips + 1, open_until_ns=now_ns + rest_ns)
     decision = BreakerDecision(
         is_open=is_open or tripped,
@@ -96,6 +98,14 @@ def step_breaker(
         open_until_ns=state.open_until_ns if is_open or tripped else 0,
     )
     return state, decision
+
+
+def resumed(open_until_ns: int, trips: int, now_ns: int, settings: BreakerSettings) -> BreakerState:
+    """That of a predecessor. Whatever its file says: no rest is longer than the longest one that begins now."""
+    latest_ns = now_ns + settings.rest_most * settings.rest_ns
+    return BreakerState(
+        since_ns=now_ns, trips=min(max(trips, 0), MOST_TRIPS), open_until_ns=min(max(open_until_ns, 0), latest_ns)
+    )
 
 
 def _forget(state: BreakerState, now_ns: int, settings: BreakerSettings) -> BreakerState:

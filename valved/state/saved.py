@@ -74,6 +74,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     cgroup: str = ""
     gpus: list[int] = []
     cooldown: tuple[int, int, int] | None = None  # mark_ns, age_ns, gaps
+    breaker: tuple[int, int] | None = None  # until when it is open (CLOCK_MONOTONIC, ns; 0: never was), trips
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0

@@ -106,6 +106,7 @@ class FakeGate:
         self.foreign_enabled = []
         self.switches_all = False  # of a client that had stopped itself
         self.out_of_reach = False  # it can enable no leftover
+        self.refuses = False  # the driver, to enable one at once
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps, self.lost = [], 0
         self.closed = False
@@ -383,6 +384,11 @@ class FakeGate:
 
     def enable_unless_held(self, channel):
         if self.out_of_reach or self._is_held(channel.gpu):
+            return LeftOff.OUT_OF_REACH if self.out_of_reach else LeftOff.HELD
+        return LeftOff.ENABLED if self.enable_foreign([channel]) else LeftOff.ENDED
+
+    def enable_at_once(self, channel):
+        if self.out_of_reach or self.refuses:
             return LeftOff.OUT_OF_REACH if self.out_of_reach else LeftOff.HELD
         return LeftOff.ENABLED if self.enable_foreign([channel]) else LeftOff.ENDED
 

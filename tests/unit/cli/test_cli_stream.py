@@ -1,11 +1,17 @@
-"""How the stream of events is left."""
+"""How the stream of events is left, and how a command ends that valved does not answer."""
 
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
+import pytest
 
 from valved.cli import stream
+from valved.cli.client import DEADLINE_S, explain_error
+
+MANUAL = Path(__file__).resolve().parents[3] / "docs/cli.md"
 
 
 def test_who_ends_following_never_waits_for_a_question_that_is_asked_just_then(monkeypatch):
@@ -37,3 +43,18 @@ def test_who_ends_following_never_waits_for_a_question_that_is_asked_just_then(m
         about_to_ask.wait()
 
     assert is_cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, f"does not answer within {DEADLINE_S:g} s"),
+        (grpc.StatusCode.UNAVAILABLE, "no valved runs"),
+    ],
+)
+def test_no_exit_code_of_a_command_that_is_not_answered_is_missing_in_the_manual(tmp_path, code, words):
+    """The table named no code for a valved that hangs, and one for "no valved answers" that it does not get."""
+    error = SimpleNamespace(code=lambda: code, trailing_metadata=lambda: (), details=lambda: "")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", MANUAL.read_text(), re.MULTILINE))
+
+    assert words in rows[str(explain_error(error, tmp_path).code)]
