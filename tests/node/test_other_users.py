@@ -19,7 +19,7 @@ NOBODY = 65534
 
 # The interpreter may lie where only root can read: one command as root loads what there is to load.
 COMMAND = """
-import contextlib, email.parser, functools, importlib.metadata, io, os, sys
+import contextlib, email.parser, encodings.ascii, functools, importlib.metadata, io, os, sys
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 import valved.cli.main as cli
