@@ -161,6 +161,10 @@ class GateService:
         self.drain()
         return any(self.gpus[gpu].holders for gpu in gpus)
 
+    def may_be_off(self, gpus: Iterable[GpuIndex]) -> bool:
+        """Offline channels are off on one of these, or will be, or are not all on again."""
+        return any(self.is_held((gpu,)) or self._gate.is_gated(gpu) for gpu in gpus)
+
     def may_let(self, gpus: Iterable[GpuIndex]) -> bool:
         """Something is stopped here, and by online services alone: no brake, no guard, no mapping under the gate."""
         return any(map(self.is_stopped, gpus)) and all(self.gpus[gpu].holders <= self.online.keys() for gpu in gpus)

@@ -108,8 +108,16 @@ class GateNews(GateListener):
 
 class ClientsNews(ClientsListener):
     def __init__(
-        self, handover: Handover, node: Node, journal: Journal, run_dir: Path, files: PromptPort, kv: Kv | None
+        self,
+        handover: Handover,
+        node: Node,
+        journal: Journal,
+        run_dir: Path,
+        files: PromptPort,
+        kv: Kv | None,
+        ladder: Ladder,
     ) -> None:
+        self._ladder = ladder
         self._files = files
         self._taken: dict[str, PendingClaim] = {}  # whose files stay until the state file has the claims
         self._handover = handover
@@ -128,6 +136,9 @@ class ClientsNews(ClientsListener):
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         if self._kv is not None:
             self._kv.client_left(entry, is_dead=is_dead)
+
+    def client_ends(self, entry: ClientEntry, number: int) -> None:
+        self._ladder.let_end(entry, f"signal {number} ends it")
 
     def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
         if self._kv is not None:
