@@ -19,6 +19,7 @@ from scarce import left, opened
 from valved.abi.link import (
     Ack,
     Channel,
+    EndingMessage,
     Hello,
     LinkType,
     RefusedMessage,
@@ -393,6 +394,19 @@ def test_a_hello_never_counts_for_another_process_than_sent_it(server):
 
     assert is_closed(sock)
     assert not server.world.books.clients
+
+
+def test_a_child_with_the_link_never_ends_its_parent(server):
+    sock, _, _ = server.welcome()
+    if os.fork() == 0:
+        say(sock, LinkType.ENDING, EndingMessage(signal=15))
+        os._exit(0)
+    os.wait()
+    show_rm_client(sock)
+
+    packet, _ = hear(sock)
+
+    assert (packet.type, packet.seq) == (LinkType.ACK, 4)
 
 
 def test_a_burst_of_orders_never_costs_a_peer_its_link(server):

@@ -77,12 +77,12 @@ static void tell(int link, int number)
 }
 
 /* A lock that this very thread has is no danger: the session puts no other file under the number meanwhile. */
-static void try_to_tell(int link, int number, int look)
+static void try_to_tell(int link, bool is_borrowed, int number, int look)
 {
 	uint32_t free = 0;
 	bool is_ours = swap_if(&valve_shim.link_lock.word, &free, 1);
 
-	if ((is_ours || look >= TRIES) && valve_own_has(link))
+	if ((is_ours || look >= TRIES) && (is_borrowed || valve_own_has(link)))
 		tell(link, number);
 	if (is_ours)
 		valve_unlock(&valve_shim.link_lock);
@@ -97,7 +97,7 @@ static void wait_for_valved(int number)
 
 	for (int look = 0; link.fd >= 0 && look < LOOKS; look++) {
 		if (is_teller && !load_acquire(&ending.seq))
-			try_to_tell(link.fd, number, look);
+			try_to_tell(link.fd, is_borrowed, number, look);
 		if (is_refused(syscall(SYS_poll, &link, 1, LOOK_MS)))
 			sleep_ns(LOOK_MS * 1000000u);
 		if (link.revents || load_acquire(&ending.answered) || !valve_is_linked() ||
