@@ -35,7 +35,7 @@ static const int numbers[] = {SIGTERM, SIGINT, SIGHUP};
 static struct {
 	uint64_t looked_ns; /* the session's thread alone */
 	bool has_channels;  /* likewise */
-	uint32_t told;      /* one thread tells valved */
+	uint32_t begun;     /* by the thread that tells valved */
 	uint32_t seq;       /* of that request, 0: not sent */
 	uint32_t answered;
 } ending;
@@ -89,10 +89,10 @@ static void try_to_tell(int link, bool is_borrowed, int number, int look)
 }
 
 /* Ends with the link, whose end the kernel shows as POLLHUP. */
-static void wait_for_valved(int number)
+static void wait_for_valved(int number, bool is_teller)
 {
-	uint32_t generation = load_relaxed(&valve_shim.link_generation), nobody = 0;
-	bool is_teller = swap_if(&ending.told, &nobody, 1), is_borrowed;
+	uint32_t generation = load_relaxed(&valve_shim.link_generation);
+	bool is_borrowed;
 	struct pollfd link = {.fd = valve_own_borrow(VALVE_OWN_LINK, &is_borrowed)};
 
 	for (int look = 0; link.fd >= 0 && look < LOOKS; look++) {
@@ -108,10 +108,15 @@ static void wait_for_valved(int number)
 
 static void leave(int number)
 {
+	uint32_t nobody = 0;
 	int saved_errno = errno;
 
-	if (!valve_is_child() && may_tell())
-		wait_for_valved(number);
+	if (!valve_is_child()) {
+		bool is_teller = swap_if(&ending.begun, &nobody, 1);
+
+		if (may_tell())
+			wait_for_valved(number, is_teller);
+	}
 	die(number);
 	errno = saved_errno;
 }
@@ -162,7 +167,7 @@ void valve_ending_watch(void)
 {
 	uint64_t now = now_ns();
 
-	if (!may_tell() || valve_shim.pid == 1 || now - ending.looked_ns < AGAIN_NS)
+	if (!may_tell() || load_acquire(&ending.begun) || valve_shim.pid == 1 || now - ending.looked_ns < AGAIN_NS)
 		return;
 	if (!ending.has_channels && !valve_capture_has_channels())
 		return;
