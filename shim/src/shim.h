@@ -212,9 +212,9 @@ uint64_t valve_until_rest_ns(uint64_t most_ns);
 void valve_until_check(bool released, bool *stopped);
 
 /* link/ending.c */
-void valve_ending_watch(void);         /* the session's thread, again and again */
+void valve_ending_watch(void);          /* the session's thread, again and again */
 void valve_ending_answer(uint32_t seq); /* valved has answered that request */
-void valve_ending_reset(void);         /* in a forked child */
+void valve_ending_reset(void);          /* in a forked child */
 
 /* link/orphan.c */
 void valve_orphan_check(uint64_t lost_ns);

@@ -62,8 +62,7 @@ static void die(int number)
 
 static bool may_tell(void)
 {
-	return valve_is_linked() && valve_is_offline() &&
-	       (valve_shim.daemon_features & VALVE_FEATURE_ENDING);
+	return valve_is_linked() && valve_is_offline() && (valve_shim.daemon_features & VALVE_FEATURE_ENDING);
 }
 
 static void tell(int link, int number)
@@ -154,8 +153,7 @@ static void take(int number)
 
 	if (!is_default(number) || sigaction(number, &next, &taken))
 		return;
-	while ((taken.sa_flags & SA_SIGINFO) ||
-	       (taken.sa_handler != SIG_DFL && taken.sa_handler != leave)) {
+	while ((taken.sa_flags & SA_SIGINFO) || (taken.sa_handler != SIG_DFL && taken.sa_handler != leave)) {
 		next = taken;
 		if (sigaction(number, &next, &taken))
 			return;
@@ -167,7 +165,8 @@ void valve_ending_watch(void)
 {
 	uint64_t now = now_ns();
 
-	if (!may_tell() || load_acquire(&ending.begun) || valve_shim.pid == 1 || now - ending.looked_ns < AGAIN_NS)
+	if (!may_tell() || load_acquire(&ending.begun) || valve_shim.pid == 1 ||
+	    now - ending.looked_ns < AGAIN_NS)
 		return;
 	if (!ending.has_channels && !valve_capture_has_channels())
 		return;
