@@ -1,5 +1,5 @@
-"""A signal that a job does not handle ends it only once valved has its channels on; and nothing else about signals changes
-for the program."""
+"""A signal that a job does not handle ends it only once valved has its channels on; and nothing else about signals
+changes for the program."""
 
 from __future__ import annotations
 

@@ -12,7 +12,19 @@ import errno
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
+from valved.abi.link import (
+    Ack,
+    Body,
+    Channel,
+    EndingMessage,
+    LinkType,
+    Malformed,
+    Note,
+    NoteMessage,
+    Packet,
+    RmClient,
+    Schedule,
+)
 from valved.clients.lease import LeaseFlags
 from valved.clients.leftovers import Leftovers
 from valved.clients.possession import Possession
@@ -93,6 +105,10 @@ class Channels:
                 self.schedules.wait(entry, packet.seq, body)
             case Schedule():
                 self._schedule_done(entry, body)
+            case EndingMessage() if entry.role is Role.OFFLINE and self._gating.may_be_off(entry.gpus()):
+                self._gating.listener.client_ends(entry, body.signal)
+            case EndingMessage():
+                self._ack(entry.id, packet.seq)
             case NoteMessage():
                 self._note(entry, body)
             case _:

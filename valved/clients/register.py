@@ -12,9 +12,7 @@ from valve_abi import CONTROL_BYTES, REGION_BYTES
 
 from valved.abi.link import (
     ABI,
-    Ack,
     Body,
-    EndingMessage,
     Feature,
     Hello,
     LinkType,
@@ -74,9 +72,6 @@ class ClientsListener:
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         """It is in no book any more."""
-
-    def client_ends(self, entry: ClientEntry, number: int) -> None:
-        """A signal has come that ends this offline process, and some of its channels may be off."""
 
     def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
         """A message about KV memory. A handler that keeps a descriptor takes it off the list."""
@@ -301,18 +296,10 @@ class Register:
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
         """A message of a welcomed client. The caller closes the descriptors that the handler leaves on the list."""
-        if isinstance(packet.body, EndingMessage):
-            self._ends(self._books.clients[client], packet.seq, packet.body.signal)
-        elif packet.type < LinkType.KV_RANGE:
+        if packet.type < LinkType.KV_RANGE:
             self.channels.handle(client, packet, fds)
         else:
             self.listener.kv_packet(self._books.clients[client], packet, fds)
-
-    def _ends(self, entry: ClientEntry, seq: int, number: int) -> None:
-        if entry.role is Role.OFFLINE and self._gating.may_be_off(entry.gpus()):
-            self.listener.client_ends(entry, number)
-        else:
-            self.send(entry.id, LinkType.ACK, Ack(), seq)
 
     def send(
         self,

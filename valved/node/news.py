@@ -83,6 +83,9 @@ class GateNews(GateListener):
     def places_changed(self) -> None:
         self._granting.refresh()
 
+    def client_ends(self, client: ClientEntry, number: int) -> None:
+        self._ladder.let_end(client, f"signal {number} ends it")
+
     def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
         self._granting.channel_came(client, channel)
 
@@ -108,16 +111,8 @@ class GateNews(GateListener):
 
 class ClientsNews(ClientsListener):
     def __init__(
-        self,
-        handover: Handover,
-        node: Node,
-        journal: Journal,
-        run_dir: Path,
-        files: PromptPort,
-        kv: Kv | None,
-        ladder: Ladder,
+        self, handover: Handover, node: Node, journal: Journal, run_dir: Path, files: PromptPort, kv: Kv | None
     ) -> None:
-        self._ladder = ladder
         self._files = files
         self._taken: dict[str, PendingClaim] = {}  # whose files stay until the state file has the claims
         self._handover = handover
@@ -136,9 +131,6 @@ class ClientsNews(ClientsListener):
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         if self._kv is not None:
             self._kv.client_left(entry, is_dead=is_dead)
-
-    def client_ends(self, entry: ClientEntry, number: int) -> None:
-        self._ladder.let_end(entry, f"signal {number} ends it")
 
     def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
         if self._kv is not None:
