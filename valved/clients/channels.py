@@ -105,10 +105,8 @@ class Channels:
                 self.schedules.wait(entry, packet.seq, body)
             case Schedule():
                 self._schedule_done(entry, body)
-            case EndingMessage() if entry.role is Role.OFFLINE and self._gating.may_be_off(entry.gpus()):
-                self._gating.listener.client_ends(entry, body.signal)
             case EndingMessage():
-                self._ack(entry.id, packet.seq)
+                self._gating.client_ends(entry, body.signal, lambda: self._ack(entry.id, packet.seq))
             case NoteMessage():
                 self._note(entry, body)
             case _:
