@@ -25,6 +25,9 @@
  *   SCHEDULE_DONE             ->    that ioctl came back: it may have enabled channels after a gate that fell in
  *                                   between, so valved gates them again. No answer. Only sent to a daemon that
  *                                   announces VALVE_FEATURE_SCHEDULE_DONE
+ *   ENDING                    ->    offline, to a daemon that announces VALVE_FEATURE_ENDING: a signal has come that ends
+ *                                   this process, and one thread of it waits. What comes first lets it: ACK, no channel
+ *                                   is off; or the end of the link, all are on and valved has no part in them any more
  *
  * KV memory (kv.h), between peers that both announce VALVE_FEATURE_MEMORY
  *   KV_RANGE                  ->    shim: an address range was reserved. ACK comes when it is backed: in whole, or,
@@ -103,6 +106,7 @@ enum valve_link_type {
 	VALVE_LINK_SCHEDULE_WAIT = 8,
 	VALVE_LINK_NOTE = 9, /* one-way: something the operator should know (enum valve_note) */
 	VALVE_LINK_SCHEDULE_DONE = 10,
+	VALVE_LINK_ENDING = 11,
 	VALVE_LINK_KV_RANGE = 16,
 	VALVE_LINK_KV_RANGE_DEL = 17,
 	VALVE_LINK_KV_HELD = 18,
@@ -212,6 +216,12 @@ struct valve_link_schedule {
 	struct valve_link_header header;
 	uint32_t h_client; /* 0: all of the process (VALVE_FEATURE_KEEP_STOP) */
 	uint32_t h_object; /* TSG or channel that the application schedules */
+};
+
+struct valve_link_ending {
+	struct valve_link_header header;
+	uint32_t signal; /* for people */
+	uint32_t pad0;
 };
 
 struct valve_link_note {
@@ -345,6 +355,7 @@ VALVE_SIZE(valve_link_ack, 32);
 VALVE_SIZE(valve_link_rm_client, 64);
 VALVE_SIZE(valve_link_channel, 72);
 VALVE_SIZE(valve_link_schedule, 32);
+VALVE_SIZE(valve_link_ending, 32);
 VALVE_SIZE(valve_link_note, 136);
 VALVE_SIZE(valve_link_kv_range, 80);
 VALVE_SIZE(valve_link_kv_span, 48);

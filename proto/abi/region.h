@@ -55,6 +55,7 @@ enum valve_feature {
 	VALVE_FEATURE_KV_RUNS = 1u << 13, /* KV_RUNS: one order for all ranges of a process on a GPU */
 	VALVE_FEATURE_GRANT = 1u << 10,   /* granted time: an offline client stops itself at run_until_ns */
 	VALVE_FEATURE_FETCH = 1u << 15,   /* daemon: fetches descriptors that are lent by number (link.h) */
+	VALVE_FEATURE_ENDING = 1u << 16,  /* daemon: an offline client says ENDING before a signal ends it */
 	VALVE_FEATURE_KEEP = 1u << 14,    /* an offline client allocates nothing that keep_bytes needs */
 };
 

@@ -174,6 +174,7 @@ bool valve_is_secure(void);
 /* hooks/child.c */
 void valve_after_fork(void); /* in the child */
 void valve_heed_child(void); /* the same, where no handler of ours ran */
+bool valve_is_child(void);   /* also of vfork(). Asks nothing that a signal handler may not */
 bool valve_begin_process(
         void); /* before the driver's file is watched; false: a vfork child, whose memory is not its own */
 
@@ -209,6 +210,11 @@ bool valve_until_stands(void);
 void valve_until_forget(void);
 uint64_t valve_until_rest_ns(uint64_t most_ns);
 void valve_until_check(bool released, bool *stopped);
+
+/* link/ending.c */
+void valve_ending_watch(void);          /* the session's thread, again and again */
+void valve_ending_answer(uint32_t seq); /* valved has answered that request */
+void valve_ending_reset(void);          /* in a forked child */
 
 /* link/orphan.c */
 void valve_orphan_check(uint64_t lost_ns);

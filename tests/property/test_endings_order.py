@@ -102,6 +102,12 @@ class AnyOrder(RuleBasedStateMachine):
         for client in self.clients(Role.OFFLINE)[which : which + 1]:
             self.world.ladder.end(client, "it broke a promise")
 
+    @rule(which=PICK)
+    def a_signal_ends_it(self, which: int) -> None:
+        """One that may outstay its leave: `die` is another rule."""
+        for client in self.clients(Role.OFFLINE)[which : which + 1]:
+            self.world.say_ending(client)
+
     @rule(is_scarce=st.booleans())
     def descriptors(self, is_scarce: bool) -> None:
         self.world.is_scarce = is_scarce

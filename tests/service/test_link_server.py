@@ -19,6 +19,7 @@ from scarce import left, opened
 from valved.abi.link import (
     Ack,
     Channel,
+    EndingMessage,
     Hello,
     LinkType,
     RefusedMessage,
@@ -393,6 +394,18 @@ def test_a_hello_never_counts_for_another_process_than_sent_it(server):
 
     assert is_closed(sock)
     assert not server.world.books.clients
+
+
+def test_a_child_with_the_link_never_ends_its_parent(server):
+    sock, _, _ = server.welcome()
+    if os.fork() == 0:
+        sock.send(build(LinkType.ENDING, EndingMessage(signal=15), seq=3, sent_ns=0))
+        os._exit(0)
+    os.wait()
+
+    say(sock, LinkType.ENDING, EndingMessage(signal=15))
+
+    assert [hear(sock)[0].seq] == [7], "what the child said has no answer"
 
 
 def test_a_burst_of_orders_never_costs_a_peer_its_link(server):

@@ -40,6 +40,21 @@ def test_offline_dies_at_any_moment_and_online_gets_its_memory(world, moment_us)
 
 
 @pytest.mark.parametrize("moment_us", MOMENTS_US)
+def test_a_signal_that_ends_offline_at_any_moment_never_costs_online_its_memory(world, moment_us):
+    offline, online = under_pressure(world)
+    world.clock.advance(moment_us * 1000)
+
+    world.say_ending(offline.shim.client)
+    world.run(10)
+    offline.shim.die()
+    world.run(3000)
+
+    assert len(online.backed()) >= 40
+    assert not world.gate.off
+    assert not world.ladder.standing()
+
+
+@pytest.mark.parametrize("moment_us", MOMENTS_US)
 def test_online_dies_at_any_moment_and_offline_gets_its_memory_back(world, moment_us):
     offline, online = under_pressure(world)
     world.clock.advance(moment_us * 1000)

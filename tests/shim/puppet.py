@@ -9,7 +9,9 @@ import ctypes
 import json
 import os
 import queue
+import signal
 import struct
+import subprocess
 import sys
 import threading
 
@@ -33,6 +35,7 @@ def block(data):
 class Commands:
     def __init__(self):
         self.cuda = None
+        self.heard = []
 
     def load(self, path="libcuda.so.1", mode=0):
         self.cuda = ctypes.CDLL(path, mode=mode)
@@ -284,13 +287,45 @@ class Commands:
         self.told.put((name, arguments, named))
         return self.answers.get()
 
-    def fork_idle(self):
+    def wait_for(self, pid):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def fork_idle(self, how="fork"):
         """A child that stays; returns its pid."""
-        pid = os.fork()
+        pid = os.fork() if how == "fork" else LIBC.syscall(57)
         if pid == 0:
             while True:
                 threading.Event().wait()
         return pid
+
+    def handle(self, number, how):
+        """By Python, as most programs do. Returns what was there before, as Python knows it."""
+        before = signal.signal(number, {"default": signal.SIG_DFL, "handler": self._heard}[how])
+        return getattr(before, "name", "handler")
+
+    def handled(self, number):
+        return getattr(signal.getsignal(number), "name", "handler")
+
+    def _heard(self, number, frame):
+        self.heard.append(number)
+
+    def has_heard(self):
+        return self.heard
+
+    def raise_signal(self, number):
+        signal.raise_signal(number)
+
+    def block_and_wait_for(self, number):
+        """Blocked in this thread, and in those that it makes; takes the signal from the queue."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        print('"blocked"', flush=True)
+        return signal.sigwait({number})
+
+    def spawn_idle(self, way):
+        """Another program that stays; returns its pid."""
+        if way == "posix_spawn":
+            return os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
+        return subprocess.Popen(["sleep", "1000"], close_fds=way == "vfork").pid
 
     def fork_many(self, count):
         """Children that open the driver and end, one after another."""
@@ -308,8 +343,6 @@ class Commands:
         return [os.getpid(), self.stub("launches")]
 
     def spawn(self, *command):
-        import subprocess
-
         return subprocess.run(command, check=False, capture_output=True, text=True).stdout
 
 

@@ -126,6 +126,7 @@ BODIES |= {
         kv_link.KvScratch, gpu_uuid=uuids, device_instance=u32, place=u32, base=u64, bytes=u64
     ),
 }
+BODIES[LinkType.ENDING] = st.builds(link.EndingMessage, signal=u32)
 BODIES[LinkType.CHANNEL_DEL] = BODIES[LinkType.CHANNEL_ADD]
 BODIES[LinkType.SCHEDULE_DONE] = BODIES[LinkType.SCHEDULE_WAIT]
 messages = st.sampled_from(sorted(BODIES)).flatmap(lambda kind: st.tuples(st.just(kind), BODIES[kind]))

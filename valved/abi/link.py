@@ -95,6 +95,11 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndingMessage:
+    signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteMessage:
     code: int
     h_client: int
@@ -161,6 +166,7 @@ CODECS: dict[LinkType, Codec] = {
     LinkType.SCHEDULE_WAIT: Plain(Schedule, valve_abi.LINK_SCHEDULE),
     LinkType.NOTE: Plain(NoteMessage, valve_abi.LINK_NOTE),
     LinkType.SCHEDULE_DONE: Plain(Schedule, valve_abi.LINK_SCHEDULE),
+    LinkType.ENDING: Plain(EndingMessage, valve_abi.LINK_ENDING),
     LinkType.KV_RANGE: kv_link.RANGE,
     LinkType.KV_RANGE_DEL: kv_link.SPAN,
     LinkType.KV_HELD: kv_link.ENTRIES,

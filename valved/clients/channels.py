@@ -12,7 +12,19 @@ import errno
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
+from valved.abi.link import (
+    Ack,
+    Body,
+    Channel,
+    EndingMessage,
+    LinkType,
+    Malformed,
+    Note,
+    NoteMessage,
+    Packet,
+    RmClient,
+    Schedule,
+)
 from valved.clients.lease import LeaseFlags
 from valved.clients.leftovers import Leftovers
 from valved.clients.possession import Possession
@@ -93,6 +105,8 @@ class Channels:
                 self.schedules.wait(entry, packet.seq, body)
             case Schedule():
                 self._schedule_done(entry, body)
+            case EndingMessage():
+                self._gating.client_ends(entry, body.signal, lambda: self._ack(entry.id, packet.seq))
             case NoteMessage():
                 self._note(entry, body)
             case _:

@@ -52,6 +52,7 @@ DAEMON_FEATURES = (
     | Feature.SCHEDULE_DONE
     | Feature.PLAIN_COUNT
     | Feature.KEEP_STOP
+    | Feature.ENDING
 )
 
 

@@ -61,6 +61,7 @@ FROM_CLIENT = frozenset(
         LinkType.CHANNEL_DEL,
         LinkType.SCHEDULE_WAIT,
         LinkType.SCHEDULE_DONE,
+        LinkType.ENDING,
         LinkType.NOTE,
         LinkType.KV_RANGE,
         LinkType.KV_RANGE_DEL,
@@ -292,6 +293,8 @@ class LinkServer:
             return
         if packet.type not in FROM_CLIENT:
             raise Malformed(f"{packet.type.name} from a client")
+        if packet.type is LinkType.ENDING and peer.sender != peer.pid:
+            return  # a child that has inherited the link, or whom it was passed to: it ends nobody but itself
         began_ns = time.monotonic_ns()
         self._register.handle(peer.client, packet, fds)
         if packet.type < LinkType.KV_RANGE:  # online work may wait for what KV messages say

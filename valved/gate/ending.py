@@ -4,6 +4,9 @@ that online work needs.
 A process is stopped first, and its channels are on only once it stands: else it would run with them. One that cannot
 be signalled stays held. The state file names a process before it gets its stop signal: if valved is killed in between,
 only a successor lets it go, or ends it.
+
+One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
+with the status of its signal. If it is still here soon after, it is killed as others are.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ AGAIN_NS = SECOND_NS // 10  # where it cannot be sent
 LOOK_SHARE = (
     4  # a look reads the threads of a process, and how many it has is its choice: a quarter of the loop at most
 )
+BY_ITSELF_NS = SECOND_NS // 50  # it runs beside online work, and where it is honest it needs a millisecond
 KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 
 
@@ -36,6 +40,7 @@ class _End:
     reason: str
     facts: dict[str, Any]  # which process it is, for the event
     is_final: bool  # else a drain that is taken back lets it go
+    by_itself: bool  # it ends once it is let go
     until_ns: int = 0
 
 
@@ -72,14 +77,16 @@ class Endings:
         """Processes that a successor has to let go."""
         return {process for process, end in self._under_way.items() if not end.is_final}
 
-    def begin(self, process: ProcessId, reason: str, *, is_final: bool = False, **facts: Any) -> None:
+    def begin(
+        self, process: ProcessId, reason: str, *, is_final: bool = False, by_itself: bool = False, **facts: Any
+    ) -> None:
         """Safe to call again."""
         if process in self._signals.waiting(signal.SIGKILL):
             return
         if known := self._under_way.get(process):
             known.is_final |= is_final
             return
-        self._under_way[process] = _End(reason, facts, is_final)
+        self._under_way[process] = _End(reason, facts, is_final, by_itself)
         self._fresh.append(process)
         if len(self._fresh) == 1:
             self._clock.call_at_ns(self._clock.now_ns(), self._stop_fresh)
@@ -139,5 +146,20 @@ class Endings:
         try:
             self._let_die(process)
         finally:  # it stands, and is in no book by which valved would end it later
-            if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
+            if end.by_itself:
+                self._let_end(process, end)
+            elif self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
                 self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)
+
+    def _let_end(self, process: ProcessId, end: _End) -> None:
+        self._under_way[process] = end
+        self._signals.send(process, signal.SIGCONT)
+        self._clock.call_at_ns(self._clock.now_ns() + BY_ITSELF_NS, partial(self._has_ended, process, end))
+
+    def _has_ended(self, process: ProcessId, end: _End) -> None:
+        """Else from the start: it may have come back meanwhile, with channels that are off."""
+        if self._under_way.get(process) is not end:
+            return
+        del self._under_way[process]
+        if not self._processes.is_ending(process.pid, process.start_time):
+            self.begin(process, end.reason, is_final=True, **end.facts)

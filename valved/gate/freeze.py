@@ -203,10 +203,14 @@ class Ladder:
         if entry := self._books.clients.get(client):
             self._end(entry, reason)
 
-    def _end(self, entry: ClientEntry, reason: str) -> None:
+    def let_end(self, entry: ClientEntry, reason: str) -> None:
+        """It ends by itself, as soon as its channels are on."""
+        self._end(entry, reason, by_itself=True)
+
+    def _end(self, entry: ClientEntry, reason: str, *, by_itself: bool = False) -> None:
         if entry.id in self._frozen:
             self._forget(entry.id)
-        self._endings.begin(entry.process, reason, is_final=True, **_facts(entry))
+        self._endings.begin(entry.process, reason, is_final=True, by_itself=by_itself, **_facts(entry))
 
     def _forget(self, client: ClientId) -> None:
         timer = self._frozen.pop(client).timer

@@ -33,6 +33,9 @@ class GateListener:
     def places_changed(self) -> None:
         """An offline process uses another set of GPUs, or is never stopped. As early."""
 
+    def client_ends(self, client: ClientEntry, number: int) -> None:
+        """A signal has come that ends this offline process, and some of its channels may be off."""
+
     def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
         """One of an offline process more, on a GPU where it has others. Before it is answered."""
 

@@ -162,6 +162,14 @@ class GateService:
         self.drain()
         return any(self.gpus[gpu].holders for gpu in gpus)
 
+    def client_ends(self, client: ClientEntry, number: int, then: Callable[[], None]) -> None:
+        """A signal ends it: `then`, unless channels of it are off, or will be, or are not all on again."""
+        may_be_off = any(self.is_held((gpu,)) or self._gate.is_gated(gpu) for gpu in client.gpus())
+        if client.role is Role.OFFLINE and may_be_off:
+            self.listener.client_ends(client, number)
+        else:
+            then()
+
     def may_let(self, gpus: Iterable[GpuIndex]) -> bool:
         """Something is stopped here, and by online services alone: no brake, no guard, no mapping under the gate."""
         return any(map(self.is_stopped, gpus)) and all(self.gpus[gpu].holders <= self.online.keys() for gpu in gpus)

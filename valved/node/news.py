@@ -86,6 +86,9 @@ class GateNews(GateListener):
     def places_changed(self) -> None:
         self._granting.refresh()
 
+    def client_ends(self, client: ClientEntry, number: int) -> None:
+        self._ladder.let_end(client, f"signal {number} ends it")
+
     def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
         self._granting.channel_came(client, channel)
 

@@ -29,6 +29,7 @@ static void reset(void)
 	valve_hint_reset_child();
 	valve_memory_reset();
 	valve_note_reset();
+	valve_ending_reset();
 	valve_say_reset_child();
 	if (what_we_are)
 		store_release(what_we_are, SELF);
@@ -53,6 +54,12 @@ void valve_heed_child(void)
 		reset();
 	while (load_acquire(what_we_are) != SELF)
 		syscall(SYS_sched_yield); /* another thread of the child is at it */
+}
+
+bool valve_is_child(void)
+{
+	return (what_we_are && load_acquire(what_we_are) != SELF) ||
+	       valve_shim.pid != (uint32_t)syscall(SYS_getpid);
 }
 
 bool valve_begin_process(void)

@@ -237,6 +237,7 @@ static int take_ack(const struct valve_link_ack *ack, int length)
 		store_relaxed(&valve_shim.daemon_features,
 		              valve_shim.daemon_features & ~(uint32_t)VALVE_FEATURE_FETCH);
 	valve_link_answer(ack->header.seq, 1, ack->status);
+	valve_ending_answer(ack->header.seq);
 	return 0;
 }
 

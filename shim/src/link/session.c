@@ -424,6 +424,7 @@ void *valve_keep(void *unused)
 		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF) {
 			check_lease();
 			try_again();
+			valve_ending_watch();
 		}
 	}
 	return NULL;
@@ -458,10 +459,8 @@ void valve_register(void)
 	session.lost_ns = now_ns();
 	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
 	session.linked_ns = err ? 0 : now_ns();
-	if (!err)
-		store_release(&valve_shim.state, VALVE_STATE_LINKED);
-	else if (err == VALVE_LINK_NEVER)
-		store_release(&valve_shim.state, VALVE_STATE_OFF);
+	if (!err || err == VALVE_LINK_NEVER)
+		store_release(&valve_shim.state, err ? VALVE_STATE_OFF : VALVE_STATE_LINKED);
 	if (err && is_offline_wish && valve_settings.is_required)
 		refuse_to_run();
 	if (valve_settings.names_mps)

@@ -26,6 +26,7 @@ from valved.machine.helpers import Closer
 MAGIC, ABI = 0x4B4E4C56, 1
 HEADER = struct.Struct("<IHHIIQ")
 HELLO, WELCOME, REFUSED, ACK, RM_CLIENT, CHANNEL_ADD, CHANNEL_DEL, SCHEDULE_WAIT, NOTE, SCHEDULE_DONE = range(1, 11)
+ENDING = 11
 KV_RANGE, KV_RANGE_DEL, KV_HELD, KV_PIN, KV_ORDER, KV_DONE, KV_LAYOUT, KV_ATTACH, KV_TABLE, KV_NEED = range(16, 26)
 KV_SCRATCH, KV_STEP, KV_RUNS = 26, 27, 28
 NAMES = {
@@ -36,6 +37,7 @@ NAMES = {
     SCHEDULE_WAIT: "SCHEDULE_WAIT",
     NOTE: "NOTE",
     SCHEDULE_DONE: "SCHEDULE_DONE",
+    ENDING: "ENDING",
     KV_RANGE: "KV_RANGE",
     KV_RANGE_DEL: "KV_RANGE_DEL",
     KV_HELD: "KV_HELD",
@@ -55,6 +57,7 @@ BODIES = {
     SCHEDULE_WAIT: struct.Struct("<II"),
     NOTE: struct.Struct("<IIII96s"),
     SCHEDULE_DONE: struct.Struct("<II"),
+    ENDING: struct.Struct("<II"),
     KV_RANGE: struct.Struct("<16sIIQQIIII"),
     KV_RANGE_DEL: struct.Struct("<IIQQ"),
     KV_HELD: struct.Struct("<QIHHII1024s"),
@@ -74,6 +77,7 @@ FIELDS = {
     SCHEDULE_WAIT: "h_client h_object",
     NOTE: "code h_client h_channel pad0 text",
     SCHEDULE_DONE: "h_client h_object",
+    ENDING: "signal pad0",
     KV_RANGE: "gpu_uuid device_instance range base handle_bytes slots flags held pad0",
     KV_RANGE_DEL: "range pad0 offset bytes",
     KV_HELD: "order range op how count pad0 entry",
@@ -101,6 +105,7 @@ FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY, FEATURE_SPARSE, FEAT
 )
 FEATURE_KEEP_STOP = 1 << 12
 FEATURE_FETCH = 1 << 15
+FEATURE_ENDING = 1 << 16
 NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
 LONG_S = 200.0  # no test waits that long for something that happens
 

@@ -13,7 +13,7 @@ from fake_prover import FakeProver
 from lent_fds import lend
 from virtual import VirtualClock
 
-from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, RefusedMessage, RmClient, Schedule
+from valved.abi.link import Channel, EndingMessage, Feature, Hello, LinkType, Packet, RefusedMessage, RmClient, Schedule
 from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
@@ -365,6 +365,11 @@ class World:
 
     def schedule(self, client, h_client, kind=LinkType.SCHEDULE_WAIT):
         packet = self.packet(kind, Schedule(h_client=h_client, h_object=0xCAF00000))
+        self.register.handle(client, packet, [])
+        return packet.seq
+
+    def say_ending(self, client):
+        packet = self.packet(LinkType.ENDING, EndingMessage(signal=15))
         self.register.handle(client, packet, [])
         return packet.seq
 

@@ -1,0 +1,191 @@
+/*
+ * ending.c - a signal ends this offline process. A driver waits seconds for each channel of a dying process that is off, under
+ * locks that online work needs. So valved is told first, enables the channels, and ends the link: then we die by that signal.
+ *
+ * The kernel's own end of a process tells nobody before. So SIGTERM, SIGINT and SIGHUP have a handler of ours where they have
+ * none: set when the first channel is there, and again if the program sets SIG_DFL again. A handler or SIG_IGN of the program's
+ * is never replaced. The handler does not return: its thread, which would run no line any more, waits with all signals blocked.
+ * The others go on meanwhile. It dies soon in any case: without a link at once, and without an answer after LOOKS looks.
+ *
+ * All that the handler calls is a system call. It may have interrupted a thread that has our locks, so it waits for none.
+ */
+#include "ownfd.h"
+#include "shim.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <string.h>
+
+#define AGAIN_NS 200000000u
+#define LOOK_MS  10
+#define LOOKS    50 /* counted, not timed: on a busy machine valved takes longer, too */
+#define TRIES    20 /* so many looks at most for link_lock, which another thread has for a moment as a rule */
+
+/* As the kernel has it: what libc's means to others who hook it is not for a handler to ask. */
+struct kernel_action {
+	void (*handler)(int);
+	unsigned long flags;
+	void (*restorer)(void);
+	uint64_t mask;
+};
+
+static const int numbers[] = {SIGTERM, SIGINT, SIGHUP};
+#define NUMBERS (sizeof(numbers) / sizeof(numbers[0]))
+
+static struct {
+	uint64_t looked_ns; /* the session's thread alone */
+	bool has_channels;  /* likewise */
+	uint32_t begun;     /* by the thread that tells valved */
+	uint32_t seq;       /* of that request, 0: not sent */
+	uint32_t answered;
+} ending;
+
+static void leave(int number);
+
+/* ---- in the handler ---- */
+
+static uint64_t bit(int number)
+{
+	return 1ull << (number - 1);
+}
+
+/* The default for this signal, sent to this very thread: the process dies. Only the first process of a namespace does not. */
+static void die(int number)
+{
+	struct kernel_action by_default = {0};
+	uint64_t mask = bit(number);
+
+	syscall(SYS_rt_sigaction, number, &by_default, NULL, sizeof(mask));
+	syscall(SYS_tgkill, syscall(SYS_getpid), syscall(SYS_gettid), number);
+	syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &mask, NULL, sizeof(mask));
+}
+
+static bool may_tell(void)
+{
+	return valve_is_linked() && valve_is_offline() && (valve_shim.daemon_features & VALVE_FEATURE_ENDING);
+}
+
+static void tell(int link, int number)
+{
+	struct valve_link_ending message = {.signal = (uint32_t)number};
+
+	valve_link_head(&message.header, sizeof(message), VALVE_LINK_ENDING);
+	store_release(&ending.seq, message.header.seq);
+	if (valve_packet_send(link, &message, sizeof(message), NULL, 0))
+		store_release(&ending.seq, 0); /* valved's socket is full */
+}
+
+/* A lock that this very thread has is no danger: the session puts no other file under the number meanwhile. */
+static void try_to_tell(int link, bool is_borrowed, int number, int look)
+{
+	uint32_t free = 0;
+	bool is_ours = swap_if(&valve_shim.link_lock.word, &free, 1);
+
+	if ((is_ours || look >= TRIES) && (is_borrowed || valve_own_has(link)))
+		tell(link, number);
+	if (is_ours)
+		valve_unlock(&valve_shim.link_lock);
+}
+
+/* Ends with the link, whose end the kernel shows as POLLHUP. */
+static void wait_for_valved(int number, bool is_teller)
+{
+	uint32_t generation = load_relaxed(&valve_shim.link_generation);
+	bool is_borrowed;
+	struct pollfd link = {.fd = valve_own_borrow(VALVE_OWN_LINK, &is_borrowed)};
+
+	for (int look = 0; link.fd >= 0 && look < LOOKS; look++) {
+		if (is_teller && !load_acquire(&ending.seq))
+			try_to_tell(link.fd, is_borrowed, number, look);
+		if (is_refused(syscall(SYS_poll, &link, 1, LOOK_MS)))
+			sleep_ns(LOOK_MS * 1000000u);
+		if (link.revents || load_acquire(&ending.answered) || !valve_is_linked() ||
+		    generation != load_relaxed(&valve_shim.link_generation))
+			return;
+	}
+}
+
+static void leave(int number)
+{
+	uint32_t nobody = 0;
+	int saved_errno = errno;
+
+	if (!valve_is_child()) {
+		bool is_teller = swap_if(&ending.begun, &nobody, 1);
+
+		if (may_tell())
+			wait_for_valved(number, is_teller);
+	}
+	die(number);
+	errno = saved_errno;
+}
+
+/* ---- the session's thread ---- */
+
+void valve_ending_answer(uint32_t seq)
+{
+	if (seq == load_acquire(&ending.seq))
+		store_release(&ending.answered, 1);
+}
+
+static struct sigaction ours(void)
+{
+	static const int forced[] = {SIGSYS, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}; /* interpose.c */
+	struct sigaction action = {.sa_handler = leave, .sa_flags = SA_RESTART | SA_ONSTACK};
+
+	sigfillset(&action.sa_mask);
+	for (size_t i = 0; i < sizeof(forced) / sizeof(forced[0]); i++)
+		sigdelset(&action.sa_mask, forced[i]);
+	return action;
+}
+
+static bool is_default(int number)
+{
+	struct sigaction now;
+
+	return !sigaction(number, NULL, &now) && !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL;
+}
+
+/* What the program sets between our look and our set comes back at once: whatever we took that is not ours is its own. */
+static void take(int number)
+{
+	struct sigaction next = ours(), taken;
+
+	if (!is_default(number) || sigaction(number, &next, &taken))
+		return;
+	while ((taken.sa_flags & SA_SIGINFO) || (taken.sa_handler != SIG_DFL && taken.sa_handler != leave)) {
+		next = taken;
+		if (sigaction(number, &next, &taken))
+			return;
+	}
+}
+
+/* The first process of a namespace is not ended by these signals where they have no handler. */
+void valve_ending_watch(void)
+{
+	uint64_t now = now_ns();
+
+	if (!may_tell() || load_acquire(&ending.begun) || valve_shim.pid == 1 ||
+	    now - ending.looked_ns < AGAIN_NS)
+		return;
+	if (!ending.has_channels && !valve_capture_has_channels())
+		return;
+	ending.has_channels = true;
+	ending.looked_ns = now;
+	for (size_t i = 0; i < NUMBERS; i++)
+		take(numbers[i]);
+}
+
+/* A child is ended at once. */
+void valve_ending_reset(void)
+{
+	struct sigaction now, by_default = {.sa_handler = SIG_DFL};
+
+	if (!ending.has_channels)
+		return;
+	memset(&ending, 0, sizeof(ending));
+	for (size_t i = 0; i < NUMBERS; i++)
+		if (!sigaction(numbers[i], NULL, &now) && !(now.sa_flags & SA_SIGINFO) &&
+		    now.sa_handler == leave)
+			sigaction(numbers[i], &by_default, NULL);
+}

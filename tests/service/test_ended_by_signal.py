@@ -1,0 +1,110 @@
+"""A process that a signal ends: valved enables its channels, and lets it. One that stays is killed soon."""
+
+from __future__ import annotations
+
+import pytest
+from node_world import World
+
+from valved.abi.link import Ack
+from valved.model.events import EventKind
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def stopped_job(world):
+    """Of a node whose service is busy. Returns its client, and its pid."""
+    client, online = world.offline(), world.online()
+    world.run(100)
+    world.gate.launch(online)
+    world.run(100)
+    assert world.gate.off
+    return client, world.books.clients[client].process.pid
+
+
+def test_a_job_that_a_signal_ends_never_dies_with_its_channels_off(world):
+    client, pid = stopped_job(world)
+    order = []
+
+    def signal(process, number):
+        order.append((process.pid, number.name, bool(world.gate.off), client in world.books.clients))
+        return True
+
+    world._signal = signal
+
+    world.say_ending(client)
+    world.run(10)
+    world.processes.end(pid)
+    world.run(60_000)
+
+    assert order == [(pid, "SIGSTOP", True, True), (pid, "SIGCONT", False, False)]
+    assert not world.events(EventKind.KILLED)
+    assert not world.ladder.standing()
+    world.check()
+
+
+def test_a_job_that_is_slow_to_stand_never_runs_with_its_channels_on(world):
+    client, pid = stopped_job(world)
+    world.processes.slow_to_stop.add(pid)
+
+    world.say_ending(client)
+    world.run(100)
+
+    assert world.signals == [(pid, "SIGSTOP")]
+    assert world.gate.off
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_job_that_only_says_that_it_ends_never_runs_on_beside_a_service(world, comes_back):
+    client, pid = stopped_job(world)
+
+    world.say_ending(client)
+    world.run(10)
+    if comes_back:
+        again = world.hello(pid).client
+        world.add_channel(again, h_client=0xC1D0AAAA)
+        assert world.gate.off
+    world.run(20)
+
+    assert [name for _, name in world.signals] == ["SIGSTOP", "SIGCONT", "SIGSTOP", "SIGKILL"]
+    assert not world.gate.off
+    assert world.events(EventKind.KILLED)
+
+
+def test_a_job_is_never_let_go_twice(world):
+    client, pid = stopped_job(world)
+    for _ in range(3):
+        world.say_ending(client)
+    world.run(10)
+    world.processes.end(pid)
+    world.run(1000)
+
+    assert [name for _, name in world.signals] == ["SIGSTOP", "SIGCONT"]
+
+
+def answer(world, client):
+    seq = world.say_ending(client)
+    [body] = [body for _, body, its_seq, _ in world.connections[client].sent if its_seq == seq]
+    return body
+
+
+def test_a_job_whose_channels_are_on_is_stopped_for_nothing(world):
+    client = world.offline()
+
+    assert answer(world, client) == Ack()
+    world.run(1000)
+
+    assert not world.signals
+    assert client in world.books.clients
+
+
+def test_no_online_process_is_ever_stopped_for_what_it_says(world):
+    world.offline()
+    online = world.online()
+
+    assert answer(world, online) == Ack()
+    world.run(1000)
+
+    assert not world.signals
