@@ -48,7 +48,7 @@ class GateService:
         self._records = records = GateRecords(journal)
         shared = self.online, self.gpus
         self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain, self.want_prompt)
-        news = self._failed, self._tripped
+        news = self._failed, lambda: self.listener.breaker_tripped()
         self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, *news, *shared)
         self._waiting: set[str] = set()  # who wants each stamp at once
         self._is_reading = False
@@ -247,9 +247,6 @@ class GateService:
 
     def _failed(self, stamp: Stamp) -> None:
         self.listener.stop_failed(stamp)
-
-    def _tripped(self) -> None:
-        self.listener.breaker_tripped()
 
     def _tell_opened(self) -> None:
         """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
