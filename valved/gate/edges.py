@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valved.gate.booking import LEAST, Booking, Note
+from valved.gate.listener import GateListener
 from valved.gate.online import OnlineService
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords, held_event, refused_event, stopped_event, woken_event
@@ -34,8 +35,7 @@ class Edges:
     _counters: NodeCounters
     _records: GateRecords
     _permits: Permits
-    _stop_failed: Callable[[Stamp], None]
-    _tripped: Callable[[], None]
+    _listener: Callable[[], GateListener]
     _online: Mapping[ServiceId, OnlineService]
     _gpus: Mapping[GpuIndex, GpuAccount]
     least: int = LEAST  # stamps, for which the native booking is worth its begin
@@ -116,7 +116,7 @@ class Edges:
                 self._held(online, stamp)  # the hold is as good as any other: only the stop is bad
                 self._records.failed(stamp)
             finally:
-                self._stop_failed(stamp)
+                self._listener().stop_failed(stamp)
         elif stamp.kind is StampKind.LEARN and online is not None:
             self._want_rule(online)
 
@@ -187,4 +187,4 @@ class Edges:
             self._permits.withdraw(online)
             self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
             self._permits.look_soon(online)
-            self._tripped()
+            self._listener().breaker_tripped()

@@ -19,7 +19,6 @@ from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort
-from valved.machine.stamps import Stamp
 from valved.model.ids import GpuIndex, ProcessId, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerState
 from valved.policy.cooldown import first_cooldown, read_cooldown
@@ -48,8 +47,9 @@ class GateService:
         self._records = records = GateRecords(journal)
         shared = self.online, self.gpus
         self.permits = Permits(gate, books, clock, settings, records, *shared, self.drain, self.want_prompt)
-        news = self._failed, lambda: self.listener.breaker_tripped()
-        self.edges = Edges(gate, books, clock, settings, counters, records, self.permits, *news, *shared)
+        self.edges = Edges(
+            gate, books, clock, settings, counters, records, self.permits, lambda: self.listener, *shared
+        )
         self._waiting: set[str] = set()  # who wants each stamp at once
         self._is_reading = False
         self._lost = 0  # stamps, as the port counts
@@ -244,9 +244,6 @@ class GateService:
             self.listener.drained()
         if errors:
             raise errors[0]
-
-    def _failed(self, stamp: Stamp) -> None:
-        self.listener.stop_failed(stamp)
 
     def _tell_opened(self) -> None:
         """Not while stamps are read: the books may lack the hold that follows a wake. `drained` comes at the end."""
