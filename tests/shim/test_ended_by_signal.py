@@ -3,18 +3,20 @@ changes for the program."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-from fake_daemon import CHANNEL_ADD, ENDING, FEATURE_ENDING, OFFLINE, ONLINE, until
+from fake_daemon import CHANNEL_ADD, ENDING, FEATURE_ENDING, LONG_S, OFFLINE, ONLINE, until
 from rmkit import GR0, Process
 
 FIRST = 0x5C000008
 NUMBERS = [signal.SIGTERM, signal.SIGHUP]  # Python handles SIGINT
 TERM = signal.SIGTERM
+SIGACTION, SIGPROCMASK, GETTID, TGKILL = 13, 14, 186, 234  # system calls of x86-64
 
 
 def mask(pid, name):
@@ -80,6 +82,18 @@ def test_a_job_without_valved_dies_as_ever(world):
     puppet.process.send_signal(TERM)
 
     assert puppet.process.wait() == -TERM
+
+
+@pytest.mark.parametrize("call", [SIGACTION, SIGPROCMASK, GETTID, TGKILL])
+def test_a_sandbox_never_keeps_a_job_alive_that_a_signal_ends(world, call):
+    puppet, client = job(world)
+    assert puppet.forbid(errno.EPERM, call) == 0
+
+    puppet.process.send_signal(TERM)
+
+    client.expect(ENDING)
+    let_go(client)
+    assert puppet.process.wait(LONG_S) in (-TERM, 128 + TERM)
 
 
 def test_a_second_signal_never_ends_it_sooner_and_is_not_told(world):

@@ -49,15 +49,18 @@ static uint64_t bit(int number)
 	return 1ull << (number - 1);
 }
 
-/* The default for this signal, sent to this very thread: the process dies. Only the first process of a namespace does not. */
+/* The default for this signal, sent to this very thread: the process dies. Only the first process of a namespace does not.
+ * Where a sandbox refuses that, it ends as a shell would tell of it. */
 static void die(int number)
 {
 	struct kernel_action by_default = {0};
 	uint64_t mask = bit(number);
+	bool is_sent = !syscall(SYS_rt_sigaction, number, &by_default, NULL, sizeof(mask)) &&
+	               !syscall(SYS_tgkill, syscall(SYS_getpid), syscall(SYS_gettid), number);
 
-	syscall(SYS_rt_sigaction, number, &by_default, NULL, sizeof(mask));
-	syscall(SYS_tgkill, syscall(SYS_getpid), syscall(SYS_gettid), number);
 	syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &mask, NULL, sizeof(mask));
+	if (!is_sent)
+		_exit(128 + number);
 }
 
 static bool may_tell(void)
