@@ -73,6 +73,19 @@ def test_a_job_that_only_says_that_it_ends_never_runs_on_beside_a_service(world,
     assert world.events(EventKind.KILLED)
 
 
+def test_a_job_that_is_slow_to_stand_again_never_runs_on_for_longer(world):
+    """It may have so many threads that valved does not look at all of them: what it has queued runs meanwhile."""
+    client, pid = stopped_job(world)
+
+    world.say_ending(client)
+    world.run(10)
+    world.processes.slow_to_stop.add(pid)
+    world.run(20)
+
+    assert [name for _, name in world.signals][-1] == "SIGKILL"
+    world.check()
+
+
 def test_a_job_is_never_let_go_twice(world):
     client, pid = stopped_job(world)
     for _ in range(3):

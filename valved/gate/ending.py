@@ -6,7 +6,7 @@ be signalled stays held. The state file names a process before it gets its stop 
 only a successor lets it go, or ends it.
 
 One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
-with the status of its signal. If it is still here soon after, it is killed as others are.
+with the status of its signal. If it is still here soon after, it is killed at once.
 """
 
 from __future__ import annotations
@@ -157,9 +157,12 @@ class Endings:
         self._clock.call_at_ns(self._clock.now_ns() + BY_ITSELF_NS, partial(self._has_ended, process, end))
 
     def _has_ended(self, process: ProcessId, end: _End) -> None:
-        """Else from the start: it may have come back meanwhile, with channels that are off."""
+        """Else it is killed at once: its channels are on. Those of a new link run no longer than this takes."""
         if self._under_way.get(process) is not end:
             return
-        del self._under_way[process]
-        if not self._processes.is_ending(process.pid, process.start_time):
-            self.begin(process, end.reason, is_final=True, **end.facts)
+        end.by_itself = False
+        if self._processes.is_ending(process.pid, process.start_time):
+            del self._under_way[process]
+        else:
+            self._signals.send(process, signal.SIGSTOP)
+            self._end(process, end)
