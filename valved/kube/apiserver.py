@@ -94,8 +94,10 @@ class ApiServer:
     async def is_gone(self, pod: Pod) -> bool:
         """Whether the API server has neither it nor, of a static one, a copy; OSError when it cannot say."""
         found = await self._pod(pod.namespace, pod.name)
-        metadata: Json = found["metadata"] if found is not None else {}
-        return pod.uid not in (metadata.get("uid"), (metadata.get("annotations") or {}).get(COPY))
+        if found is None:
+            return True
+        metadata: Json = found["metadata"]
+        return pod.uid not in (metadata["uid"], (metadata.get("annotations") or {}).get(COPY))
 
     async def _pod(self, namespace: str, name: str) -> Json | None:
         try:
