@@ -370,7 +370,7 @@ def test_no_static_pod_whose_manifest_names_its_uid_is_ended_for_its_copy(room, 
     room.stop()
     copy = room.item(**mark)
     copy["metadata"]["uid"] = ANOTHER
-    api = ApiServer(Answers(copy), "node-1", PodBook(), lambda is_braked: None, found=lambda item: None)
+    api = ApiServer(PodOfThatName(copy), "node-1", PodBook(), lambda is_braked: None, found=lambda item: None)
     room.is_gone = api.is_gone
 
     asked(room, lambda: room.book.replace([copy]))
@@ -378,7 +378,7 @@ def test_no_static_pod_whose_manifest_names_its_uid_is_ended_for_its_copy(room, 
     assert room.signals == ([] if mark else KILLED)
 
 
-class Answers:
+class PodOfThatName:
     """Every question with one pod."""
 
     def __init__(self, found):
