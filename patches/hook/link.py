@@ -31,7 +31,7 @@ log = logging.getLogger("valve")
 ENV_RUN_DIR = "VALVE_RUN_DIR"
 ENV_ROLE = "VALVE_ROLE"  # what `valve run` was asked for: a hint how long to wait, nothing else
 RETRY_S = 2.0
-AGAIN_S = 60.0  # until a layout that was refused is told again
+AGAIN_S = 60.0  # until what was refused, a layout or an engine for which there is no room, is told again
 LOOK_S = 0.1
 GONE_S = 30.0  # so long a first step waits for a valved that is being started again, or for its ranks
 UNMET_S = 5.0  # and for one that this process never met, where its ranks might have: a restart takes two seconds
@@ -136,7 +136,7 @@ class Link:
     _told: tuple[object, object] = (None, None)
     _renew_s: float = RENEW_S
     _has_memory: bool = False
-    _again_at: float | None = None  # when to tell a refused layout again
+    _again_at: float | None = None  # when to tell again what was refused
     _refused: BlockLayout | None = None  # and said so, once
     _has_failed: bool = False  # and said so, once
     _is_waiting: bool = False  # somebody waits for `_answered`
@@ -337,6 +337,8 @@ class Link:
                 if status == errno.EAGAIN:  # it does not know yet what has memory: in a moment, then
                     raise NotYet("valved waits for the engine's ranks")
                 self.said = f"KV_ATTACH was refused: {os.strerror(status)}"
+                if status == errno.EDQUOT:  # others have too much now
+                    self._again_at = time.monotonic() + AGAIN_S
                 return
             if kind != wire.Message.KV_TABLE or len(fds) != 2:
                 raise NoDaemon(f"valved answered KV_ATTACH by a message of type {kind} with {len(fds)} descriptors")

@@ -364,6 +364,30 @@ def test_no_static_pod_is_ended_with_its_copy(tmp_path, leave):
     assert not room.signals
 
 
+@pytest.mark.parametrize("mark", [{STATIC_UID: OFFLINE_UID, COPY: OFFLINE_UID}, {}], ids=["its copy", "another pod"])
+def test_no_static_pod_whose_manifest_names_its_uid_is_ended_for_its_copy(room, mark):
+    """The runtime spoke of it, and no list of the API server's has a pod of its UID."""
+    room.stop()
+    copy = room.item(**mark)
+    copy["metadata"]["uid"] = ANOTHER
+    api = ApiServer(PodOfThatName(copy), "node-1", PodBook(), lambda is_braked: None, found=lambda item: None)
+    room.is_gone = api.is_gone
+
+    asked(room, lambda: room.book.replace([copy]))
+
+    assert room.signals == ([] if mark else KILLED)
+
+
+class PodOfThatName:
+    """Every question with one pod."""
+
+    def __init__(self, found):
+        self.found = found
+
+    async def request(self, method, path):
+        return self.found
+
+
 def test_no_look_goes_on_when_nothing_is_deleted(room):
     room.stop()
     room.delete()

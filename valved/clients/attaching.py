@@ -2,7 +2,8 @@
 
 valved writes a table itself: its size is memory of valved, and to make it takes time of the loop. Both are for a client
 to choose, and every process of an account may attach an engine. Engines of online services have what they ask for. What
-all others may have together leaves room for them.
+all others may have together leaves room for them. Of that an account may have as much as it leaves free: a tenant may
+have many accounts, and however much they take, the next one finds something.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from valved.model.ids import ClientId, Role
 from valved.state.registry import Books, ClientEntry
 
 # A block is eight bytes of a table. Of one token each, a large GPU has a million for an engine, and a node has eight.
-BLOCKS_OF_ACCOUNT = 8 << 20
-BLOCKS_OF_ALL = 2 * BLOCKS_OF_ACCOUNT  # 128 MiB
+BLOCKS_OF_ALL = 16 << 20  # 128 MiB
 SHARE = 0.02  # of the loop, for one account that attaches again and again
 ATTACH_NS, BLOCK_NS = 250_000, 3  # what it takes to make a table, to tell of it and to drop it
 
@@ -37,16 +37,16 @@ class AttachBounds:
         if self._made.wait_ns(account, now_ns):
             raise OSError(errno.EAGAIN, f"{account.called()} attaches engines too often")
         self._made.took(account, ATTACH_NS, now_ns)
-        of_account = of_all = blocks
+        mine, free = blocks, BLOCKS_OF_ALL
         for client, count in others.items():
             other = self._registry.clients[client]
-            if self._registry.services[other.service].role is not Role.ONLINE:
-                of_all += count
-                of_account += count if account_of(other.uid, other.cgroup) == account else 0
-        for whose, found, most in (
-            (account.called(), of_account, BLOCKS_OF_ACCOUNT),
-            ("all that are not online", of_all, BLOCKS_OF_ALL),
-        ):
-            if found > most:
-                raise OSError(errno.EDQUOT, f"engines of {whose} would have {found} blocks; {most} are possible")
+            if self._registry.services[other.service].role is Role.ONLINE:
+                continue
+            if account_of(other.uid, other.cgroup) == account:
+                mine += count
+            else:
+                free -= count
+        if mine > free // 2:
+            text = f"engines of {account.called()} would have {mine} blocks; {free // 2} are possible"
+            raise OSError(errno.EDQUOT, text)
         self._made.took(account, BLOCK_NS * blocks, now_ns)

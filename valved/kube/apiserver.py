@@ -17,7 +17,7 @@ from valve_kube.reflector import Reflector, Sink
 
 from valved.kube import status
 from valved.kube.nodeclock import NodeClock, stored_at_s
-from valved.kube.pods import Pod, PodBook
+from valved.kube.pods import COPY, Pod, PodBook
 
 log = logging.getLogger("valved.kube")
 
@@ -92,9 +92,12 @@ class ApiServer:
             self._book.put(found)
 
     async def is_gone(self, pod: Pod) -> bool:
-        """Whether the API server does not have it any more; OSError when it cannot say."""
+        """Whether the API server has neither it nor, of a static one, a copy; OSError when it cannot say."""
         found = await self._pod(pod.namespace, pod.name)
-        return found is None or found["metadata"]["uid"] != pod.uid
+        if found is None:
+            return True
+        metadata: Json = found["metadata"]
+        return pod.uid not in (metadata["uid"], (metadata.get("annotations") or {}).get(COPY))
 
     async def _pod(self, namespace: str, name: str) -> Json | None:
         try:

@@ -101,6 +101,18 @@ def test_a_refused_layout_is_said_once_and_requests_are_counted_on(node, link, c
     wait_for(lambda: link.session is not None, "attached")
 
 
+def test_no_engine_for_which_there_was_no_room_stays_without_a_table_for_good(node, link, monkeypatch):
+    """It was told so once, and never asked again."""
+    monkeypatch.setattr(link_module, "AGAIN_S", 0.0)
+    node.attach_status = errno.EDQUOT
+    assert link.attach(WANTED, 0.0) is None
+    wait_for(lambda: "KV_ATTACH was refused" in link.said, "the reason")
+
+    node.attach_status = 0
+
+    wait_for(lambda: link.session is not None, "attached")
+
+
 def test_the_first_step_waits_for_a_daemon_that_is_being_started_again(node, link):
     """Its predecessor has left the cache without memory: a step would compute from nothing."""
     node.stop()
