@@ -162,7 +162,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     )
     switches = (gating, register, brake, reporter, handover, journal, consents)
     node = Node(*switches, lease_ns=config.lease_ns, stop=outer.stop)
-    gating.listener = GateNews(books, register, ladder, granting, sharing, handover, kv)
+    gating.listener = GateNews(books, register, ladder, granting, sharing, handover, kv, leaving)
     register.listener = ClientsNews(handover, node, journal, run_dir, outer.prompt, kv)
     return Daemon(
         gate=gate,

@@ -127,9 +127,7 @@ class Link:
     owner: weakref.ref[object] | None = None  # whose wishes these are
     wanted: Attach | None = None
     layout: BlockLayout | None = None
-    told_mode: Callable[[], wire.Mode | None] | None = (
-        None  # of the hook now; it may have been lowered since it was wanted
-    )
+    told_mode: Callable[[], wire.Mode | None] | None = None  # the hook's now; it may be lower than was wanted
     on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
     _packets: Packets | None = None  # while there is a connection

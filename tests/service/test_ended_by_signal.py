@@ -7,6 +7,7 @@ from node_world import World
 
 from valved.abi.link import Ack
 from valved.model.events import EventKind
+from valved.model.ids import Mode
 
 
 @pytest.fixture
@@ -24,19 +25,24 @@ def stopped_job(world):
     return client, world.books.clients[client].process.pid
 
 
+def until_it_is_let_go(world):
+    while (world.signals or [(0, "")])[-1][1] != "SIGCONT":
+        world.run(1)
+
+
 def test_a_job_that_a_signal_ends_never_dies_with_its_channels_off(world):
     client, pid = stopped_job(world)
     order = []
 
     def signal(process, number):
         order.append((process.pid, number.name, bool(world.gate.off), client in world.books.clients))
+        if number.name == "SIGCONT":
+            world.processes.end(pid)
         return True
 
     world._signal = signal
 
     world.say_ending(client)
-    world.run(10)
-    world.processes.end(pid)
     world.run(60_000)
 
     assert order == [(pid, "SIGSTOP", True, True), (pid, "SIGCONT", False, False)]
@@ -61,7 +67,7 @@ def test_a_job_that_only_says_that_it_ends_never_runs_on_beside_a_service(world,
     client, pid = stopped_job(world)
 
     world.say_ending(client)
-    world.run(10)
+    until_it_is_let_go(world)
     if comes_back:
         again = world.hello(pid).client
         world.add_channel(again, h_client=0xC1D0AAAA)
@@ -78,7 +84,7 @@ def test_a_job_that_is_slow_to_stand_again_never_runs_on_for_longer(world):
     client, pid = stopped_job(world)
 
     world.say_ending(client)
-    world.run(10)
+    until_it_is_let_go(world)
     world.processes.slow_to_stop.add(pid)
     world.run(20)
 
@@ -90,11 +96,22 @@ def test_a_job_is_never_let_go_twice(world):
     client, pid = stopped_job(world)
     for _ in range(3):
         world.say_ending(client)
-    world.run(10)
+    until_it_is_let_go(world)
     world.processes.end(pid)
     world.run(1000)
 
     assert [name for _, name in world.signals] == ["SIGSTOP", "SIGCONT"]
+
+
+def test_a_job_that_valved_told_to_end_never_runs_again_for_it(world):
+    """Nobody waits for the status of that signal, and a kernel of it would end beside a busy service."""
+    client, _ = stopped_job(world)
+
+    world.brake.set_mode(Mode.OBSERVE, "test")
+    world.say_ending(client)
+    world.run(100)
+
+    assert [name for _, name in world.signals] == ["SIGTERM", "SIGSTOP", "SIGKILL"]
 
 
 def answer(world, client):

@@ -31,7 +31,7 @@ AGAIN_NS = SECOND_NS // 10  # where it cannot be sent
 LOOK_SHARE = (
     4  # a look reads the threads of a process, and how many it has is its choice: a quarter of the loop at most
 )
-BY_ITSELF_NS = SECOND_NS // 50  # it runs beside online work, and where it is honest it needs a millisecond
+BY_ITSELF_NS = 3 * SECOND_NS // 1000  # it runs beside online work, and where it is honest it needs a millisecond
 KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 
 

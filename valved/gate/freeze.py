@@ -203,9 +203,9 @@ class Ladder:
         if entry := self._books.clients.get(client):
             self._end(entry, reason)
 
-    def let_end(self, entry: ClientEntry, reason: str) -> None:
-        """It ends by itself, as soon as its channels are on."""
-        self._end(entry, reason, by_itself=True)
+    def end_of_signal(self, entry: ClientEntry, number: int, *, by_itself: bool) -> None:
+        """`by_itself`: it is let go for it, as soon as its channels are on, and so runs for a moment."""
+        self._end(entry, f"signal {number} ends it", by_itself=by_itself)
 
     def _end(self, entry: ClientEntry, reason: str, *, by_itself: bool = False) -> None:
         if entry.id in self._frozen:

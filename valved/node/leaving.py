@@ -61,6 +61,10 @@ class Leaving:
         others = {process for process in roots | owners if not self._processes.is_gone(process)}
         return clients | others | self._ladder.standing()
 
+    def has_asked(self, process: ProcessId) -> bool:
+        """valved itself has told it to end."""
+        return process in self._until_ns
+
     def owes_signals(self) -> bool:
         return bool(self._signals.waiting(signal.SIGCONT) or self._endings.to_end())
 

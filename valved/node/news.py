@@ -25,6 +25,7 @@ from valved.model.ids import ChannelRef, Role
 from valved.node.api import Node
 from valved.node.handover import Handover
 from valved.node.kv import Kv
+from valved.node.leaving import Leaving
 from valved.state import pending
 from valved.state.journal import Journal
 from valved.state.pending import PendingClaim
@@ -44,7 +45,9 @@ class GateNews(GateListener):
         sharing: SharedWeights,
         handover: Handover,
         kv: Kv | None,
+        leaving: Leaving,
     ) -> None:
+        self._leaving = leaving
         self._books = books
         self._revision = -1  # of the books, when the parts below last got them
         self._channels = register.channels
@@ -87,7 +90,8 @@ class GateNews(GateListener):
         self._granting.refresh()
 
     def client_ends(self, client: ClientEntry, number: int) -> None:
-        self._ladder.let_end(client, f"signal {number} ends it")
+        """The signal that valved sent gives no status that anybody waits for: such a process runs no more."""
+        self._ladder.end_of_signal(client, number, by_itself=not self._leaving.has_asked(client.process))
 
     def channel_came(self, client: ClientEntry, channel: ChannelRef) -> None:
         self._granting.channel_came(client, channel)
