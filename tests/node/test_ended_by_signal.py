@@ -6,19 +6,14 @@ from __future__ import annotations
 import signal
 
 import pytest
-from node_rig import Offline, Online, nothing_left_off, service
+from node_rig import nothing_left_off, settled
 
 WAITED = "disabled channels of pid"  # tools/emulator/server/uvm.c
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_no_driver_call_waits_for_a_stopped_job_that_a_signal_ends(node, number):
-    offline = Offline(node, "batch")
-    offline.wait_running()
-    online = Online(node, "chat")
-    online.wait_ready()
-    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
-    offline.wait_running()
+    offline, online = settled(node)
     online.hint(1)
     online.launch(us=100)
     offline.wait_off()

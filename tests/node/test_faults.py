@@ -14,18 +14,7 @@ import subprocess
 import time
 
 import pytest
-from node_rig import Offline, Online, nothing_left_off, service
-
-
-def settled(node):
-    """A node with a beating offline job and an online service that has let go."""
-    offline = Offline(node, "batch")
-    offline.wait_running()
-    online = Online(node, "chat")
-    online.wait_ready()
-    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
-    offline.wait_running()
-    return offline, online
+from node_rig import Online, nothing_left_off, service, settled
 
 
 def gone_without_trace(node):

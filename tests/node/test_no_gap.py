@@ -9,7 +9,7 @@ import json
 import signal
 
 import pytest
-from node_rig import Offline, Online, service
+from node_rig import service, settled
 from valve.v1 import node_pb2
 
 LINKS, HANGS, DEATHS = 10, 5, 10
@@ -24,12 +24,7 @@ def busy_pair(make_node, lease_ms, **driver):
     node = make_node(start=False, **driver)
     node.config = f'lease_ms = {lease_ms:.1f}\ntrace_file = "{node.folder / TRACE}"'
     node.start_valved()
-    offline = Offline(node, "batch")
-    offline.wait_running()
-    online = Online(node, "chat")
-    online.wait_ready()
-    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
-    offline.wait_running()
+    offline, online = settled(node)
     online.hint(1)  # from here on it is busy without a break
     online.launch(us=100)
     offline.wait_off()

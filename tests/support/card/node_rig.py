@@ -149,3 +149,14 @@ def set_mode(node: EmulatedNode, mode: int) -> None:
 
 def nothing_left_off(node: EmulatedNode) -> bool:
     return not node.emulator.state().disabled
+
+
+def settled(node: EmulatedNode) -> tuple[Offline, Online]:
+    """A node with a beating offline job and an online service that has let go."""
+    offline = Offline(node, "batch")
+    offline.wait_running()
+    online = Online(node, "chat")
+    online.wait_ready()
+    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
+    offline.wait_running()
+    return offline, online
