@@ -6,11 +6,9 @@ One object for each connection: the pages of a valved that is gone stay readable
 from __future__ import annotations
 
 import mmap
-import os
-import weakref
 
 from valve_hook import wire
-from valve_hook.shared import fence
+from valve_hook.shared import Bell, fence
 from valve_hook.wire import GrantAnswer
 
 KNOWN = {answer.value: answer for answer in GrantAnswer}
@@ -20,7 +18,7 @@ class GrantPage:
     """In the pages of a valved that knows of no granted time the words are 0: there is no consent. `clock_ns`: what our
     clock lacks to valved's. Times in the pages are by valved's, and those that are passed here by ours."""
 
-    def __init__(self, control_fd: int, region: mmap.mmap, doorbell_fd: int, clock_ns: int = 0) -> None:
+    def __init__(self, control_fd: int, region: mmap.mmap, bell: Bell, clock_ns: int = 0) -> None:
         self._clock_ns = clock_ns
         self._control = mmap.mmap(control_fd, wire.CONTROL_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
         told, asked = memoryview(self._control), memoryview(region)
@@ -31,8 +29,7 @@ class GrantPage:
         self._target = told[at + wire.GRANT_TPOT_NS :][:24].cast("Q")  # tpot, gap, and until when it is shared
         self._words = asked[wire.REGION_GRANT_UNTIL_NS :][:24].cast("Q")  # until, and begin and end of the last step
         self._seq = asked[wire.REGION_GRANT_SEQ :][:size].cast("I")
-        self._bell = os.dup(doorbell_fd)
-        weakref.finalize(self, os.close, self._bell)
+        self._bell = bell
 
     @property
     def consented(self) -> bool:
@@ -65,7 +62,7 @@ class GrantPage:
         fence()
         self._seq[0] = seq
         fence()
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         return seq
 
     def answer(self, seq: int) -> GrantAnswer | None:

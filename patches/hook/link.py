@@ -24,7 +24,7 @@ from valve_hook import VERSION, wire
 from valve_hook.grant_page import GrantPage
 from valve_hook.packets import NoDaemon, NotYet, Packets, close, refusal
 from valve_hook.sessions import Session, Sessions
-from valve_hook.shared import Book, Foreign, Lifecycle, Region, Table
+from valve_hook.shared import Bell, Book, Foreign, Lifecycle, Region, Table
 from valve_hook.shim import kv_ranges, may_have_holes, shim_call
 
 log = logging.getLogger("valve")
@@ -261,9 +261,9 @@ class Link:
     def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int, clock_ns: int) -> None:
         try:
             self.role, self._renew_s = read_control(fds[0])
-            region = Region(fds[1], region_bytes, features, clock_ns)
+            region = Region(fds[1], region_bytes, features, Bell(fds[2]), clock_ns)
             self.lifecycle.begin(region)
-            self.grant = GrantPage(fds[0], region.map, fds[2], clock_ns)
+            self.grant = GrantPage(fds[0], region.map, region.bell, clock_ns)
         finally:
             close(fds)
 

@@ -196,10 +196,26 @@ class Book:
         self._seen[0] = epoch
 
 
-class Region:
-    """The lifecycle page of this process: how many requests are open, and what was achieved."""
+class Bell:
+    """The doorbell of a connection. valved's listener hears it within microseconds."""
 
-    def __init__(self, fd: int, size: int, features: int, clock_ns: int = 0) -> None:
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+
+class Region:
+    """The lifecycle page of this process: how many requests are open, and what was achieved.
+
+    The first open request rings: offline work stops while the engine still plans its first step, so that the launch
+    finds the GPU free.
+    """
+
+    def __init__(self, fd: int, size: int, features: int, bell: Bell, clock_ns: int = 0) -> None:
+        self.bell = bell
         self._clock_ns = clock_ns  # what ours lacks to valved's
         self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         gaps_at = wire.REGION_SLOT_OFFSET + wire.REGION_SLOTS * 64
@@ -211,12 +227,16 @@ class Region:
         at = wire.REGION_STARTED_AT  # begun, ended, tokens
         self._totals = memoryview(self.map)[at : at + wire.REGION_STARTED.size].cast("Q")
         self._hint = memoryview(self.map)[wire.REGION_HINT_NS : wire.REGION_HINT_NS + 8].cast("Q")
+        self._launch = memoryview(self.map)[wire.REGION_LAUNCH_NS : wire.REGION_LAUNCH_NS + 8].cast("Q")
 
     def write(self, open_requests: int, ended: int, useful_tokens: int) -> None:
-        totals = self._totals
+        totals, begins = self._totals, open_requests > 0 and not self._open[0]
         totals[0], totals[1], totals[2] = ended + open_requests, ended, useful_tokens
         self._open[0] = open_requests
         self.renew()
+        if begins:
+            self._launch[0] = self._hint[0]  # the stop is measured from here: the launch comes later
+            self.bell.ring()
 
     def write_tokens(self, useful_tokens: int) -> None:
         self._totals[2] = useful_tokens

@@ -54,6 +54,7 @@ MAX_ROWS, MAX_ROW, MAX_BOOK = valve_abi.KV_MAX_ROWS, valve_abi.KV_MAX_ROW, valve
 REGION_MAGIC = valve_abi.REGION_MAGIC
 REGION_HEAD = valve_abi.REGION.struct(last="pid")
 REGION_SLOT_OFFSET, REGION_SLOTS, REGION_GAPS = valve_abi.SLOT_OFFSET, valve_abi.SLOTS, valve_abi.GAPS
+REGION_LAUNCH_NS = valve_abi.REGION.at("launch_ns")
 REGION_OPEN = valve_abi.REGION.at("open_requests")
 REGION_HINT_NS = valve_abi.REGION.at("hint_ns")
 REGION_STARTED = valve_abi.REGION.struct("requests_started", "useful_tokens")

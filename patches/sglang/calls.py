@@ -77,9 +77,9 @@ class SglangHook:
         self.guard(lambda: self._step_limit.heed(self.reconciler.step_tokens))
         self._settle()
         self.engine.end_steps()
-        self.reconciler.publish()
-        if self.ranks.is_first:
+        if self.ranks.is_first:  # before memory is asked for: the first request stops offline work
             self.link.lifecycle.tell(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
+        self.reconciler.publish()
 
     def after_choose(self, batch: Any) -> None:
         self.reconciler.receipts.lost_tokens += self.engine.launch(batch)

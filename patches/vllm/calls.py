@@ -133,6 +133,7 @@ class VllmHook:
 
     def _look_whole(self) -> None:
         self._looked = NEVER
+        self.progress.begin()
         if not self._has_waited:
             self.settle()
         if self._is_idle:  # written by this thread alone

@@ -62,6 +62,7 @@ class Progress:
 
     def before_schedule(self) -> bool:
         """Whether the process's elastic memory, if there is any, is known to be another engine's."""
+        self.begin()
         owner = self._link.owner
         return owner is not None and owner() is not None
 
@@ -73,6 +74,11 @@ class Progress:
         if finished or len(self._scheduler.requests) != self.told_open:
             self.tell()
         return self.unheeded
+
+    def begin(self) -> None:
+        """Before a step is chosen: the first request stops offline work meanwhile."""
+        if self.told_open < 1 and self._scheduler.requests:
+            self.tell()
 
     def tell(self) -> None:
         """In a step's way the tokens as they were counted last: the link's thread counts and tells them."""

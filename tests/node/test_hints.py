@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from node_rig import Offline, Online, service
 
+EITHER = pytest.mark.parametrize("by", ["hint", "tell"])
 
-def hinted(node):
+
+def hinted(node, by="hint"):
     offline = Offline(node, "batch")
     offline.wait_running()
     online = Online(node, "chat")
     online.wait_ready()
-    online.hint(0)
+    online.hint(0, by)
     node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
     offline.wait_running()
     return offline, online
@@ -35,26 +38,28 @@ def test_offline_work_stays_stopped_while_a_request_is_open_however_quiet_it_is(
     offline.wait_running()
 
 
-def test_a_request_stops_offline_work_before_its_first_launch(node):
+@EITHER
+def test_a_request_stops_offline_work_before_its_first_launch(node, by):
     """The engine takes the request in while its host still plans; a request that never launches lets offline go on."""
-    offline, online = hinted(node)
+    offline, online = hinted(node, by)
 
-    online.hint(1)
+    online.hint(1, by)
     offline.wait_stopped()
-    online.hint(0)
+    online.hint(0, by)
     offline.wait_running()
 
 
-def test_each_request_is_preempted_for_at_most_once(node):
-    offline, online = hinted(node)
+@EITHER
+def test_each_request_is_preempted_for_at_most_once(node, by):
+    offline, online = hinted(node, by)
     before = service(node, "chat").preemptions
 
     for number in range(1, 11):
-        online.hint(1)
+        online.hint(1, by)
         offline.wait_stopped()
         for _ in range(3):
             online.launch(us=50)
-        online.hint(0)
+        online.hint(0, by)
         offline.wait_running()
         node.wait_for(lambda ended=number: ended == service(node, "chat").requests, "the request is counted as ended")
 

@@ -18,6 +18,7 @@ from valve_hook.grant_page import GrantPage
 from valve_hook.grants import Asking
 from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantSettings, Target
 from valve_hook.policy.misses import MissSettings
+from valve_hook.shared import Bell
 from valve_hook.vllm.rows import StepRows
 from valve_tools.bench.row import Row, row_of
 
@@ -89,7 +90,7 @@ class Consented:
         for name, value in (("tpot_ns", 20_000_000), ("gap_ns", 100_000_000), ("consented", 1)):
             field = GRANT.fields[name]
             os.pwrite(control, value.to_bytes(field.bytes, "little"), GRANT_OFFSET + field.offset)
-        self.grant: GrantPage | None = GrantPage(control, mmap.mmap(region, PAGE), bell)
+        self.grant: GrantPage | None = GrantPage(control, mmap.mmap(region, PAGE), Bell(bell))
         for fd in (control, region, bell):
             os.close(fd)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from valve_abi import GRANT, GRANT_OFFSET, PAGE, GrantAnswer
 from valve_hook.grant_page import GrantPage
+from valve_hook.shared import Bell
 from valve_hook.sharing import Sharing
 from valve_tools.bench import gate_host, region_pages
 from valve_tools.bench.row import Row, row_of
@@ -62,7 +63,7 @@ class Pauses:
         self._bell, self._control = fds.doorbell, region_pages.control_page(fds.control)
         self.hook = region_pages.region_page(fds.region)
         region_pages.fill_region(self.hook)
-        self.page = GrantPage(fds.control, mmap.mmap(fds.region, PAGE), fds.doorbell)
+        self.page = GrantPage(fds.control, mmap.mmap(fds.region, PAGE), Bell(fds.doorbell))
         self._seq = 0
         self.gate.permit(gate_host.SERVICE, never_by_itself())
         self.gate.granting.set_grantable(frozenset({GPU}))

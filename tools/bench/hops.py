@@ -14,7 +14,7 @@ from valve_tools.emulator.process import ThreadCall, union_ns
 HOPS = {
     "ask": "the hook rings, valved reads it and orders the stop, until the first call that stops the GPU",
     "stop": "between the calls that stop it",
-    "stopped": "from the last of them until valved's loop knows that the GPU stands",
+    "stopped": "from the last of them until valved's loop has a plan and knows that the GPU stands",
     "tell": "the offline engine's table says what is lost",
     "order": "from there to the first call that takes memory: by the shim's two threads, or by a thread of valved",
     "taking": "between the calls that take it",

@@ -101,7 +101,7 @@ class KvServing(KvEngine):
 
     def hint(self) -> None:
         tokens = sum(each.made for each in self.requests)
-        self.link.lifecycle.tell(len(self.batch), self.finished, tokens)
+        self.link.lifecycle.tell(len(self.batch) + len(self.due()), self.finished, tokens)
 
     # ---- steps ----
 
@@ -127,7 +127,10 @@ class KvServing(KvEngine):
 
     def admit(self) -> None:
         """New requests enter while there is room; each is prefilled at once, which makes its first token."""
-        for request in self.due()[: self.options.batch - len(self.batch)]:
+        due = self.due()
+        if due and not self.batch:
+            self.hint()  # as the real engines' hooks: offline work stops before the first step is chosen
+        for request in due[: self.options.batch - len(self.batch)]:
             if not self.enter(request):
                 break  # it waits, and those behind it
             self.to_come.popleft()

@@ -120,10 +120,10 @@ class Online:
         self.process.stdin.flush()
         assert self.process.wait(200) == 0
 
-    def hint(self, open_requests: int) -> None:
-        """What an engine says whenever the number of its open requests changes."""
+    def hint(self, open_requests: int, by: str = "hint") -> None:
+        """What an engine says whenever the number of its open requests changes. `by`: "tell" is by its hook."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"hint {open_requests}\n")
+        self.process.stdin.write(f"{by} {open_requests}\n")
         self.process.stdin.flush()
         assert self._line() == "hinted\n"
 

@@ -3,7 +3,8 @@
 node_workload.py offline PAGE [PERIOD_US]    one endless heartbeat kernel; PAGE is a file of two words: beats, last ns
                                              SIGUSR1: it closes its own link to valved; SIGUSR2: it forks a
                                              child that stays, with its files
-node_workload.py online                      obeys lines on stdin: `launch US`, `quit`; answers one line each
+node_workload.py online                      obeys lines on stdin: `launch US`, `hint OPEN` (by the shim's function),
+                                             `tell OPEN` (by the engines' hook), `quit`; answers one line each
 
 WORKLOAD_PAST=LIBRARY: CUDA comes with that library, and its calls of the driver pass the shim by.
 """
@@ -58,9 +59,26 @@ def close_link() -> None:
                 ctypes.CDLL(None).syscall(SYS_CLOSE, int(name))
 
 
+class Requests:
+    """As the hook of an engine tells them, over a link of its own."""
+
+    def __init__(self) -> None:
+        self.open = self.ended = 0
+
+    def tell(self, now_open: int) -> None:
+        from valve_hook.link import process_link
+
+        link = process_link()
+        while link.lifecycle.page is None:
+            time.sleep(0.001)
+        self.ended += max(0, self.open - now_open)
+        self.open = now_open
+        link.lifecycle.tell(now_open, self.ended, 0)
+
+
 def online() -> None:
     cuda = cuda_of(int(os.environ.get("WORKLOAD_DEVICE", "0")))
-    spin = cuda.kernel("emu_spin")
+    spin, requests = cuda.kernel("emu_spin"), Requests()
     cuda.cuCtxSynchronize()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -70,6 +88,10 @@ def online() -> None:
             break
         if verb == "hint":
             ctypes.CDLL(None).valve_hint_open_requests(int(arguments[0]))
+            print("hinted", flush=True)
+            continue
+        if verb == "tell":
+            requests.tell(int(arguments[0]))
             print("hinted", flush=True)
             continue
         before_ns = time.monotonic_ns()

@@ -13,6 +13,7 @@ from valve_hook.grant_page import GrantPage
 from valve_hook.grants import MS, Asking
 from valve_hook.policy.granting import EngineFacts, GrantSettings
 from valve_hook.policy.misses import MissSettings
+from valve_hook.shared import Bell
 
 TPOT_MS, GAP_MS = 40.0, 100.0
 STEP_NS, HOST_NS = 6 * MS, MS // 2
@@ -38,7 +39,7 @@ class Valved:
         os.ftruncate(self.fds[1], PAGE)
         self.control = mmap.mmap(self.fds[0], CONTROL_BYTES)
         self.region = mmap.mmap(self.fds[1], PAGE)
-        self.grant: GrantPage | None = GrantPage(self.fds[0], self.region, self.fds[2])
+        self.grant: GrantPage | None = GrantPage(self.fds[0], self.region, Bell(self.fds[2]))
         self.consent(TPOT_MS, GAP_MS)
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class KvNode:
         self._book: mmap.mmap | None = None
         self._region: mmap.mmap | None = None
         self._connections: list[socket.socket] = []
+        self._bells: list[int] = []
         self._serving: list[threading.Thread] = []
         self.changed = threading.Condition()
         self.start()
@@ -91,6 +92,9 @@ class KvNode:
         for thread in self._serving:  # none answers, or writes what it heard, in its successor's time
             thread.join(timeout=200)
         self._connections.clear()
+        for bell in self._bells:
+            os.close(bell)
+        self._bells.clear()
         self._serving.clear()
         self.attached = ()
 
@@ -166,6 +170,16 @@ class KvNode:
         open_requests, _, hint_ns, started, ended, useful = struct.unpack_from("<IIQQQQ", self._region, 320)
         return {"open": open_requests, "hint_ns": hint_ns, "started": started, "ended": ended, "useful": useful}
 
+    def launch_ns(self) -> int:
+        return int(struct.unpack_from("<Q", self._region, 72)[0])
+
+    def rings(self) -> int:
+        """Of the newest connection, since the last call."""
+        try:
+            return os.eventfd_read(self._bells[-1])
+        except BlockingIOError:
+            return 0
+
     # ---- the socket ----
 
     def _accept(self) -> None:
@@ -196,7 +210,9 @@ class KvNode:
             os.pwrite(control, struct.pack("<Q", 1_000_000_000), 136)
             self._region = mmap.mmap(region, REGION_BYTES)
             body = struct.pack("<HHIQQII", 1, 3, self.features, 7, 8, PAGE, REGION_BYTES)
-            send(link, WELCOME, body, seq, control, region, os.eventfd(0), os.eventfd(0))
+            bell = os.eventfd(0, os.EFD_NONBLOCK)
+            self._bells.append(os.dup(bell))
+            send(link, WELCOME, body, seq, control, region, bell, os.eventfd(0))
             self.hellos.append(hello)
         elif kind == LAYOUT:
             self.layouts.append(body)
