@@ -168,7 +168,9 @@ def test_a_service_that_could_have_no_thread_never_stays_without_valved(world, t
     puppet = world.puppet(**settings)
     puppet.load()
     puppet.open("/dev/nvidiactl")
-    first = daemon.clients.get(timeout=LONG_S)  # also one that gave up waiting: without a thread it comes no second time
+    first = daemon.clients.get(
+        timeout=LONG_S
+    )  # also one that gave up waiting: without a thread it comes no second time
     assert first.gone.wait(LONG_S)
 
     file.unlink()
