@@ -100,7 +100,7 @@ def test_a_rest_is_never_longer_than_one_can_be_whatever_the_file_says(tmp_path,
 
 @pytest.mark.parametrize("hours", [0, 2])
 def test_no_long_hold_hides_what_valve_costs_a_service_after_it(tmp_path, hours):
-    """Regression: the hold of a rest counted as time in which nothing was delayed, for a minute. So did one of hours."""
+    """Regression: for a minute the hold of a rest, or one of hours, counted as time in which nothing was delayed."""
     world = World(tmp_path)
     world.offline(pid=OFFLINE)
     online = world.online(pid=ONLINE)

@@ -51,7 +51,7 @@ def test_who_attaches_engines_without_end_never_has_more_than_its_share_of_the_l
 
 
 def test_no_process_that_keeps_the_tables_it_gave_up_makes_valved_pay_for_them_without_end(world):
-    """Valved's control group pays for their pages as long as anybody maps them: 256 MiB after a second, its whole limit."""
+    """Its control group pays for their pages as long as anybody maps them: 256 MiB after a second, its whole limit."""
     mine, kept = hook_of(world, "offline", 1000, LARGEST), 0
     for _ in range(100):
         kept += attach_until_refused(mine)[0]

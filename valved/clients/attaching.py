@@ -5,8 +5,8 @@ to choose, and every process of an account may attach an engine. Engines of onli
 all others may have together leaves room for them. Of that an account may have as much as it leaves free: a tenant may
 have many accounts, and however much they take, the next one finds something.
 
-Who keeps the mapping of a table that it gave up keeps its pages, and they stay charged to valved's control group: whether
-anybody has one is not to be seen. So there is a bound on how many an account has made in an hour.
+Who keeps the mapping of a table that it gave up keeps its pages, and they stay charged to valved's control group.
+Nobody can see whether there is such a mapping. So there is a bound on how many an account has made in an hour.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class OnlineService:
         return first
 
     def unjudged(self, now_ns: int, most_held_ns: int) -> Tally:
-        """What the breaker has not been told of. It is, from now on. A rest is the breaker's own hold, and most of a hold
-        of hours lies outside of its window: with such time a share says nothing of what Valve costs now."""
+        """What the breaker has not been told of. It is, from now on. A rest is the breaker's own hold, and most of a
+        hold of hours is outside of its window: with such time a share says nothing of what Valve costs now."""
         rested_ns = max(0, min(now_ns, self.breaker.open_until_ns) - self.judged_ns)
         before, held_ns = self.judged, self.hold_ns(now_ns)
         self.judged = Tally(delay_ns=self.book.delay_ns, held_ns=held_ns, gates=self.book.preemptions)
