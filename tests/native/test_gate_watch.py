@@ -52,3 +52,7 @@ def test_a_doorbell_that_is_muted_while_the_watchdog_looks_is_never_deaf_for_eve
 ) -> None:
     """tests/native/deaf.c keeps the listener half way through the muting until the watchdog has looked."""
     run(built(repository, tmp_path / "deaf", "-fsanitize=address,undefined", "-Wl,--wrap=epoll_ctl"))
+
+
+def test_no_clock_that_jumps_makes_the_gate_give_up_a_thread_that_ends(repository: Path, tmp_path: Path) -> None:
+    run(built(repository, tmp_path / "leave", "-Wl,--wrap=clock_gettime", "-Wl,--wrap=usleep"))

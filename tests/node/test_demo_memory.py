@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from gates import wait_until
-from valve_tools.demo.memory import MemoryPlan, main, perform
+from valve_tools.demo.memory import MemoryPlan, main, most_within, perform
 from valve_tools.emulator.node import is_running
 from valve_tools.sim.traces import Trace, read_file
 
@@ -21,6 +21,21 @@ def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
     assert figures.offline["lost_blocks"] > 0
     assert figures.phases_ms["total"]
     assert 0 < figures.capacity < 1
+
+
+@pytest.mark.parametrize(
+    ("times_s", "most"),
+    [
+        ([], 0),
+        ([1, 2, 3, 4, 5, 6, 7, 59], 0),
+        ([40, 50, 61, 62], 2),
+        ([61, 100, 119, 120.5, 121], 4),
+        ([119.0, 119.5, 120.0, 120.5], 4),
+    ],
+    ids=["none", "all in the first", "across the first", "a window ends before its length is over", "across two"],
+)
+def test_the_demo_never_hides_a_minute_above_the_target_by_where_it_begins(times_s, most):
+    assert most_within(times_s, 60.0, 60.0) == most
 
 
 def test_no_node_outlives_a_demo_that_was_told_to_end(tmp_path):

@@ -250,7 +250,7 @@ def test_the_breaker_never_takes_what_a_predecessor_held_for_time_of_its_own_win
 
     restored = second.gating.online[bare.state(online).id]
     assert restored.book.held_ns
-    assert restored.unjudged().held_ns == 0
+    assert restored.unjudged(second.clock.now_ns(), restored.book.held_ns).held_ns == 0
 
 
 def test_a_service_never_stays_stopped_for_a_process_that_ended_while_it_was_waited_for(bare):

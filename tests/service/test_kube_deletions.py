@@ -13,7 +13,7 @@ from valve_kube import names
 
 from valved.kube.apiserver import ApiServer
 from valved.kube.deletions import CUT_S, Deletions
-from valved.kube.host import Host
+from valved.kube.host import Host, KubeBooks
 from valved.kube.pods import COPY, STATIC_UID, PodBook, PodsListener
 from valved.model.ids import GpuIndex, Role
 from valved.state.registry import BRAKE_SERVICE
@@ -432,5 +432,70 @@ def test_no_node_leaves_a_deleted_pod_to_the_kubelet(tmp_path, listed):
             await until(lambda: world.books.clients[client].process in world.endings)
             world.run(1000)
             assert world.signals == KILLED
+
+    scenario(body)(tmp_path)
+
+
+async def stopped_while_nobody_hears(node):
+    """An offline process of a pod is here and stopped. The valved that heard of the pod is gone."""
+    await until(lambda: OFFLINE_UID in node.books.pods.pods)
+    world = node.world
+    world.processes.add(300, cgroup=group(OFFLINE_UID))
+    client = world.hello(300, Role.NONE, features=world.shim_features).client
+    world.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
+    world.gating.set_standing(BRAKE_SERVICE, frozenset({GpuIndex(0)}))
+    await node.stop_room()
+    node.books = KubeBooks(pods=PodBook())  # claims of the state file are in the books of the next one
+    return client, world.books.clients[client].process
+
+
+@pytest.mark.parametrize("has_link", [True, False], ids=["linked", "without a link"])
+@pytest.mark.parametrize("runtime_tells", [False, True], ids=["api", "runtime"])
+@pytest.mark.parametrize("listed", [list, another])
+def test_no_pod_that_was_deleted_while_valved_was_away_leaves_a_process_with_its_channels_off(
+    tmp_path, listed, runtime_tells, has_link
+):
+    def before(node):
+        node.api.items = [pod("batch-0", OFFLINE_UID, role="offline", phase="Running")]
+
+    async def body(folder):
+        async with kube_node(folder, prepare=before) as node:
+            client, process = await stopped_while_nobody_hears(node)
+            node.api.items = listed()
+            if not has_link:
+                node.world.register.leave(client, "link closed")
+
+            node.start_room()
+            await node.room.api.pods.wait_synced()
+            if runtime_tells:
+                node.room.book.heard(OFFLINE_UID, "default", "batch-0", {})
+            await until(lambda: process in node.world.endings)
+            node.world.run(1000)
+            assert node.world.signals == KILLED
+
+    scenario(body)(tmp_path)
+
+
+def test_no_pod_is_ended_that_no_list_has_and_the_api_server_knows(tmp_path):
+    def before(node):
+        node.api.items = [pod("batch-0", OFFLINE_UID, role="offline", phase="Running")]
+
+    async def body(folder):
+        async with kube_node(folder, prepare=before) as node:
+            _, process = await stopped_while_nobody_hears(node)
+            asked, is_gone = [], ApiServer.is_gone
+
+            async def asking(api, one):
+                asked.append((one.uid, await is_gone(api, one)))
+                return asked[-1][1]
+
+            node.start_room()
+            await node.room.api.pods.wait_synced()
+            node.room.book.drop(node.api.items[0])  # as a list that does not have it
+            node.room.api.is_gone = asking.__get__(node.room.api)
+            await until(lambda: asked)
+            await asyncio.sleep(0)
+            assert asked[0] == (OFFLINE_UID, False)
+            assert process not in node.world.endings
 
     scenario(body)(tmp_path)

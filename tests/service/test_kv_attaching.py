@@ -50,6 +50,19 @@ def test_who_attaches_engines_without_end_never_has_more_than_its_share_of_the_l
     assert 0 < made_in_10_s <= 20
 
 
+def test_no_process_that_keeps_the_tables_it_gave_up_makes_valved_pay_for_them_without_end(world):
+    """Its control group pays for their pages as long as anybody maps them: 256 MiB after a second, its whole limit."""
+    mine, kept = hook_of(world, "offline", 1000, LARGEST), 0
+    for _ in range(100):
+        kept += attach_until_refused(mine)[0]
+        world.run(100)
+
+    assert 0 < kept * LARGEST <= attaching.BLOCKS_OF_ALL + LARGEST
+    assert hook_of(world, "offline", 1001).attach() == 0
+    world.run(3600_000)
+    assert mine.attach() == 0
+
+
 def test_small_engines_never_have_more_of_the_loop_than_large_ones(world):
     assert attach_until_refused(hook_of(world, "offline", 1000))[0] <= 1000
 

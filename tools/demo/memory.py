@@ -2,8 +2,8 @@
 
 `--trace` takes the demand from recorded requests instead: an hour of them in a minute, their tokens shrunk as the pool
 is. Both sides keep owner tags in their KV blocks and compute what they answer from what a kernel finds there: a lost,
-shared or overwritten block shows as a wrong answer. The reservation policy runs at full speed: its window is a minute
-instead of an hour, so five minutes show what hours show on a node.
+shared or overwritten block shows as a wrong answer. The hour over which reclaims are counted is a minute here. Once the
+first is over, no minute may hold more reclaims than the target (promise P3); what is printed says whether one did.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ remap = "helper"
 order_s = 10.0
 spare_mib = 0
 headroom_min_mib = 4
-headroom_max_mib = 16
+headroom_max_mib = 64
 window_s = {window_s}
 target_per_hour = {per_hour}
 tau_s = 1.0
@@ -103,6 +104,7 @@ class MemoryFigures:
     offline: dict[str, Any]
     online: dict[str, Any]
     per_window: list[int]  # reclaims
+    most_in_any: int | None  # window that begins after the first one, wherever it begins; None: too short a run
     target: int
     phases_ms: dict[str, list[float]]
     reclaimed_mib: float
@@ -110,7 +112,7 @@ class MemoryFigures:
 
     @property
     def problems(self) -> list[str]:
-        """Empty when everything is as promised; rates are shown, not judged: five minutes are five windows."""
+        """What ends the demo with an error. The rate is judged apart (`rate`)."""
         found = []
         if not self.offline["ok"] or self.offline["wrong_words"]:
             found.append("the offline job's answers differ from those of an undisturbed run")
@@ -119,6 +121,21 @@ class MemoryFigures:
         if self.online["finished"] != self.online["requests"]:
             found.append("an online request was not answered")
         return found
+
+    @property
+    def rate(self) -> str:
+        """P3: what was promised of it, and whether that was kept."""
+        if self.most_in_any is None:
+            return f"target {self.target} (it counts from the second window on)"
+        over = self.most_in_any - self.target
+        verdict = f"target {self.target} missed by {over}" if over > 0 else f"target {self.target} kept"
+        return f"most in any such time after the first: {self.most_in_any}, {verdict}"
+
+
+def most_within(times_s: Sequence[float], window_s: float, since_s: float) -> int:
+    """The most that lie in one window of this length, of all that begin at `since_s` or later."""
+    late = sorted(t for t in times_s if t >= since_s)
+    return max((bisect_left(late, begin_s + window_s) - i for i, begin_s in enumerate(late)), default=0)
 
 
 def perform(plan: MemoryPlan, folder: Path, say: Callable[[str], None] = lambda text: None) -> MemoryFigures:
@@ -174,7 +191,9 @@ def _figures(
     events = list(read_lines(trace))
     begin_ns = next(int(event["t_ns"]) for event in events if event["kind"] == "started")
     reclaims = [event for event in events if event["kind"] == "reclaimed"]
-    counts = Counter(int((int(event["t_ns"]) - begin_ns) / 1e9 // plan.window_s) for event in reclaims)
+    times_s = [(int(event["t_ns"]) - begin_ns) / 1e9 for event in reclaims]
+    counts = Counter(int(t // plan.window_s) for t in times_s)
+    is_judged = plan.seconds >= 2 * plan.window_s
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     for event in reclaims:
         for name in PHASES:
@@ -184,6 +203,7 @@ def _figures(
         offline=offline,
         online=online,
         per_window=[counts[window] for window in range(int(plan.seconds // plan.window_s) + 1)],
+        most_in_any=most_within(times_s, plan.window_s, plan.window_s) if is_judged else None,
         target=plan.per_window,
         phases_ms=phases,
         reclaimed_mib=sum(int(event["detail"]["bytes"]) for event in reclaims) / 2**20,
@@ -202,7 +222,7 @@ def show(figures: MemoryFigures, plan: MemoryPlan) -> None:
         table.add_row(name, *cells, str(len(ordered)))
     console.print(table)
     console.print(
-        f"reclaims in each {plan.window_s:g} s: {figures.per_window}, target {figures.target}; "
+        f"reclaims in each {plan.window_s:g} s: {figures.per_window}; {figures.rate}; "
         f"{figures.reclaimed_mib:.0f} MiB in all; offline had {figures.capacity:.0%} of its blocks on average"
     )
     kv, off = figures.online["kv"], figures.offline

@@ -180,10 +180,12 @@ class Edges:
 
     def _judge(self, online: OnlineService) -> None:
         now_ns = self._clock.now_ns()
-        online.breaker, decision = step_breaker(online.breaker, online.unjudged(), now_ns, self._settings.breaker)
+        settings = self._settings.breaker
+        fresh = online.unjudged(now_ns, settings.window_ns // 2)
+        online.breaker, decision = step_breaker(online.breaker, fresh, now_ns, settings)
         if decision.tripped:
             rest_ns = decision.open_until_ns - now_ns
-            self._records.breaker(online, decision, self._settings.breaker.budget_share, rest_ns)
+            self._records.breaker(online, decision, settings.budget_share, rest_ns)
             self._permits.withdraw(online)
             self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
             self._permits.look_soon(online)

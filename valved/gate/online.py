@@ -91,6 +91,7 @@ class OnlineService:
     away: set[ProcessId] = field(default_factory=set)  # a predecessor's clients that have not come back yet
     back_ns: int = 0  # when the last of them did: its channels follow its HELLO
     judged: Tally = field(default_factory=Tally)  # what the breaker has been told of, in all
+    judged_ns: int = 0  # when
     latency: Histogram = field(default_factory=Histogram)
     tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
     left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # they may come back and count on
@@ -164,13 +165,15 @@ class OnlineService:
         self.book.delay_ns += added_ns
         return first
 
-    def totals(self) -> Tally:
-        return Tally(delay_ns=self.book.delay_ns, held_ns=self.book.held_ns, gates=self.book.preemptions)
-
-    def unjudged(self) -> Tally:
-        """What the breaker has not been told of. It is, from now on."""
-        before, self.judged = self.judged, self.totals()
-        return self.judged.minus(before)
+    def unjudged(self, now_ns: int, most_held_ns: int) -> Tally:
+        """What the breaker has not been told of. It is, from now on. A rest is the breaker's own hold, and most of a
+        hold of hours is outside of its window: with such time a share says nothing of what Valve costs now."""
+        rested_ns = max(0, min(now_ns, self.breaker.open_until_ns) - self.judged_ns)
+        before, held_ns = self.judged, self.hold_ns(now_ns)
+        self.judged = Tally(delay_ns=self.book.delay_ns, held_ns=held_ns, gates=self.book.preemptions)
+        self.judged_ns = now_ns
+        fresh = self.judged.minus(before)
+        return replace(fresh, held_ns=min(max(0, fresh.held_ns - rested_ns), most_held_ns))
 
     def observe(self, looks: Sequence[tuple[ClientEntry, ClientView]], now_ns: int, settings: CooldownSettings) -> None:
         """Take in what the clients' regions say: requests, and gaps to learn the cooldown from."""

@@ -45,7 +45,8 @@ class _Heard:
 
 
 class Deletions:
-    """Gets the news of the book from the room. `run` asks for pods of which nobody said that they were deleted."""
+    """Gets the news of the book from the room. `run` asks for pods of which nobody said that they were deleted: those
+    that are missing, and those of which this valved never heard (`ask_for_untold`)."""
 
     def __init__(self, host: Host, book: PodBook, api: PodAnswers) -> None:
         self._host, self._book, self._api = host, book, api
@@ -73,6 +74,23 @@ class Deletions:
             self._missing[pod.uid] = pod
             self._wake.set()
         self._look_on()
+
+    def ask_for_untold(self) -> None:
+        """The API server has listed its pods. One that is here and not among them may have left while no valved ran."""
+        for uid in {uid for uid, *_ in self._here()} - self._gone.keys():
+            pod = self._book.pods.get(uid) or self._claimed(uid)
+            if pod is not None and not (pod.is_told or pod.is_static):
+                self._missing[uid] = pod
+                self._wake.set()
+
+    def _claimed(self, uid: str) -> Pod | None:
+        """As a claim that outlived its valved names it."""
+        for claim in self._host.books.claims.values():
+            group = pod_of(claim.cgroup)
+            if group is not None and (group.uid, group.path) == (uid, claim.cgroup):  # else no pod's word: a launcher's
+                namespace, _, name = self._host.books.services[claim.service].name.partition("/")
+                return Pod(uid=uid, namespace=namespace, name=name, role=claim.role, gpu_containers=None)
+        return None
 
     async def run(self) -> None:
         while True:

@@ -58,6 +58,11 @@ class Pod:
         return f"{self.namespace}/{self.name}"
 
     @property
+    def is_told(self) -> bool:
+        """The API server told of it, not only the runtime."""
+        return self.gpu_containers is not None
+
+    @property
     def is_static(self) -> bool:
         """The API server has only a copy: to delete that ends nothing."""
         return _HASH.fullmatch(self.uid) is not None

@@ -176,6 +176,8 @@ class Room(PodsListener):
             timer.cancel()
             self._wake.clear()
             list(self._watcher.take())
+            if self.api.pods.synced:
+                self._deletions.ask_for_untold()
             await self.reconcile()
             await asyncio.sleep(BEAT_S)  # a pod's start brings a dozen changes at once
 

@@ -13,7 +13,7 @@
 
 #define NICE     (-20)
 #define SLICE_NS 100000u /* the shortest that Linux takes */
-#define JOIN_S   2       /* how long close waits for a thread that hangs in the driver */
+#define JOIN_MS  2000    /* how long close waits for a thread that hangs in the driver, by no clock */
 
 /* struct sched_attr: its name and header depend on the libc */
 struct policy {
@@ -81,11 +81,11 @@ int thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
 
 bool thread_join(pthread_t thread)
 {
-	struct timespec until;
+	int looks = JOIN_MS;
 
-	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_sec += JOIN_S;
-	return pthread_timedjoin_np(thread, NULL, &until) == 0;
+	while (pthread_tryjoin_np(thread, NULL) && looks--)
+		usleep(1000);
+	return looks >= 0;
 }
 
 int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu)

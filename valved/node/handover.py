@@ -311,7 +311,7 @@ class Handover:
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int, settings: GateSettings) -> None:
     for name in ("preemptions", "delay_ns", "held_ns", "unseen_ns", "freed_ns"):
         setattr(online.book, name, plausible(getattr(saved, name), LONGEST_NS))
-    online.judged = online.totals()
+    online.unjudged(now_ns, 0)  # a predecessor judged it
     online.said = Said(slo=saved.slo, grant=saved.grant, share_weights=saved.share_weights)
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted
