@@ -271,6 +271,9 @@ class NativeChannels(Enabling):
             self.kept.drop(channel)
         return on
 
+    def is_behind(self) -> bool:
+        return any(was[0] == lib.VALVE_WAS_UNKNOWN for was, _ in self._unsure)
+
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
 
