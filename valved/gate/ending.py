@@ -6,8 +6,8 @@ be signalled stays held. The state file names a process before it gets its stop 
 only a successor lets it go, or ends it.
 
 One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
-with the status of its signal. If it is still here soon after, it is killed at once. While the driver hangs, its channels
-are not on yet: it stands until they are, or each such process would hold the driver up once more.
+with the status of its signal. If it is still here soon after, it is killed at once. While the driver hangs, its
+channels are not on yet: it stands until they are, or each such process would hold the driver up once more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _End:
 
 @dataclass(eq=False, repr=False)
 class Endings:
-    """`let_die`: all of a process's channels are on from here, and it is in no book. False: not until the driver answers."""
+    """`let_die`: all of a process's channels are on from here, and it is in no book. False: once the driver answers."""
 
     _gating: GateService
     _journal: Journal
