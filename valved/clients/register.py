@@ -273,8 +273,7 @@ class Register:
         """It stands, and is killed next: its channels are enabled. False: once the driver answers, so ask again."""
         for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
             self.leave(entry.id, KILL)
-        self.departures.enable_left(process)
-        return not self._gate.channels.is_behind()
+        return self.departures.has_all_on(process)
 
     def _read_tokens(self, entry: ClientEntry) -> None:
         if entry.role is Role.HOOK:
