@@ -51,6 +51,39 @@ def test_a_job_that_a_signal_ends_never_dies_with_its_channels_off(world):
     world.check()
 
 
+def test_a_job_never_dies_by_a_signal_before_a_driver_that_hangs_has_its_channels_on(world):
+    """Else the driver waits for them, longer than it hung."""
+    client, pid = stopped_job(world)
+    world.gate.hangs = True
+
+    world.say_ending(client)
+    world.run(5000)
+
+    assert world.signals == [(pid, "SIGSTOP")]
+    assert not world.gate.off
+    world.gate.hangs = False
+    until_it_is_let_go(world)
+    world.processes.end(pid)
+    world.run(1000)
+    assert world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
+    assert not world.ladder.standing()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_driver_that_never_answers_keeps_no_job_standing_for_good(world, is_killed):
+    client, pid = stopped_job(world)
+    world.gate.hangs = True
+
+    world.say_ending(client)
+    world.run(1000)
+    if is_killed:
+        world.processes.end(pid)
+    world.run(60_000)
+
+    assert "SIGCONT" in [name for _, name in world.signals]
+    assert not world.ladder.standing()
+
+
 def test_a_job_that_is_slow_to_stand_never_runs_with_its_channels_on(world):
     client, pid = stopped_job(world)
     world.processes.slow_to_stop.add(pid)

@@ -312,6 +312,14 @@ class Commands:
     def has_heard(self):
         return self.heard
 
+    def handle_in_c(self, library, number):
+        """As libraries do that hand a signal on to the handler that was there. Python is not asked."""
+        self.handed_on = ctypes.CDLL(library)
+        return self.handed_on.handle(number)
+
+    def heard_in_c(self):
+        return ctypes.c_int.in_dll(self.handed_on, "heard").value
+
     def raise_signal(self, number):
         signal.raise_signal(number)
 

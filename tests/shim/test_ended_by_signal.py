@@ -3,6 +3,7 @@ changes for the program."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -16,6 +17,7 @@ from rmkit import GR0, Process
 FIRST = 0x5C000008
 NUMBERS = [signal.SIGTERM, signal.SIGHUP]  # Python handles SIGINT
 TERM = signal.SIGTERM
+PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
 SIGACTION, SIGPROCMASK, GETTID, TGKILL = 13, 14, 186, 234  # system calls of x86-64
 
 
@@ -63,6 +65,27 @@ def test_a_job_that_runs_is_let_die_with_its_link(world):
     puppet.process.send_signal(TERM)
 
     assert puppet.process.wait() == -TERM
+
+
+def held_still(pid):
+    """The first thread alone, by a debugger's call."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    if ptrace(PTRACE_SEIZE, pid, None, None) or ptrace(PTRACE_INTERRUPT, pid, None, None):
+        pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
+    os.waitpid(pid, 0)
+
+
+def test_a_job_that_runs_is_never_left_running_once_valved_has_answered(world):
+    """Online work that comes then switches channels off that an ending process leaves. The thread that the signal met
+    looks only now and then."""
+    puppet, client = job(world)
+    puppet.process.send_signal(TERM)
+    told = client.expect(ENDING)
+    held_still(puppet.process.pid)
+
+    client.ack(told)
+
+    assert puppet.process.wait(LONG_S) == -TERM
 
 
 def test_a_valved_that_hangs_keeps_no_job_from_dying(world):
@@ -143,6 +166,21 @@ def test_a_handler_of_the_programs_own_is_never_replaced(world):
     puppet.process.send_signal(TERM)
 
     until(lambda: puppet.has_heard() == [TERM], "its own handler runs")
+    assert client.none_of(ENDING)
+    puppet.handle(TERM, "default")
+    until(lambda: TERM in mask(puppet.process.pid, "SigCgt"), "it is watched again")
+    puppet.process.send_signal(TERM)
+    client.expect(ENDING)
+
+
+def test_a_handler_that_hands_on_to_the_one_before_never_ends_the_job_by_it(world):
+    """Without Valve there is none before it. So do tokio's signals, and those of torch's C++."""
+    puppet, client = job(world)
+    assert puppet.handle_in_c(str(world.libraries.compile("handon", "-shared", "-fPIC")), TERM) == 0
+
+    puppet.process.send_signal(TERM)
+
+    until(lambda: puppet.heard_in_c() == 1, "it goes on after its own handler")
     assert client.none_of(ENDING)
     puppet.handle(TERM, "default")
     until(lambda: TERM in mask(puppet.process.pid, "SigCgt"), "it is watched again")

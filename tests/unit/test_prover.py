@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from valved.machine import possession
-from valved.machine.helpers import Closer, Helpers
+from valved.machine.helpers import SHORT, Closer, Helpers
 from valved.machine.possession import THREADS, RmProver
 
 
@@ -29,7 +29,7 @@ def test_no_descriptor_waits_for_ever_for_a_thread_that_could_not_be_started(mon
     done.wait(100)
 
 
-def test_no_descriptor_waits_for_a_next_one_that_never_comes_where_no_thread_could_be_started(monkeypatch):
+def test_no_descriptor_waits_for_a_next_one_that_never_comes_where_no_thread_could_be_started(monkeypatch, caplog):
     refusals, start = [RuntimeError("can't start new thread")] * 3, threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: start(self) if not refusals else fail(refusals))
 
@@ -41,6 +41,7 @@ def test_no_descriptor_waits_for_a_next_one_that_never_comes_where_no_thread_cou
         await asyncio.wait_for(asyncio.gather(*done), 100)
 
     asyncio.run(story())
+    assert caplog.text.count(SHORT) == 1, "new processes never wait without a word, nor with many"
 
 
 def test_a_job_that_fails_never_takes_the_only_thread_with_it(caplog):

@@ -95,6 +95,11 @@ class Departures:
             self._counters.channels_enabled_on_exit += len(left)
         return len(left)
 
+    def has_all_on(self, process: ProcessId) -> bool:
+        """Of one that ends. False: its channels are on once the driver answers."""
+        self.enable_left(process)
+        return not self._gate.channels.is_behind()
+
     def _ended(self, process: ProcessId) -> None:
         """It never came back."""
         self._exits.forget(("left", process))

@@ -269,11 +269,11 @@ class Register:
         self.claimed.drop_if_empty(entry.service)
         self.listener.books_changed()
 
-    def let_die(self, process: ProcessId) -> None:
-        """It stands, and is killed next: its channels are enabled."""
+    def let_die(self, process: ProcessId) -> bool:
+        """It stands, and is killed next: its channels are enabled. False: once the driver answers, so ask again."""
         for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
             self.leave(entry.id, KILL)
-        self.departures.enable_left(process)
+        return self.departures.has_all_on(process)
 
     def _read_tokens(self, entry: ClientEntry) -> None:
         if entry.role is Role.HOOK:

@@ -6,7 +6,8 @@ be signalled stays held. The state file names a process before it gets its stop 
 only a successor lets it go, or ends it.
 
 One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
-with the status of its signal. If it is still here soon after, it is killed at once.
+with the status of its signal. If it is still here soon after, it is killed at once. While the driver hangs, its
+channels are not on yet: it stands until they are, or each such process would hold the driver up once more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LOOK_SHARE = (
     4  # a look reads the threads of a process, and how many it has is its choice: a quarter of the loop at most
 )
 BY_ITSELF_NS = 3 * SECOND_NS // 1000  # it runs beside online work, and where it is honest it needs a millisecond
-KILL = "about to be killed"  # why a client is taken out of the books just before the signal
+HANG_NS = 10 * SECOND_NS  # for so long a driver waits for channels of two or three processes; then nobody knows
+KILL = "about to end"  # why a client is taken out of the books just before the signal
 
 
 @dataclass(slots=True)
@@ -46,14 +48,14 @@ class _End:
 
 @dataclass(eq=False, repr=False)
 class Endings:
-    """`let_die`: all of a process's channels are on from here, and it is in no book."""
+    """`let_die`: all of a process's channels are on from here, and it is in no book. False: once the driver answers."""
 
     _gating: GateService
     _journal: Journal
     _clock: Clock
     _processes: ProcessPort
     _signals: SignalPort
-    _let_die: Callable[[ProcessId], None]
+    _let_die: Callable[[ProcessId], bool]
 
     def __post_init__(self) -> None:
         self._under_way: dict[ProcessId, _End] = {}
@@ -143,18 +145,30 @@ class Endings:
     def _end(self, process: ProcessId, end: _End) -> None:
         del self._under_way[process]
         self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
+        if end.by_itself:
+            self._under_way[process] = end
+            end.until_ns = self._clock.now_ns() + HANG_NS
+            self._let_end(process, end)
+            return
         try:
             self._let_die(process)
         finally:  # it stands, and is in no book by which valved would end it later
-            if end.by_itself:
-                self._let_end(process, end)
-            elif self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
+            if self._signals.send(process, signal.SIGKILL) is not Delivery.FAILED:
                 self._journal.emit(EventKind.KILLED, reason=end.reason, pid=process.pid, **end.facts)
 
     def _let_end(self, process: ProcessId, end: _End) -> None:
-        self._under_way[process] = end
-        self._signals.send(process, signal.SIGCONT)
-        self._clock.call_at_ns(self._clock.now_ns() + BY_ITSELF_NS, partial(self._has_ended, process, end))
+        if self._under_way.get(process) is not end:
+            return
+        is_time = True
+        try:
+            is_time = self._let_die(process) or self._processes.is_gone(process)
+        finally:
+            now_ns = self._clock.now_ns()
+            if is_time or now_ns >= end.until_ns:
+                self._signals.send(process, signal.SIGCONT)
+                self._clock.call_at_ns(now_ns + BY_ITSELF_NS, partial(self._has_ended, process, end))
+            else:
+                self._clock.call_at_ns(now_ns + AGAIN_NS, partial(self._let_end, process, end))
 
     def _has_ended(self, process: ProcessId, end: _End) -> None:
         """Else it is killed at once: its channels are on. Those of a new link run no longer than this takes."""

@@ -246,8 +246,7 @@ class NativeChannels(Enabling):
     def client_leaves(self, client: ClientId, holder: GateClient, *, lives_on: bool) -> tuple[ChannelRef, ...]:
         """Forgets the client's channels and enables them. Returns those that were off. If the process lives on,
         channels that valved can enable later stay off, and only these are returned."""
-        off = list[ChannelRef]()
-        mine = self._channels.pop_client(client)
+        off, mine = list[ChannelRef](), self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             kept = dict.fromkeys(_can_wait(gone, with_files=self.kept.has_room(holder)) if lives_on else ())
@@ -264,12 +263,14 @@ class NativeChannels(Enabling):
         return tuple(off)
 
     def turned_out_on(self) -> set[ChannelRef]:
-        told = [one for one in self._unsure if one[0][0] != lib.VALVE_WAS_UNKNOWN]
-        self._unsure = [one for one in self._unsure if one not in told]
+        told, self._unsure = self._unsure, [one for one in self._unsure if one[0][0] == lib.VALVE_WAS_UNKNOWN]
         on = set[ChannelRef]().union(*(refs for was, refs in told if was[0] == lib.VALVE_WAS_ON))
         for channel in on:
             self.kept.drop(channel)
         return on
+
+    def is_behind(self) -> bool:
+        return any(was[0] == lib.VALVE_WAS_UNKNOWN for was, _ in self._unsure)
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))

@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 log = logging.getLogger("valved")
 
 PATIENCE_S = 0.01  # of the loop, with a disk; online work may wait for the loop
+SHORT = "valved gets no thread, and what needs one waits, such as new processes: see its limits of memory and tasks"
 NO_ANSWER = "the disk does not answer"
 MOST_LEFT = 10_000  # jobs that a disk which hangs has not taken
 CLOSERS = 32
@@ -39,6 +40,7 @@ class Helpers:
         self._threads = 0
         self._free = 0  # threads that wait for work, less jobs that wait for a thread
         self._is_due = False  # a timer asks for a thread again
+        self._is_short = False  # and the log says so
 
     def do(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -54,13 +56,17 @@ class Helpers:
         the job waits for the one that a timer asks for, or the next job."""
         try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-        except RuntimeError:
+            self._is_short = False
+        except RuntimeError as error:
             with self._lock:
                 self._threads -= 1
                 self._free -= 1
                 is_due, self._is_due = self._is_due, True
+                is_said, self._is_short = self._is_short, True
             if not is_due:
                 self._ask_later()
+            if not is_said:
+                log.warning(SHORT, extra={"facts": {"thread": self._name, "error": str(error)}})
 
     def _ask_later(self) -> None:
         try:

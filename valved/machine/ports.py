@@ -245,6 +245,10 @@ class ChannelPort(Protocol):
         """Of processes that left while the driver hung and live on: what counted as off and is not. Told once."""
         ...
 
+    def is_behind(self) -> bool:
+        """The driver hangs since a process left: channels of that one may be off until it answers."""
+        ...
+
 
 class LeftOff(enum.Enum):
     """What became of a channel that is off and in no plan."""

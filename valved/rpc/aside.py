@@ -23,9 +23,11 @@ class LoopAside:
         await asyncio.wrap_future(self._begun)
 
     def _run(self) -> None:
+        life = self._live()
         try:
-            asyncio.run(self._live())
+            asyncio.run(life)
         except Exception as error:
+            life.close()  # no loop has taken it
             if self._begun.done():
                 raise
             self._begun.set_exception(error)

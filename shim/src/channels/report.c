@@ -365,7 +365,7 @@ void valve_report_after(int fd, const struct rm_call *call, bool ok)
 	valve_unlock(&valve_shim.capture_lock);
 	if (call->is_enable && valve_is_offline() && valve_is_linked())
 		send_done(call->h_client, call->h_object);
-	if (valve_shim.state != VALVE_STATE_NEW)
+	if (load_acquire(&valve_shim.state) != VALVE_STATE_NEW)
 		valve_capture_report(valve_is_offline());
 	errno = saved_errno;
 }

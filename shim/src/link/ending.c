@@ -6,6 +6,7 @@
  * none: set when the first channel is there, and again if the program sets SIG_DFL again. A handler or SIG_IGN of the program's
  * is never replaced. The handler does not return: its thread, which would run no line any more, waits with all signals blocked.
  * The others go on meanwhile. It dies soon in any case: without a link at once, and without an answer after LOOKS looks.
+ * One that is set later may call the handler that it found, as signal-hook's (Rust) and c10's do. Without us there is none.
  *
  * All that the handler calls is a system call. It may have interrupted a thread that has our locks, so it waits for none.
  */
@@ -36,9 +37,13 @@ static struct {
 	uint64_t looked_ns; /* the session's thread alone */
 	bool has_channels;  /* likewise */
 	uint32_t begun;     /* by the thread that tells valved */
+	int number;         /* of that signal */
 	uint32_t seq;       /* of that request, 0: not sent */
 	uint32_t answered;
 } ending;
+
+/* What the kernel has where ours is set: that of a sanitizer, or of another who hooks sigaction, calls ours. NULL: not known. */
+static void (*in_kernel[NUMBERS])(int);
 
 static void leave(int number);
 
@@ -73,6 +78,7 @@ static void tell(int link, int number)
 	struct valve_link_ending message = {.signal = (uint32_t)number};
 
 	valve_link_head(&message.header, sizeof(message), VALVE_LINK_ENDING);
+	ending.number = number;
 	store_release(&ending.seq, message.header.seq);
 	if (valve_packet_send(link, &message, sizeof(message), NULL, 0))
 		store_release(&ending.seq, 0); /* valved's socket is full */
@@ -108,27 +114,44 @@ static void wait_for_valved(int number, bool is_teller)
 	}
 }
 
+/* The signal has a handler of the program's, which is still to end it, or not. */
+static bool is_called_by_another(int number)
+{
+	struct kernel_action now = {0};
+	bool is_known = !syscall(SYS_rt_sigaction, number, NULL, &now, sizeof(now.mask));
+
+	for (size_t i = 0; is_known && i < NUMBERS; i++)
+		if (numbers[i] == number && load_acquire(&in_kernel[i]))
+			return now.handler != load_acquire(&in_kernel[i]);
+	return false;
+}
+
 static void leave(int number)
 {
 	uint32_t nobody = 0;
 	int saved_errno = errno;
 
-	if (!valve_is_child()) {
-		bool is_teller = swap_if(&ending.begun, &nobody, 1);
+	if (!is_called_by_another(number)) {
+		if (!valve_is_child()) {
+			bool is_teller = swap_if(&ending.begun, &nobody, 1);
 
-		if (may_tell())
-			wait_for_valved(number, is_teller);
+			if (may_tell())
+				wait_for_valved(number, is_teller);
+		}
+		die(number);
 	}
-	die(number);
 	errno = saved_errno;
 }
 
 /* ---- the session's thread ---- */
 
+/* At once: our channels are on, and online work that comes before our end has them switched off again. */
 void valve_ending_answer(uint32_t seq)
 {
-	if (seq == load_acquire(&ending.seq))
-		store_release(&ending.answered, 1);
+	if (seq != load_acquire(&ending.seq))
+		return;
+	die(ending.number);
+	store_release(&ending.answered, 1); /* a sandbox keeps this thread from it */
 }
 
 static struct sigaction ours(void)
@@ -142,25 +165,32 @@ static struct sigaction ours(void)
 	return action;
 }
 
-static bool is_default(int number)
+static bool has(int number, void (*handler)(int))
 {
 	struct sigaction now;
 
-	return !sigaction(number, NULL, &now) && !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL;
+	return !sigaction(number, NULL, &now) && !(now.sa_flags & SA_SIGINFO) && now.sa_handler == handler;
 }
 
 /* What the program sets between our look and our set comes back at once: whatever we took that is not ours is its own. */
-static void take(int number)
+static void take(size_t at)
 {
 	struct sigaction next = ours(), taken;
+	struct kernel_action set = {0};
+	int number = numbers[at];
 
-	if (!is_default(number) || sigaction(number, &next, &taken))
+	if (!has(number, SIG_DFL))
+		return;
+	store_release(&in_kernel[at], NULL);
+	if (sigaction(number, &next, &taken))
 		return;
 	while ((taken.sa_flags & SA_SIGINFO) || (taken.sa_handler != SIG_DFL && taken.sa_handler != leave)) {
 		next = taken;
 		if (sigaction(number, &next, &taken))
 			return;
 	}
+	if (!syscall(SYS_rt_sigaction, number, NULL, &set, sizeof(set.mask)) && has(number, leave))
+		store_release(&in_kernel[at], set.handler);
 }
 
 /* The first process of a namespace is not ended by these signals where they have no handler. */
@@ -176,19 +206,18 @@ void valve_ending_watch(void)
 	ending.has_channels = true;
 	ending.looked_ns = now;
 	for (size_t i = 0; i < NUMBERS; i++)
-		take(numbers[i]);
+		take(i);
 }
 
 /* A child is ended at once. */
 void valve_ending_reset(void)
 {
-	struct sigaction now, by_default = {.sa_handler = SIG_DFL};
+	struct sigaction by_default = {.sa_handler = SIG_DFL};
 
 	if (!ending.has_channels)
 		return;
 	memset(&ending, 0, sizeof(ending));
 	for (size_t i = 0; i < NUMBERS; i++)
-		if (!sigaction(numbers[i], NULL, &now) && !(now.sa_flags & SA_SIGINFO) &&
-		    now.sa_handler == leave)
+		if (has(numbers[i], leave))
 			sigaction(numbers[i], &by_default, NULL);
 }

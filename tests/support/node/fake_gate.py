@@ -107,6 +107,7 @@ class FakeGate:
         self.switches_all = False  # of a client that had stopped itself
         self.out_of_reach = False  # it can enable no leftover
         self.refuses = False  # the driver, to enable one at once
+        self.hangs = False  # the driver, since a process left
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps, self.lost = [], 0
         self.closed = False
@@ -400,6 +401,9 @@ class FakeGate:
 
     def turned_out_on(self):
         return set()
+
+    def is_behind(self):
+        return self.hangs
 
     def alive(self):
         self.calls.append(("alive",))
