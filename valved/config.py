@@ -200,7 +200,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     run_dir: str = ""  # empty: /run/valve for root, XDG_RUNTIME_DIR/valve otherwise
     leave_grace_s: Patience = 60.0  # an offline process that must leave has so long between SIGTERM and SIGKILL
     metrics_port: Port = 0  # HTTP port on loopback for Prometheus; 0: off
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"  # none would mean every address
     trace_file: str = ""  # record every event and decision there, one JSON line each; empty: off
     trace_bytes: FileBytes = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
     audit_bytes: FileBytesOrNone = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file

@@ -95,10 +95,11 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
         daemon.journal.emit(EventKind.NOTED, reason=problem)
     if saved is not None:
         daemon.handover.restore(saved, config.link.come_back_s)
-    if saved is None or not daemon.handover.is_own(saved):
-        daemon.handover.save()  # a state file of another boot or version stands for as short a time as can be
-    if mode_flag is not None:
+    is_overruled = mode_flag is not None and daemon.handover.policy.mode is not None
+    if is_overruled:
         daemon.handover.keep(mode=None)
+    if saved is None or is_overruled or not daemon.handover.is_own(saved):
+        daemon.handover.save()  # what no valved after us may believe stands for as short a time as can be
     mode = daemon.handover.policy.mode or mode_flag or config.mode
     _pause_if_unknown(daemon, mode, mode_flag)
     daemon.brake.set_mode(mode, "start")

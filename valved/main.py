@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from valved import logs, paths
-from valved.config import Config, effective, load_config
+from valved.config import MANUAL, Config, effective, load_config
 from valved.daemon import run
-from valved.errors import ValveError, cure, told
+from valved.errors import ConfigError, ValveError, cure, short, told
 from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
 from valved.machine.priority import hurry
@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.node:
             config = msgspec.structs.replace(config, kube=msgspec.structs.replace(config.kube, node=options.node))
         run_dir = Path(config.run_dir) if config.run_dir else paths.run_dir()
+        if why := paths.unfit(run_dir):
+            raise ConfigError(f"run_dir = {short(str(run_dir))}: {why}", field="run_dir", next_step=MANUAL)
         logs.set_up(config.log_level, run_dir / paths.LOG_FILE)
         folder = state.RunFolder(run_dir.absolute())
         if options.wait:

@@ -25,6 +25,7 @@ DRAIN_FILE = "drain"
 STATE_FILE = "state.json"
 WEIGHTS_FILE = "weights.json"  # which online services share their weights (clients/sharing.py)
 LOG_FILE = "valved.log"
+MOST_NAME = 107 - len("/.link.sock.4194304")  # of a run folder, in bytes: Linux bounds the name of a socket
 
 
 def run_dir() -> Path:
@@ -39,6 +40,11 @@ def run_dir() -> Path:
         return Path(runtime, "valve")
     _refuse_strangers(_in_tmp())
     return _in_tmp()
+
+
+def unfit(folder: Path) -> str:
+    """Why no socket can be in this folder; empty: they can."""
+    return f"its name is longer than {MOST_NAME} bytes" if len(os.fsencode(folder.absolute())) > MOST_NAME else ""
 
 
 def make(folder: Path) -> None:

@@ -259,3 +259,19 @@ def test_an_engine_that_owes_memory_is_never_asked_again_while_another_one_could
     world.run(8000)
     assert len(online.backed()) >= 60  # it is asked again once it has given
     world.check()
+
+
+def test_what_a_client_asks_in_vain_never_pushes_the_decisions_out_of_the_journal(tmp_path):
+    """Regression: each range and each engine that was refused had an event of its own."""
+    world = KvWorld(tmp_path, config=Config(ring_events=100), handles=4)
+    hostile = world.engine("offline", columns=2)
+    world.journal.emit(EventKind.PAUSED, reason="by alice")
+    hostile.ranks = 0
+
+    for number in range(1000, 1200):
+        assert hostile.shim.acked(hostile.shim.reserve(number, 0)) == errno.EINVAL
+        hostile.ask_table()
+
+    assert world.events(EventKind.PAUSED)
+    assert world.gating.counters.refusals["kv-range"] == 200
+    assert world.gating.counters.refusals["kv-engine"] == 200

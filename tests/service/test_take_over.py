@@ -1,4 +1,4 @@
-"""Who is told to leave when a valved takes the run folder over."""
+"""Who is told to leave when a valved takes the run folder over, and which mode it takes over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import subprocess
 
 import pytest
+from node_world import World
 
+from valved.config import Config
+from valved.daemon import take_over
+from valved.model.ids import Mode
 from valved.state import saved as state
 
 
@@ -34,3 +38,16 @@ def test_a_take_over_never_signals_a_process_that_is_not_the_valved_of_this_fold
     assert signals == [os.getpid()]
     present.release()
     next_.release()
+
+
+def test_a_mode_that_a_flag_has_overruled_never_comes_back_after_a_crash(tmp_path):
+    """Regression: it was forgotten in memory alone. The state file named it for up to a minute."""
+    first = World(tmp_path)
+    first.node.set_policy(Mode.HARVEST, {}, 0)
+    second = World(tmp_path, clock=first.clock, processes=first.processes)
+    take_over(second, second.config, tmp_path, Mode.OFF)
+
+    third = World(tmp_path, clock=first.clock, processes=first.processes)
+    take_over(third, Config(mode=Mode.OBSERVE), tmp_path)
+
+    assert third.brake.mode is Mode.OBSERVE

@@ -54,6 +54,7 @@ def test_flags_that_were_not_given_change_nothing(tmp_path):
         ("a breaker without a budget", "[breaker]\nbudget_share = 0.0", "budget_share"),
         ("ticks that take the whole loop", "[memory]\ntick_ms = 0.001", "memory.tick_ms"),
         ("reports that take the API server", "[kube]\nreport_s = 0.001", "kube.report_s"),
+        ("a page for every address", 'metrics_host = ""', "metrics_host"),
         ("not TOML", "mode = ", "TOML"),
     ],
 )

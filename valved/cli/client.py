@@ -12,7 +12,7 @@ import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, USAGE, CliError
-from valved.paths import API_SOCKET, VIEW_SOCKET, grpc_address, run_dir
+from valved.paths import API_SOCKET, ENV_RUN_DIR, VIEW_SOCKET, grpc_address, run_dir, unfit
 
 Answer = TypeVar("Answer")
 
@@ -58,6 +58,8 @@ class NodeClient:
 
 def explain_error(error: Any, folder: Path) -> CliError:
     """What a gRPC error means for the person at the terminal."""
+    if why := unfit(folder):
+        return CliError(f"{folder} cannot be a run folder: {why}", USAGE, f"set {ENV_RUN_DIR} to another")
     code = error.code()
     found = dict(error.trailing_metadata() or ()).get("valve-next-step", "")
     next_step = found.decode() if isinstance(found, bytes) else found

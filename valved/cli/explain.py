@@ -17,7 +17,7 @@ from valved.cli.exits import OK, USAGE, CliError
 from valved.cli.stream import EventStream
 from valved.cli.tables import Paper
 
-SUBJECT = r"(gpu|pid|service|reclaim)?[: ]?(\d+)"
+SUBJECT = r"(gpu|pid|service|reclaim)?[: ]?(0|[1-9][0-9]*)"  # 007 is a name
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from valved.cli import words
-from valved.cli.client import ask, is_running, status_of
+from valved.cli.client import ask, is_running
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
 from valved.errors import cure, told
@@ -87,7 +87,10 @@ def up(options: argparse.Namespace) -> int:
         began = log.tell()  # what earlier starts wrote stands before it
         child = start(arguments(options, folder), log)
     wait_until_up(child, folder, log_path, began)
-    show(status_of(folder))
+    running = ask(folder)
+    if running.pid != child.pid:  # another command was quicker
+        return say_running(running, options, folder)
+    show(running)
     if folder != run_dir():
         print(f"every command finds it with {ENV_RUN_DIR}={folder}")
     return OK

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import cast
 
 from valved.abi.link import Feature
+from valved.gate.doubt import Doubt
 from valved.gate.requests import RequestTally
 from valved.machine.clock import TimerHandle
 from valved.machine.ports import ClientView, WakeRule
@@ -97,6 +98,7 @@ class OnlineService:
     left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # they may come back and count on
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
+    doubt: Doubt = field(default_factory=Doubt)
     said: Said = SILENT  # its launcher's words on granted time
 
     @property

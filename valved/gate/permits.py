@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from valved.gate.doubt import COOLDOWNS, LEAST_NS
 from valved.gate.online import OnlineService
 from valved.gate.records import GateRecords, reason_of
 from valved.machine.clock import Clock, Ticker
@@ -109,7 +110,12 @@ class Permits:
         self._set_watch(online, obstacle is None)
         if online.holding:
             online.looked_ns = now_ns
-            online.observe(self._views(online.id), now_ns, self._settings.cooldown)
+            views = self._views(online.id)
+            online.observe(views, now_ns, self._settings.cooldown)
+            if online.open_requests and online.rule is not None:
+                online.doubt.look(views, online.book.since_ns, online.cooldown.cooldown_ns, now_ns)
+            elif online.doubt.held_since_ns:
+                online.doubt.end()
         else:
             online.cooldown = read_cooldown(online.cooldown_state, self._settings.cooldown)
         if obstacle is None:
@@ -201,6 +207,9 @@ def is_due(online: OnlineService, now_ns: int) -> bool:
 
 
 def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
+    leak_ns, leak_cooldowns = settings.leak_ns, settings.leak_cooldowns
+    if online.doubt.idle_ns >= leak_ns:
+        leak_ns, leak_cooldowns = min(LEAST_NS, leak_ns), min(COOLDOWNS, leak_cooldowns)
     return WakeRule(
         cooldown_ns=online.cooldown.cooldown_ns,
         learn_ns=online.cooldown.gap_ns,
@@ -210,8 +219,8 @@ def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
         dead_look_ns=settings.dead_look_ns,
         hint_lease_ns=settings.hint_lease_ns,
         refused_backoff_ns=settings.refused_backoff_ns,
-        leak_ns=settings.leak_ns,
-        leak_cooldowns=settings.leak_cooldowns,
+        leak_ns=leak_ns,
+        leak_cooldowns=leak_cooldowns,
         look_share=settings.look_share,
         look_least_ns=settings.look_least_ns,
         look_most_ns=settings.look_most_ns,
@@ -221,6 +230,8 @@ def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:
 def is_news(old: WakeRule | None, new: WakeRule) -> bool:
     """Whether the native side must hear of it. A mark that ages shortens the cooldown a little at every look."""
     if old is None or old.watch_since_ns != new.watch_since_ns or old.watcher_lease_ns != new.watcher_lease_ns:
+        return True
+    if old.leak_ns != new.leak_ns:
         return True
     return not 0 <= old.cooldown_ns - new.cooldown_ns < old.cooldown_ns // LEAST_CHANGE
 

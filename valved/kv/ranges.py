@@ -14,7 +14,6 @@ from valved.kv.books import KvBooks
 from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, RangeGone, RangeTold
 from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.unheeded import UnheededRanges
-from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
@@ -88,15 +87,8 @@ class Ranges:
         reason = f"handles of {body.handle_bytes} bytes, not {mine}" if is_other else os.strerror(status)
         if status != errno.EEXIST:
             self._unheeded.refused(RangeKey(entry.id, body.range), body, reason)
-        self._journal.emit(
-            EventKind.NOTED,
-            service=entry.service,
-            client=entry.id,
-            reason=f"KV range refused: {reason}",
-            pid=entry.process.pid,
-            slots=body.slots,
-            handle_bytes=body.handle_bytes,
-        )
+        text = f"KV range refused: {reason}"
+        self._journal.refuse(entry, text, slots=body.slots, handle_bytes=body.handle_bytes)
         self._gating.counters.refuse("kv-range")
 
     def _find(self, entry: ClientEntry, number: int) -> KvRangeBook:

@@ -117,7 +117,7 @@ class Tables:
 
     def refuse(self, entry: ClientEntry, why: str) -> None:
         self._gating.counters.refuse("kv-engine")
-        self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=why, pid=entry.process.pid)
+        self._journal.refuse(entry, why)
 
     # The table
 

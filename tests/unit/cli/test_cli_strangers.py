@@ -16,10 +16,13 @@ from rich.console import Console
 from valve.v1 import node_pb2
 
 from valved.cli import doctor, drain, explain, main, policy, status, top, up
-from valved.cli.client import NodeClient
-from valved.cli.exits import FAILED, NOT_RUNNING, USAGE, CliError
+from valved.cli.client import NodeClient, ask
+from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, USAGE, CliError
 from valved.machine.processes import LinuxProcesses
+from valved.main import EXIT_CONFIG
+from valved.main import main as start_valved
 from valved.model.plain import MOST, plain
+from valved.paths import MOST_NAME
 
 NAMES = ["[/x]", "[red]", "[", "a[/]b", ":warning:"]
 
@@ -170,3 +173,46 @@ def test_a_full_disk_never_ends_a_command_with_a_traceback(monkeypatch, capsys):
 
     assert main.main(["doctor"]) == FAILED
     assert capsys.readouterr().err == "valve: trace.jsonl: No space left on device\n"
+
+
+def test_a_start_that_another_one_overtook_is_never_a_success_in_another_mode(tmp_path, monkeypatch):
+    """Regression: of two `valve up` at once, each with a mode of its own, both ended with 0."""
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    running = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, pid=os.getpid())
+    nobody = [CliError("no valved answers", NOT_RUNNING)]
+
+    def ask(folder):
+        if nobody:
+            raise nobody.pop()
+        return running
+
+    monkeypatch.setattr(up, "ask", ask)
+    monkeypatch.setattr(up, "start", lambda argv, log: SimpleNamespace(pid=os.getpid() + 1))
+    monkeypatch.setattr(up, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(up, "status_of", ask, raising=False)  # what the code before asked
+
+    with pytest.raises(CliError, match="in mode observe") as refused:
+        up.up(argparse.Namespace(config=None, mode="off", foreground=False, metrics_port=None))
+
+    assert refused.value.code == REFUSED
+
+
+@pytest.mark.parametrize("name", ["007", "00", "gpu01", "\u0663"])
+def test_the_name_of_a_service_is_never_taken_for_a_number_that_nobody_writes_so(name):
+    """Regression: the service 007 was "no GPU 7 here"."""
+    assert explain.is_name([name])
+
+
+def test_a_run_folder_whose_name_no_socket_can_have_is_never_an_error_without_a_next_step(tmp_path, capsys):
+    """Regression: "AF_UNIX path too long", and of the command "the target uri is not valid"."""
+    folder = tmp_path / ("x" * MOST_NAME)
+    folder.mkdir()
+
+    with pytest.raises(CliError, match=f"longer than {MOST_NAME} bytes") as refused:
+        ask(folder)
+    assert "VALVE_RUN_DIR" in refused.value.next_step
+
+    assert start_valved(["--run-dir", str(folder)]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert "run_dir = " in said
+    assert "next: " in said
