@@ -10,9 +10,10 @@ import pytest
 from link_peers import say
 from memory_world import Hook, kv_world
 
-from valved.abi.kv_link import KvDone, KvHow, KvOp, KvRuns, KvStep
+from valved.abi.kv_link import KvDone, KvEntries, KvHow, KvOp, KvRuns, KvStep
 from valved.abi.link import LinkType
 from valved.clients.complaints import AT_ONCE
+from valved.clients.connection import YOUNG_NS
 from valved.clients.server import PACKETS_AT_ONCE
 from valved.clients.turns import BURST_NS
 from valved.config import Config, MemoryTable
@@ -25,6 +26,7 @@ PASSES = 20
 FLOOD = 3 * PACKETS_AT_ONCE
 STEP = LinkType.KV_STEP, KvStep(range=1)
 DONE = LinkType.KV_DONE, KvDone(order=1, done=0, status=0, cu_result=0)
+HELD = LinkType.KV_HELD, KvEntries(order=0, range=1, op=0, how=0, raw=b"")
 ORDER = LinkType.KV_RUNS, KvRuns(order=1, op=KvOp.BACK, how=KvHow.AT_ONCE, raw=b"")
 world = kv_world(Config(memory=MemoryTable(handle_mib=2, remap=Remap.HELPER)))
 
@@ -125,6 +127,16 @@ def test_whoever_answers_orders_never_owes_for_it(server, flooder, handled):
 
     buckets = server.link._turns._each.of.values()
     assert server.call(lambda: all(bucket.left_ns == bucket.burst_ns for bucket in buckets))
+
+
+@pytest.mark.parametrize("is_young", [True, False])
+def test_what_is_told_again_after_a_restart_never_waits_but_is_no_way_to_flood(server, flooder, handled, is_young):
+    server.link.born_ns -= 0 if is_young else YOUNG_NS
+
+    for _ in range(FLOOD):
+        flooder.says(HELD)
+
+    assert (len(handled) > PACKETS_AT_ONCE) == is_young
 
 
 def test_whoever_owes_an_answer_never_floods_valved(flooder, handled):

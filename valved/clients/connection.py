@@ -29,6 +29,7 @@ ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.si
 SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 
 
+YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what they hold by then
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
 
 
@@ -50,7 +51,8 @@ class LinkConnection:
         self.is_open = True
         self.is_online = False
         self.is_fetching = False  # what it lent last: nothing is read meanwhile
-        self._ordered, self.answers = 0, 0  # packets that have one answer each, and how many of these have come
+        self._ordered, self._answered = 0, 0  # packets that have one answer each, and how many of these have come
+        self.wanted = 0  # packets that cost it nothing
         self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
@@ -72,7 +74,14 @@ class LinkConnection:
     @property
     def is_awaited(self) -> bool:
         """It owes valved an answer."""
-        return self.answers < self._ordered
+        return self._answered < self._ordered
+
+    def heard(self, kind: LinkType) -> None:
+        """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those
+        whom a predecessor knew have to tell again."""
+        self._answered += kind is LinkType.KV_DONE
+        is_told_again = kind is LinkType.KV_HELD and time.monotonic_ns() - self._server.born_ns < YOUNG_NS
+        self.wanted += kind is LinkType.KV_DONE or is_told_again
 
     def rest(self, seconds: float) -> None:
         """Not read for a while, or until it gets an order; the end of its process is noticed all the same."""

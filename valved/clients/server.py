@@ -82,6 +82,7 @@ class LinkServer:
         self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float, closer: Closer
     ) -> None:
         self.loop = self._loop = loop
+        self.born_ns = time.monotonic_ns()
         self.closer = closer
         self.dear = DearAccounts(loop, register.links_are_dear)
         self._aside = AsideReader(self)
@@ -255,8 +256,8 @@ class LinkServer:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
-        """Whether there was anything, the end included. What it took is charged, unless it was an answer."""
-        is_welcomed, answers, began_ns = peer.client is not None, peer.answers, time.thread_time_ns()
+        """Whether there was anything, the end included. What it took is charged, unless valved wanted it."""
+        is_welcomed, wanted, began_ns = peer.client is not None, peer.wanted, time.thread_time_ns()
         try:
             received = (receive or peer.receive)()
             if received is None:
@@ -272,7 +273,7 @@ class LinkServer:
             self._register.malformed(peer.pid, peer.uid, str(error))
             self._drop(peer, "malformed")
         finally:
-            if is_welcomed and peer.is_open and peer.answers == answers:
+            if is_welcomed and peer.is_open and peer.wanted == wanted:
                 self.charge(peer, time.thread_time_ns() - began_ns)
         return True
 
@@ -297,11 +298,10 @@ class LinkServer:
         if packet.type is LinkType.ENDING and peer.sender != peer.pid:
             return  # a child that has inherited the link, or whom it was passed to: it ends nobody but itself
         began_ns, ran_ns = time.monotonic_ns(), time.thread_time_ns()
-        peer.answers += packet.type is LinkType.KV_DONE  # one that answers nothing ends its link
+        peer.heard(packet.type)
         self._register.handle(peer.client, packet, fds)
         if packet.type < LinkType.KV_RANGE:  # the loop may have waited for a driver that was busy
-            waited_ns = time.monotonic_ns() - began_ns - (time.thread_time_ns() - ran_ns)
-            self.charge(peer, max(0, waited_ns))
+            self.charge(peer, max(0, time.monotonic_ns() - began_ns - (time.thread_time_ns() - ran_ns)))
 
     def charge(self, peer: LinkConnection, ns: int) -> None:
         """It is read again when it has paid for that."""

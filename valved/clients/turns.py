@@ -2,9 +2,9 @@
 
 Each process has a bucket of time, and all that are not online share another. To read and handle a message takes out
 what it took; an empty bucket means that the peer is not read until it has filled again. Nothing is lost or reordered.
-Free are answers to orders of valved, each of which has one. While valved awaits such an answer, the peer is read a
-little all the same: a service may wait for that answer. What is said before a welcome has buckets of its own: one for
-each process, and one for each account (arrivals.py).
+Free are answers to orders of valved, each of which has one, and what clients have to tell again (connection.py). While
+valved awaits such an answer, the peer is read a little all the same: a service may wait for that answer. What is said
+before a welcome has buckets of its own: one for each process, and one for each account (arrivals.py).
 """
 
 from __future__ import annotations
