@@ -179,9 +179,9 @@ def _lends_and(then: Callable[[], object]) -> Attack:
     """What is lent is fetched from a process that is gone, is another program, or stands still by then."""
 
     def attack(path: str) -> None:
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            die_with_parent()
+            die_with_parent(parent)
             with contextlib.suppress(OSError):
                 sock = welcomed(path)
                 os.set_inheritable(sock.fileno(), True)
@@ -232,9 +232,9 @@ def _shuts_half(path: str) -> None:
 
 def _stands_still(path: str) -> None:
     """Welcomed, and stopped for as long as it lives."""
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        die_with_parent()  # also while it is stopped
+        die_with_parent(parent)  # also while it is stopped
         with contextlib.suppress(OSError):
             _asks(welcomed(path))
             os.kill(os.getpid(), signal.SIGSTOP)
