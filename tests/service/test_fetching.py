@@ -269,7 +269,13 @@ def lenders(monkeypatch):
 
     def make(account, pid):
         peer = SimpleNamespace(
-            client=1, pid=pid, is_open=True, fileno=int, pidfd=lambda: pid, lane=SimpleNamespace(account=account)
+            client=1,
+            pid=pid,
+            is_open=True,
+            wanted=0,
+            fileno=int,
+            pidfd=lambda: pid,
+            lane=SimpleNamespace(account=account),
         )
         lent = Lent((0,), 0)
         reader.read(peer, Received(packet, [], pid, lent), lent)

@@ -41,9 +41,9 @@ def packet_of(kind: LinkType, *, lent: bytes = b"") -> bytes:
     return header.ljust(size, b"\0") + lent
 
 
-def welcomed(path: str) -> socket.socket:
+def welcomed(path: str, hello: bytes = OFFLINE_HELLO) -> socket.socket:
     sock = connect(path)
-    sock.send(OFFLINE_HELLO)
+    sock.send(hello)
     _, fds, _, _ = socket.recv_fds(sock, link.MAX_PACKET, 8)
     for fd in fds:
         os.close(fd)

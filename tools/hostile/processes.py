@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable
 
+from valve_tools.hostile.kv_floods import FloodsKv
 from valve_tools.hostile.link_ends import (
     NOBODY,
     OFFLINE_HELLO,
@@ -178,9 +179,9 @@ def _lends_and(then: Callable[[], object]) -> Attack:
     """What is lent is fetched from a process that is gone, is another program, or stands still by then."""
 
     def attack(path: str) -> None:
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            die_with_parent()
+            die_with_parent(parent)
             with contextlib.suppress(OSError):
                 sock = welcomed(path)
                 os.set_inheritable(sock.fileno(), True)
@@ -231,9 +232,9 @@ def _shuts_half(path: str) -> None:
 
 def _stands_still(path: str) -> None:
     """Welcomed, and stopped for as long as it lives."""
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        die_with_parent()  # also while it is stopped
+        die_with_parent(parent)  # also while it is stopped
         with contextlib.suppress(OSError):
             _asks(welcomed(path))
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -307,6 +308,9 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "descriptors of odd kinds": (Says(_sends_odd_files), 2, 0, 0),
     "sockets in sockets, sent to valved": (Says(_sends_sockets_in_sockets), 2, 0, 0),
     "sockets in sockets": (_nests_sockets, 4, 0, 0),
+    "KV ranges without end": (FloodsKv(ranges=True), 1, 0, 0),
+    "needs of a hook without end": (FloodsKv(needs=True), 1, 0, 0),
+    "three processes with both": (FloodsKv(ranges=True, needs=True), 3, 0, 0),
     "numbers that are not open": (Says(_lends(1, 1 << 20)), 4, 0, 0),
     "64 numbers at once": (Says(_lends(link.MAX_FDS, 0)), 4, 0, 0),
     "200,000 epoll watches": (_IsWatched(), 1, 0, 0),

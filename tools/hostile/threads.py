@@ -14,9 +14,12 @@ PR_SET_PDEATHSIG = 1
 PTRACE_SEIZE, SYS_EXIT = 0x4206, 60
 
 
-def die_with_parent() -> None:
-    """The bench may be killed: its processes end, too. A change of user takes this back."""
+def die_with_parent(parent: int = 0) -> None:
+    """The bench may be killed: its processes end, too. A change of user takes this back. `parent`: it may have ended by
+    now, and who stands still then keeps the bench's pipe for ever."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        os._exit(1)
 
 
 class KeepsDeadThreads:

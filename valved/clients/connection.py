@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import socket
 import time
@@ -28,6 +29,10 @@ ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.si
 SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 
 
+YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what they hold by then
+ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     packet: Packet
@@ -46,6 +51,9 @@ class LinkConnection:
         self.is_open = True
         self.is_online = False
         self.is_fetching = False  # what it lent last: nothing is read meanwhile
+        self._ordered, self._answered = 0, 0  # packets that have one answer each, and how many of these have come
+        self.wanted = 0  # packets that cost it nothing
+        self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
@@ -57,7 +65,33 @@ class LinkConnection:
         self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
     ) -> bool:
         """As of an outbox. Never waits."""
+        if kind in ORDERS:
+            self._ordered += 1
+            if self._rests_until is not None:
+                self._server.go_on(self)
         return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds, arrived)
+
+    @property
+    def is_awaited(self) -> bool:
+        """It owes valved an answer."""
+        return self._answered < self._ordered
+
+    def heard(self, kind: LinkType) -> None:
+        """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those
+        whom a predecessor knew have to tell again."""
+        self._answered += kind is LinkType.KV_DONE
+        is_told_again = kind is LinkType.KV_HELD and time.monotonic_ns() - self._server.born_ns < YOUNG_NS
+        self.wanted += kind is LinkType.KV_DONE or is_told_again
+
+    def rest(self, seconds: float) -> None:
+        """Not read for a while, or until it gets an order; the end of its process is noticed all the same."""
+        self._server.loop.remove_reader(self.fileno())
+        self._rests_until = self._server.loop.call_later(seconds, self._server.go_on, self)
+
+    def end_rest(self) -> None:
+        if self._rests_until is not None:
+            self._rests_until.cancel()
+            self._rests_until = None
 
     def receive(self) -> Received | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
@@ -92,6 +126,7 @@ class LinkConnection:
         if not self.is_open:
             return
         self.is_open = False
+        self.end_rest()
         self._server.forget(self)
         unsent = self.outbox.close()
         fds = [fd for _, fds in unsent for fd in fds]

@@ -85,7 +85,7 @@ class FetchedReader:
         self._server.later(loan.peer).do(loan.peer.pid, partial(self._take, loan, fds, error))
 
     def _take(self, loan: _Loan, fds: list[int] | None, error: Exception | None) -> None:
-        began_ns, peer = time.thread_time_ns(), loan.peer
+        peer, wanted = loan.peer, loan.peer.wanted
         peer.is_fetching = False
         del self._busy[peer.pid]
         try:
@@ -94,7 +94,8 @@ class FetchedReader:
             else:
                 self._server.closer.close(fds or ())
         finally:  # also if valved failed to handle it
-            self._server.charge(peer, loan.ran_ns + time.thread_time_ns() - began_ns)
+            if peer.wanted == wanted:
+                self._server.charge(peer, loan.ran_ns)
             self._server.go_on(peer)
             self._go_on()
 

@@ -82,6 +82,7 @@ class LinkServer:
         self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float, closer: Closer
     ) -> None:
         self.loop = self._loop = loop
+        self.born_ns = time.monotonic_ns()
         self.closer = closer
         self.dear = DearAccounts(loop, register.links_are_dear)
         self._aside = AsideReader(self)
@@ -215,11 +216,12 @@ class LinkServer:
     # Their messages
 
     def _read(self, peer: LinkConnection) -> None:
-        if not peer.is_online:
-            wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
-            if wait_ns or self.closer.is_behind:
-                self.rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
-                return
+        now_ns, is_awaited = time.monotonic_ns(), peer.is_awaited
+        wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=is_awaited)
+        is_behind = self.closer.is_behind and not peer.is_online
+        if wait_ns or is_behind:
+            peer.rest(max(wait_ns / 1e9, BEHIND_S if is_behind else 0.0))
+            return
         if peer.lane.is_aside:
             self._aside.read(peer)
             return
@@ -242,12 +244,8 @@ class LinkServer:
         self.go_on(peer)
         self._read_some(peer)
 
-    def rest(self, peer: LinkConnection, seconds: float) -> None:
-        """Not read for a while; the end of its process is noticed all the same."""
-        self._loop.remove_reader(peer.fileno())
-        self._loop.call_later(seconds, self.go_on, peer)
-
     def go_on(self, peer: LinkConnection) -> None:
+        peer.end_rest()
         if peer.is_open and not peer.is_fetching:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
@@ -258,7 +256,8 @@ class LinkServer:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
-        """Whether there was anything, the end included."""
+        """Whether there was anything, the end included. What it took is charged, unless valved wanted it."""
+        is_welcomed, wanted, began_ns = peer.client is not None, peer.wanted, time.thread_time_ns()
         try:
             received = (receive or peer.receive)()
             if received is None:
@@ -273,6 +272,9 @@ class LinkServer:
         except Malformed as error:
             self._register.malformed(peer.pid, peer.uid, str(error))
             self._drop(peer, "malformed")
+        finally:
+            if is_welcomed and peer.is_open and peer.wanted == wanted:
+                self.charge(peer, time.thread_time_ns() - began_ns)
         return True
 
     def _take(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
@@ -295,15 +297,15 @@ class LinkServer:
             raise Malformed(f"{packet.type.name} from a client")
         if packet.type is LinkType.ENDING and peer.sender != peer.pid:
             return  # a child that has inherited the link, or whom it was passed to: it ends nobody but itself
-        began_ns = time.monotonic_ns()
+        began_ns, ran_ns = time.monotonic_ns(), time.thread_time_ns()
+        peer.heard(packet.type)
         self._register.handle(peer.client, packet, fds)
-        if packet.type < LinkType.KV_RANGE:  # online work may wait for what KV messages say
-            self.charge(peer, time.monotonic_ns() - began_ns)
+        if packet.type < LinkType.KV_RANGE:  # the loop may have waited for a driver that was busy
+            self.charge(peer, max(0, time.monotonic_ns() - began_ns - (time.thread_time_ns() - ran_ns)))
 
     def charge(self, peer: LinkConnection, ns: int) -> None:
         """It is read again when it has paid for that."""
-        if not peer.is_online:
-            self._turns.took(peer.pid, ns, time.monotonic_ns())
+        self._turns.took(peer.pid, ns, time.monotonic_ns(), is_online=peer.is_online, is_awaited=peer.is_awaited)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
         peer.open_up()  # before the answer that invites descriptors

@@ -1,8 +1,10 @@
 """How much of the loop one peer may have, in time, whatever its messages are, and in which order peers have theirs.
 
-Each process that is not online has a bucket of time, and all of them share another. Handling a message takes out what
-it took; an empty bucket means that the peer is not read until it has filled again. Nothing is lost or reordered. What
-is said before a welcome has buckets of its own: one for each process, and one for each account (arrivals.py).
+Each process has a bucket of time, and all that are not online share another. To read and handle a message takes out
+what it took; an empty bucket means that the peer is not read until it has filled again. Nothing is lost or reordered.
+Free are answers to orders of valved, each of which has one, and what clients have to tell again (connection.py). While
+valved awaits such an answer, the peer is read a little all the same: a service may wait for that answer. What is said
+before a welcome has buckets of its own: one for each process, and one for each account (arrivals.py).
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ SHARE = 0.1  # of the loop, for one process, when it goes on and on
 SHARE_OF_ALL = 0.3  # for all processes together that are not online
 BURST_NS = 200_000_000  # a process with eight GPUs tells of its channels within this
 BURST_OF_ALL_NS = 500_000_000
+# For one online process: far more than it ever needs, and less than would keep others waiting.
+SERVICE_SHARE, SERVICE_BURST_NS = 0.3, 500_000_000
+AWAITED_BURST_NS = 2_000_000  # for one that owes an answer, and the share of any other
 # A HELLO costs 0.2 to 2 ms: it reads the files of each ancestor. Any user may knock.
 KNOCKS_SHARE, KNOCKS_BURST_NS = 0.05, 10_000_000
 ACCOUNT_SHARE, ACCOUNT_BURST_NS = 0.1, 100_000_000
@@ -84,13 +89,23 @@ class Buckets:
 @dataclass(slots=True)
 class Turns:
     _each: Buckets = field(default_factory=lambda: Buckets(SHARE, BURST_NS))
+    _services: Buckets = field(default_factory=lambda: Buckets(SERVICE_SHARE, SERVICE_BURST_NS))
+    _awaited: Buckets = field(default_factory=lambda: Buckets(SHARE, AWAITED_BURST_NS))
     _all: Bucket | None = None
 
-    def wait_ns(self, who: Hashable, now_ns: int) -> int:
-        """0: it may be read now."""
-        return max(self._each.wait_ns(who, now_ns), self._all.wait_ns(now_ns) if self._all is not None else 0)
+    def wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
+        """0: it may be read now. `is_awaited`: it owes an answer, and need not wait for what others took."""
+        wait_ns = (self._services if is_online else self._each).wait_ns(who, now_ns)
+        if not is_online and self._all is not None:
+            wait_ns = max(wait_ns, self._all.wait_ns(now_ns))
+        return min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
 
-    def took(self, who: Hashable, ns: int, now_ns: int) -> None:
+    def took(self, who: Hashable, ns: int, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> None:
+        if is_awaited:
+            self._awaited.took(who, ns, now_ns)
+        if is_online:
+            self._services.took(who, ns, now_ns)
+            return
         self._each.took(who, ns, now_ns)
         if self._all is None:
             self._all = _full(SHARE_OF_ALL, BURST_OF_ALL_NS, now_ns)

@@ -20,6 +20,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch
+from valved.clients.complaints import Complaints
 from valved.config import MemoryTable
 from valved.fds import is_scarce
 from valved.kv.engines import Engine
@@ -73,6 +74,7 @@ class Outside:
     _orders: Orders
     _turn: GateTurn
     _journal: Journal
+    _told: Complaints
     _clock: Clock
     _port: OutsidePort
     _settings: MemoryTable
@@ -111,7 +113,7 @@ class Outside:
                 self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: self._come_later(scratch, uuid, entry))
                 return True
             reason = f"memory of the process cannot be taken from outside it: {error.strerror}"
-            self._journal.emit(EventKind.NOTED, client=entry.id, gpus=(gpu,), reason=reason, pid=entry.process.pid)
+            self._told.tell(entry, reason, (gpu,))
             return False
         before = self._ways.pop(key, None)
         if before is not None:

@@ -9,13 +9,13 @@ import numpy as np
 
 from valved.abi.kv_link import ELASTIC, HEEDED, KvEntries, KvRangeMessage, KvSpan
 from valved.abi.link import Malformed
+from valved.clients.complaints import Complaints
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, RangeGone, RangeTold
 from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.unheeded import UnheededRanges
 from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex
-from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
 NO_UUID = bytes(16)
@@ -23,13 +23,13 @@ NO_UUID = bytes(16)
 
 class Ranges:
     def __init__(
-        self, books: KvBooks, unheeded: UnheededRanges, gating: GateService, journal: Journal, changes: Changes
+        self, books: KvBooks, unheeded: UnheededRanges, gating: GateService, told: Complaints, changes: Changes
     ) -> None:
         self._books = books
         self._pool = books.pool
         self._unheeded = unheeded
         self._gating = gating
-        self._journal = journal
+        self._told = told
         self._changes = changes
         self._gpu_of_uuid = {info.uuid: info.index for info in books.gpus}
         self._gpu_of_instance = {info.device_instance: info.index for info in books.gpus}
@@ -87,8 +87,7 @@ class Ranges:
         reason = f"handles of {body.handle_bytes} bytes, not {mine}" if is_other else os.strerror(status)
         if status != errno.EEXIST:
             self._unheeded.refused(RangeKey(entry.id, body.range), body, reason)
-        text = f"KV range refused: {reason}"
-        self._journal.refuse(entry, text, slots=body.slots, handle_bytes=body.handle_bytes)
+        self._told.tell(entry, f"KV range refused: {reason}", slots=body.slots, handle_bytes=body.handle_bytes)
         self._gating.counters.refuse("kv-range")
 
     def _find(self, entry: ClientEntry, number: int) -> KvRangeBook:

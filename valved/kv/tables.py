@@ -9,6 +9,7 @@ from valved.abi.kv_files import MODES, check_sizes
 from valved.abi.kv_link import KV_ABI, KvAttach, KvMode, KvTableMessage
 from valved.abi.link import LinkType
 from valved.clients.attaching import AttachBounds
+from valved.clients.complaints import Complaints
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, EngineLeft, HookLost, Look
@@ -39,6 +40,7 @@ class Tables:
     _send: Send
     _changes: Changes
     _bounds: AttachBounds
+    _told: Complaints
 
     def __post_init__(self) -> None:
         self._born_ns = self._clock.now_ns()
@@ -117,7 +119,7 @@ class Tables:
 
     def refuse(self, entry: ClientEntry, why: str) -> None:
         self._gating.counters.refuse("kv-engine")
-        self._journal.refuse(entry, why)
+        self._told.tell(entry, why)
 
     # The table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from valved.clients.attaching import AttachBounds
+from valved.clients.complaints import Complaints
 from valved.clients.exits import Exits, Reactor
 from valved.clients.register import Register
 from valved.config import Config, MemoryTable
@@ -106,19 +107,20 @@ def put_together(
     settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
     counters, changes = MemoryCounters(), Changes()
-    log = ReclaimLog(counters)
+    log, told = ReclaimLog(counters), Complaints(registry, journal, clock)
     # Names of pods are new each time. What a pod needs again is the scheduler's to know.
     remember_ns = 0 if config.kube.node else round(settings.remember_s * 1e9)
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
     unheeded = UnheededRanges(books, journal, clock, changes)
-    ranges = Ranges(books, unheeded, gating, journal, changes)
-    tables = Tables(books, unheeded, gating, journal, clock, send, changes, AttachBounds(registry, clock))
+    ranges = Ranges(books, unheeded, gating, told, changes)
+    bounds = AttachBounds(registry, clock)
+    tables = Tables(books, unheeded, gating, journal, clock, send, changes, bounds, told)
     layouts = Layouts(books, tables, clock, work)
 
     full = FullCards(journal, clock, counters)
     supply = Supply(books, clock, full, remember_ns, lambda: _away(gating, clock.now_ns()))
     turn = GateTurn(gate, gating, clock, supply)
-    outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters, closer)
+    outside = Outside(books.orders, turn, journal, told, clock, outside_port, settings, counters, closer)
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)

@@ -15,12 +15,9 @@ from valved.machine.ports import WorkPort
 from valved.model.events import Event, EventKind
 from valved.model.states import UnwrittenState
 from valved.state.eventfiles import EventFiles
-from valved.state.registry import ClientEntry
 from valved.state.trace import LineFile
 
 log = logging.getLogger("valved")
-
-TOLD_REFUSALS = 32  # of one client: more say nothing new, and push out what others did
 
 Told = TypeVar("Told")
 More = TypeVar("More")
@@ -111,13 +108,6 @@ class Journal:
         **detail: str | int,
     ) -> Event:
         return self.put(kind, service, client, gpus, reason, t_ns, detail)
-
-    def refuse(self, entry: ClientEntry, reason: str, **detail: str | int) -> None:
-        """What a client asked for in vain. It may ask without end: all are counted elsewhere, the first are told."""
-        entry.refusals += 1
-        if entry.refusals <= TOLD_REFUSALS:
-            detail["pid"] = entry.process.pid
-            self.put(EventKind.NOTED, entry.service, entry.id, (), reason, 0, detail)
 
     def put(
         self,

@@ -57,7 +57,6 @@ class ClientEntry:
     channels_on: Counter[GpuIndex] = field(default_factory=Counter)
     rm_gpus: dict[int, GpuIndex] = field(default_factory=dict)  # h_client -> GPU
     notes: list[str] = field(default_factory=list)
-    refusals: int = 0  # of what it asked for
     app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
     uses_mps: bool = False  # it said so: none of its channels is ever stopped
     asked_fd: bool = False  # it was told to send its nvidiactl files: one that proves an RM client is kept
