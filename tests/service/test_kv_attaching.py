@@ -64,7 +64,7 @@ def test_no_process_that_keeps_the_tables_it_gave_up_makes_valved_pay_for_them_w
 
 
 def test_no_account_is_refused_for_tables_that_nobody_ever_got(world):
-    """An engine whose ranks are late asks again every few seconds. It was told to wait for minutes once they were here."""
+    """An engine whose ranks are late asks every few seconds. It had to wait for minutes once they were here."""
     late = hook_of(world, "offline", 1000, MILLION)
     late.shim.reserve(0, 4)  # it has memory of valved's, and no layout says where
     for _ in range(100):
