@@ -10,6 +10,7 @@ from fakeapi import until
 from kube_node import OFFLINE_UID, ONLINE_UID, UIDS, group, kube_node, pod, scenario
 from node_world import World
 from valve_kube import names
+from valve_kube.client import ApiError
 
 from valved.kube.apiserver import ApiServer
 from valved.kube.deletions import CUT_S, Deletions
@@ -376,6 +377,31 @@ def test_no_static_pod_whose_manifest_names_its_uid_is_ended_for_its_copy(room, 
     asked(room, lambda: room.book.replace([copy]))
 
     assert room.signals == ([] if mark else KILLED)
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+@pytest.mark.parametrize(("name", "is_ended"), [("batch-node-1", False), ("batch-0", True)], ids=["static", "another"])
+def test_no_static_pod_whose_manifest_names_its_uid_is_ended_while_it_has_no_copy(room, name, is_ended, is_claimed):
+    """Somebody deleted the copy, or the API server takes none."""
+    api = ApiServer(NoPod(), "node-1", PodBook(), lambda is_braked: None, found=lambda item: None)
+    room.is_gone = api.is_gone
+    room.book.pods.clear()
+    (claim,) = (one for one in room.world.books.claims.values() if one.role is Role.OFFLINE)
+    room.world.books.services[claim.service].name = f"default/{name}"
+    if not is_claimed:
+        room.book.heard(OFFLINE_UID, "default", name, {})
+    room.stop()
+
+    asked(room, room.deletions.ask_for_untold)
+
+    assert room.signals == (KILLED if is_ended else [])
+
+
+class NoPod:
+    """There is none, whoever asks."""
+
+    async def request(self, method, path):
+        raise ApiError(404, "NotFound", "")
 
 
 class PodOfThatName:

@@ -63,6 +63,18 @@ def test_no_process_that_keeps_the_tables_it_gave_up_makes_valved_pay_for_them_w
     assert mine.attach() == 0
 
 
+def test_no_account_is_refused_for_tables_that_nobody_ever_got(world):
+    """An engine whose ranks are late asks every few seconds. It had to wait for minutes once they were here."""
+    late = hook_of(world, "offline", 1000, MILLION)
+    late.shim.reserve(0, 4)  # it has memory of valved's, and no layout says where
+    for _ in range(100):
+        late.ask_table()
+        world.run(6000)
+        assert late.take_table() == errno.EAGAIN
+
+    assert hook_of(world, "offline", 1000, MILLION).attach() == 0
+
+
 def test_small_engines_never_have_more_of_the_loop_than_large_ones(world):
     assert attach_until_refused(hook_of(world, "offline", 1000))[0] <= 1000
 

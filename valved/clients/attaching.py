@@ -57,3 +57,8 @@ class AttachBounds:
             raise OSError(errno.EDQUOT, text)
         self._made.took(account, BLOCK_NS * blocks, now_ns)
         self._blocks.took(account, blocks, now_ns)
+
+    def was_untold(self, hook: ClientEntry, blocks: int) -> None:
+        """Its table is gone, and the hook never got it: nobody keeps a mapping."""
+        if self._registry.services[hook.service].role is not Role.ONLINE:
+            self._blocks.took(account_of(hook.uid, hook.cgroup), -blocks, self._clock.now_ns())

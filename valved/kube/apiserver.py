@@ -92,10 +92,12 @@ class ApiServer:
             self._book.put(found)
 
     async def is_gone(self, pod: Pod) -> bool:
-        """Whether the API server has neither it nor, of a static one, a copy; OSError when it cannot say."""
+        """Whether the API server has neither it nor, of a static one, a copy; OSError when it cannot say. A static one
+        runs on without a copy. Where none but the runtime told of it, its name shows what it is: the kubelet puts the
+        node's behind it."""
         found = await self._pod(pod.namespace, pod.name)
         if found is None:
-            return True
+            return pod.is_told or not pod.name.endswith(f"-{self._node}")
         metadata: Json = found["metadata"]
         return pod.uid not in (metadata["uid"], (metadata.get("annotations") or {}).get(COPY))
 

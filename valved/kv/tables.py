@@ -169,7 +169,8 @@ class Tables:
 
     def detach(self, engine: Engine) -> None:
         del self._books.engines[engine.service]
-        self._untold.pop(engine.service, None)
+        if (waiting := self._untold.pop(engine.service, None)) is not None:
+            self._bounds.was_untold(waiting[0], engine.table.blocks)
         engine.table.detach()
         self._changes.put(EngineLeft(engine))
         for rank in engine.ranks.values():
