@@ -348,6 +348,7 @@ def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once
         return not hasty.gate.channels.behind()
 
     wait_until(has_answered, "and then it is known")
+    assert not hasty.gate.channels._unsure, "nor is it looked at for ever"
 
 
 def test_an_interrupted_call_is_made_again(rig: Rig) -> None:

@@ -182,8 +182,7 @@ class NativeChannels(Enabling):
             lib.valve_gpu_run_again(self._gate, gpu)
 
     def give_up(self, client: ClientId, why: str) -> None:
-        holder = self._clients[client]
-        holder.is_given_up = True
+        self._clients[client].is_given_up = True
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu]
@@ -270,6 +269,7 @@ class NativeChannels(Enabling):
         return on
 
     def behind(self) -> set[ClientId]:
+        self._unsure = [one for one in self._unsure if one[1] or one[0][0] == lib.VALVE_WAS_UNKNOWN]
         return {client for was, _, client in self._unsure if was[0] == lib.VALVE_WAS_UNKNOWN}
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
