@@ -339,15 +339,16 @@ def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once
 
     wait_until(lambda: _open_inodes().count(inode) == 1, "only its own copy is left")
     assert hasty.driver.counts.hanging == 1
-    assert hasty.gate.channels.is_behind(), "nobody lets the process die as if its channels were on"
+    assert hasty.gate.channels.behind() == {workload.client}, "nobody lets the process die as if its channels were on"
     hasty.driver.rules.hang = 0
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
 
     def has_answered() -> bool:
         hasty.gate.alive()
-        return not hasty.gate.channels.is_behind()
+        return not hasty.gate.channels.behind()
 
     wait_until(has_answered, "and then it is known")
+    assert not hasty.gate.channels._unsure, "nor is it looked at for ever"
 
 
 def test_an_interrupted_call_is_made_again(rig: Rig) -> None:

@@ -84,6 +84,70 @@ def test_a_driver_that_never_answers_keeps_no_job_standing_for_good(world, is_ki
     assert not world.ladder.standing()
 
 
+def test_a_job_that_waits_for_a_driver_never_stands_for_good_where_valved_ends(world):
+    """It waits for a second at most, and no successor is certain."""
+    client, pid = stopped_job(world)
+    process = world.books.clients[client].process
+    world.gate.hangs = True
+
+    world.say_ending(client)
+    world.run(5000)
+
+    assert world.signals == [(pid, "SIGSTOP")]
+    assert world.thawer.standing == {process}
+    world.run(60_000)
+    assert not world.thawer.standing
+
+
+def test_a_job_that_somebody_lets_go_while_the_driver_hangs_never_runs_on_beside_a_service(world):
+    client, pid = stopped_job(world)
+    world.gate.hangs = True
+    world.say_ending(client)
+    world.run(1000)
+    assert world.signals == [(pid, "SIGSTOP")]
+
+    world.processes.slow_to_stop.add(pid)  # it runs again
+    world.run(200)
+
+    assert world.signals[-1] == (pid, "SIGKILL")
+
+
+def test_jobs_that_wait_for_a_driver_never_have_more_than_a_part_of_the_loop(world):
+    """How long a look takes grows with them, and with what others left off."""
+    first, _ = stopped_job(world)
+    clients = [first, *[world.offline() for _ in range(9)]]
+    spans = []
+
+    def slow():
+        world.clock._now_ns += 5_000_000
+        spans.append(5_000_000)
+        return world.gate.left_behind if world.gate.hangs else set()
+
+    world.gate.hangs = True
+    for client in clients:
+        world.say_ending(client)
+    world.run(1000)
+    world.gate.behind = slow
+    world.run(1000)
+
+    assert len(spans) > 10
+    assert sum(spans) < 1_000_000_000 // 3
+    world.gate.hangs = False
+    world.run(60_000)
+    assert not world.ladder.standing()
+
+
+def test_a_job_never_stands_with_its_channels_on_for_another_that_the_driver_hangs_with(world):
+    """What it has queued would run beside the service meanwhile."""
+    other, (client, pid) = world.offline(gpus=(1,)), stopped_job(world)
+    world.gate.behind = lambda: {other}
+
+    world.say_ending(client)
+    world.run(100)
+
+    assert (pid, "SIGCONT") in world.signals
+
+
 def test_a_job_that_is_slow_to_stand_never_runs_with_its_channels_on(world):
     client, pid = stopped_job(world)
     world.processes.slow_to_stop.add(pid)

@@ -20,7 +20,7 @@ from valved.gate.ending import KILL
 from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
-from valved.model.ids import ChannelRef, ProcessId, Role
+from valved.model.ids import ChannelRef, ClientId, ProcessId, Role
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 from valved.state.stats import NodeCounters
@@ -44,6 +44,7 @@ class Departures:
     def __post_init__(self) -> None:
         self._ticker = Ticker(self._clock, self._look)
         self._to_look: deque[ProcessId] = deque()
+        self._behind: dict[ClientId, ProcessId] = {}  # left while the driver hung
 
     def remove(self, entry: ClientEntry, reason: str) -> int:
         """Take a client out of the gate. Returns how many channels were enabled."""
@@ -54,6 +55,8 @@ class Departures:
             and not self._processes.is_ending(process.pid, process.start_time)
         )
         off = self._gate.remove_client(entry.id, lives_on=lives_on)
+        self._behind[entry.id] = process
+        self._forget_answered()
         for channel in off if lives_on else ():
             self._leftovers.put(channel, process, has_left=True)
         self.watch()
@@ -98,7 +101,12 @@ class Departures:
     def has_all_on(self, process: ProcessId) -> bool:
         """Of one that ends. False: its channels are on once the driver answers."""
         self.enable_left(process)
-        return not self._gate.channels.is_behind()
+        self._forget_answered()
+        return process not in self._behind.values()
+
+    def _forget_answered(self) -> None:
+        behind = self._gate.channels.behind()
+        self._behind = {client: process for client, process in self._behind.items() if client in behind}
 
     def _ended(self, process: ProcessId) -> None:
         """It never came back."""

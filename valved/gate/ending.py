@@ -7,7 +7,8 @@ only a successor lets it go, or ends it.
 
 One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
 with the status of its signal. If it is still here soon after, it is killed at once. While the driver hangs, its
-channels are not on yet: it stands until they are, or each such process would hold the driver up once more.
+channels are not on yet: it stands until they are, or each such process would hold the driver up once more. If valved
+ends meanwhile, it is let go as well. If somebody else lets it go, it has no more time.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Endings:
         self._under_way: dict[ProcessId, _End] = {}
         self._fresh: list[ProcessId] = []  # of them, not yet told to stand
         self._rests_ns = 0  # no look before then
+        self._asks_ns = 0  # whether a channel is on yet: not before then
 
     def __contains__(self, process: ProcessId) -> bool:
         return process in self._under_way
@@ -143,13 +145,12 @@ class Endings:
         return is_stopped
 
     def _end(self, process: ProcessId, end: _End) -> None:
-        del self._under_way[process]
-        self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
         if end.by_itself:
-            self._under_way[process] = end
             end.until_ns = self._clock.now_ns() + HANG_NS
             self._let_end(process, end)
             return
+        del self._under_way[process]
+        self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
         try:
             self._let_die(process)
         finally:  # it stands, and is in no book by which valved would end it later
@@ -159,16 +160,17 @@ class Endings:
     def _let_end(self, process: ProcessId, end: _End) -> None:
         if self._under_way.get(process) is not end:
             return
-        is_time = True
+        began_ns, is_time = self._clock.now_ns(), True
         try:
-            is_time = self._let_die(process) or self._processes.is_gone(process)
+            is_time = self._let_die(process) or not self._processes.is_stopped(process.pid)
         finally:
             now_ns = self._clock.now_ns()
+            self._asks_ns = max(self._asks_ns, now_ns) + LOOK_SHARE * (now_ns - began_ns)
             if is_time or now_ns >= end.until_ns:
                 self._signals.send(process, signal.SIGCONT)
                 self._clock.call_at_ns(now_ns + BY_ITSELF_NS, partial(self._has_ended, process, end))
             else:
-                self._clock.call_at_ns(now_ns + AGAIN_NS, partial(self._let_end, process, end))
+                self._clock.call_at_ns(max(now_ns + AGAIN_NS, self._asks_ns), partial(self._let_end, process, end))
 
     def _has_ended(self, process: ProcessId, end: _End) -> None:
         """Else it is killed at once: its channels are on. Those of a new link run no longer than this takes."""

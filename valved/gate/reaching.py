@@ -35,13 +35,13 @@ class NativeChannels(Enabling):
         self._channels = ArmedChannels()
         self.kept = KeptFiles(gate)
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was last not used
-        self._unsure: list[tuple[Any, set[ChannelRef]]] = []  # the first is the native side's to write
+        self._unsure: list[tuple[Any, set[ChannelRef], ClientId]] = []  # the first is the native side's to write
         self._view = ffi.new("struct valve_view *")
         self._gone = ffi.new("struct valve_gone[]", 128)
 
     def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
         holder = self._clients[client]
-        for _, refs in self._unsure:
+        for _, refs, _ in self._unsure:
             refs.discard(channel)  # it is back
         if self._refusal or not 0 <= channel.gpu < len(self._infos):
             return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
@@ -182,8 +182,7 @@ class NativeChannels(Enabling):
             lib.valve_gpu_run_again(self._gate, gpu)
 
     def give_up(self, client: ClientId, why: str) -> None:
-        holder = self._clients[client]
-        holder.is_given_up = True
+        self._clients[client].is_given_up = True
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu]
@@ -259,18 +258,19 @@ class NativeChannels(Enabling):
                 if channel.reach is Reach.CHANNEL_FD:
                     self.kept.put(channel, holder)
             if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: taken as off until it answers
-                self._unsure.append((was, {channel.ref for channel in kept}))
+                self._unsure.append((was, {channel.ref for channel in kept}, client))
         return tuple(off)
 
     def turned_out_on(self) -> set[ChannelRef]:
         told, self._unsure = self._unsure, [one for one in self._unsure if one[0][0] == lib.VALVE_WAS_UNKNOWN]
-        on = set[ChannelRef]().union(*(refs for was, refs in told if was[0] == lib.VALVE_WAS_ON))
+        on = set[ChannelRef]().union(*(refs for was, refs, _ in told if was[0] == lib.VALVE_WAS_ON))
         for channel in on:
             self.kept.drop(channel)
         return on
 
-    def is_behind(self) -> bool:
-        return any(was[0] == lib.VALVE_WAS_UNKNOWN for was, _ in self._unsure)
+    def behind(self) -> set[ClientId]:
+        self._unsure = [one for one in self._unsure if one[1] or one[0][0] == lib.VALVE_WAS_UNKNOWN]
+        return {client for was, _, client in self._unsure if was[0] == lib.VALVE_WAS_UNKNOWN}
 
     def _is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))

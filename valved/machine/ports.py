@@ -245,8 +245,8 @@ class ChannelPort(Protocol):
         """Of processes that left while the driver hung and live on: what counted as off and is not. Told once."""
         ...
 
-    def is_behind(self) -> bool:
-        """The driver hangs since a process left: channels of that one may be off until it answers."""
+    def behind(self) -> set[ClientId]:
+        """Clients that left while the driver hung: channels of theirs may be off until it answers."""
         ...
 
 

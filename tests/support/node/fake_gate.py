@@ -107,7 +107,8 @@ class FakeGate:
         self.switches_all = False  # of a client that had stopped itself
         self.out_of_reach = False  # it can enable no leftover
         self.refuses = False  # the driver, to enable one at once
-        self.hangs = False  # the driver, since a process left
+        self.hangs = False  # the driver
+        self.left_behind = set()  # clients that left meanwhile
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps, self.lost = [], 0
         self.closed = False
@@ -198,6 +199,7 @@ class FakeGate:
         for ref in () if lives_on else was_off:
             del self.off[ref.h_client, ref.h_channel]
         self.calls.append(("remove_client", client))
+        self.left_behind |= {client} if self.hangs else set()
         return was_off
 
     def put_service(self, service, gpus):
@@ -402,8 +404,8 @@ class FakeGate:
     def turned_out_on(self):
         return set()
 
-    def is_behind(self):
-        return self.hangs
+    def behind(self):
+        return self.left_behind if self.hangs else set()
 
     def alive(self):
         self.calls.append(("alive",))
