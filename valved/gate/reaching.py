@@ -254,15 +254,15 @@ class NativeChannels(Enabling):
             if was[0] == lib.VALVE_WAS_ON:
                 continue
             off.extend(channel.ref for channel in (kept if lives_on else gone))
-            for channel in kept:
-                if channel.reach is Reach.CHANNEL_FD:
-                    self.kept.put(channel, holder)
+            for channel in (one for one in kept if one.reach is Reach.CHANNEL_FD):
+                self.kept.put(channel, holder)
             if was[0] == lib.VALVE_WAS_UNKNOWN:  # the driver hangs: taken as off until it answers
                 self._unsure.append((was, {channel.ref for channel in kept}, client))
         return tuple(off)
 
     def turned_out_on(self) -> set[ChannelRef]:
-        told, self._unsure = self._unsure, [one for one in self._unsure if one[0][0] == lib.VALVE_WAS_UNKNOWN]
+        told = [one for one in self._unsure if one[0][0] != lib.VALVE_WAS_UNKNOWN]  # it may change at any time
+        self._unsure = [one for one in self._unsure if one not in told]
         on = set[ChannelRef]().union(*(refs for was, refs, _ in told if was[0] == lib.VALVE_WAS_ON))
         for channel in on:
             self.kept.drop(channel)
