@@ -98,7 +98,9 @@ class Turns:
         """0: it may be read now. `is_awaited`: it owes an answer, and need not wait for what others took."""
         wait_ns = (self._services if is_online else self._each).wait_ns(who, now_ns)
         wait_ns = min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
-        return wait_ns if is_online else max(wait_ns, min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited}))
+        if is_online:
+            return wait_ns
+        return max(wait_ns, min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited}))
 
     def took(self, who: Hashable, ns: int, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> None:
         if is_awaited:
