@@ -14,7 +14,7 @@ from link_peers import HELLO, hear, say
 
 import valved.clients.lending as lending_room
 from valved.abi.link import MAX_FDS, Ack, Channel, LinkType, RmClient, Schedule, Welcome, build, parse
-from valved.clients.connection import Received
+from valved.clients.connection import LinkConnection, Received
 from valved.clients.fetching import F_GETSIG, FETCHERS, LENT, UNFETCHED, Lent, fetch, fetched, split
 from valved.clients.turns import BURST_NS
 
@@ -241,6 +241,25 @@ def test_a_number_that_means_another_file_each_time_never_keeps_anything_open_or
         os.close(writer)
         assert os.read(reader, 1) == b""  # valved has closed its own
         os.close(reader)
+
+
+def test_whoever_lends_what_cannot_be_fetched_never_has_the_answer_for_nothing(server, own_time, monkeypatch):
+    sock, _, fds = server.welcome()
+    server.rest()
+    send = LinkConnection.send
+
+    def dear(peer, kind, *more):
+        own_time.spend(2 * BURST_NS)
+        return send(peer, kind, *more)
+
+    monkeypatch.setattr(LinkConnection, "send", dear)
+    lend(sock, [1 << 20])
+
+    assert hear(sock)[0].body == Ack(status=UNFETCHED)
+    assert server.call(lambda: [bucket.left_ns < 0 for bucket in server.link._turns._each.of.values()]) == [True]
+    sock.close()
+    for fd in fds:
+        os.close(fd)
 
 
 @pytest.fixture

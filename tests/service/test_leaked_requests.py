@@ -36,6 +36,11 @@ class Engine:
         self.world.run(ms)
         self.world.gate.finish(self.online)
 
+    def serve(self, steps=8):
+        for _ in range(steps):
+            self.compute()
+            self.tell()
+
     def rest(self, ms):
         while ms > 0:
             self.world.run(min(ms, 250))
@@ -85,3 +90,30 @@ def test_requests_that_each_wait_for_something_never_add_up_to_a_leak(world):
 
     assert not engine.leaks()
     assert world.gating.counters.wakes == 60
+
+
+def test_requests_that_overlap_and_wait_now_and_then_are_never_taken_for_leaked_ones(world):
+    """Regression: the count never came to 0, so their waits added up, and offline work stopped each of them twice."""
+    engine = Engine(world)
+    engine.begin()
+    for _ in range(200):
+        for _ in range(2):
+            engine.serve()
+            engine.rest(1500)  # no memory, say
+        engine.begin()  # before the last one ends
+        engine.serve()
+        engine.end()
+
+    assert not engine.leaks()
+    assert not world.gating.counters.wakes
+
+
+def test_a_session_that_computes_now_and_then_is_never_taken_for_a_request_that_leaked(world):
+    engine = Engine(world)
+    engine.begin()
+    for _ in range(100):
+        engine.serve(2)
+        engine.rest(10_000)
+
+    assert not engine.leaks()
+    assert not world.gating.counters.wakes

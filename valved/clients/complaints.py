@@ -14,10 +14,8 @@ from valved.model.ids import Role
 from valved.state.journal import Journal
 from valved.state.registry import Books, ClientEntry
 
-TELL_NS, AT_ONCE = (
-    500_000_000,
-    20,
-)  # one in this time, and so many at once: all of what a broken engine says as it starts
+TELL_NS = 500_000_000  # one in this time, ...
+AT_ONCE = 20  # ... and so many at once: all of what a broken engine says as it starts
 
 
 class Complaints:

@@ -108,7 +108,9 @@ class FetchedReader:
             return Received(packet, fds, peer.pid)
 
         if fds is None and not (isinstance(error, OSError) and error.errno in SCARCE):
+            began_ns = time.thread_time_ns()
             peer.send(LinkType.ACK, Ack(status=UNFETCHED), packet.seq)
+            loan.ran_ns += time.thread_time_ns() - began_ns
             return
         if fds is not None and packet.type is LinkType.KV_DONE:  # nothing else answers it
             peer.send(LinkType.ACK, Ack(), packet.seq)

@@ -300,7 +300,7 @@ class LinkServer:
         began_ns, ran_ns = time.monotonic_ns(), time.thread_time_ns()
         peer.heard(packet.type)
         self._register.handle(peer.client, packet, fds)
-        if packet.type < LinkType.KV_RANGE:  # the loop may have waited for a driver that was busy
+        if packet.type < LinkType.KV_RANGE and not peer.is_online:  # the loop may have waited for a busy driver
             self.charge(peer, max(0, time.monotonic_ns() - began_ns - (time.thread_time_ns() - ran_ns)))
 
     def charge(self, peer: LinkConnection, ns: int) -> None:

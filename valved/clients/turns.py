@@ -91,14 +91,16 @@ class Turns:
     _each: Buckets = field(default_factory=lambda: Buckets(SHARE, BURST_NS))
     _services: Buckets = field(default_factory=lambda: Buckets(SERVICE_SHARE, SERVICE_BURST_NS))
     _awaited: Buckets = field(default_factory=lambda: Buckets(SHARE, AWAITED_BURST_NS))
-    _all: Bucket | None = None
+    # True: what those that owe answers have in common, once all have used up theirs
+    _all: Buckets = field(default_factory=lambda: Buckets(SHARE_OF_ALL, BURST_OF_ALL_NS))
 
     def wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
         """0: it may be read now. `is_awaited`: it owes an answer, and need not wait for what others took."""
         wait_ns = (self._services if is_online else self._each).wait_ns(who, now_ns)
-        if not is_online and self._all is not None:
-            wait_ns = max(wait_ns, self._all.wait_ns(now_ns))
-        return min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
+        wait_ns = min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
+        if is_online:
+            return wait_ns
+        return max(wait_ns, min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited}))
 
     def took(self, who: Hashable, ns: int, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> None:
         if is_awaited:
@@ -107,9 +109,7 @@ class Turns:
             self._services.took(who, ns, now_ns)
             return
         self._each.took(who, ns, now_ns)
-        if self._all is None:
-            self._all = _full(SHARE_OF_ALL, BURST_OF_ALL_NS, now_ns)
-        self._all.take(ns, now_ns)
+        self._all.took(is_awaited and self._all.wait_ns(False, now_ns) > 0, ns, now_ns)
 
 
 @dataclass(slots=True)

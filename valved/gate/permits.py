@@ -113,7 +113,8 @@ class Permits:
             views = self._views(online.id)
             online.observe(views, now_ns, self._settings.cooldown)
             if online.open_requests and online.rule is not None:
-                online.doubt.look(views, online.book.since_ns, online.cooldown.cooldown_ns, now_ns)
+                cooldown_ns, since_ns = online.cooldown.cooldown_ns, online.book.since_ns
+                online.doubt.look(views, online.open_requests, since_ns, cooldown_ns, now_ns)
             elif online.doubt.held_since_ns:
                 online.doubt.end()
         else:
