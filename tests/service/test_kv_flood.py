@@ -171,6 +171,20 @@ def test_whoever_owes_an_answer_never_floods_valved(flooder, handled):
     assert 1 <= len(handled) <= PACKETS_AT_ONCE
 
 
+def test_whoever_answers_first_and_floods_then_never_floods_for_each_order(server, flooder, handled):
+    """Regression: what came behind an answer was charged as if nobody had let it in for that. Each order that a process
+    causes was worth 32 messages to it."""
+    flooder.says(STEP)
+    for _ in range(2):
+        flooder.says(DONE)
+        flooder.says(STEP)
+        flooder.gets_order()  # while its link rests
+        server.until(lambda: len(handled) >= 3)
+        flooder.says(STEP)
+
+    assert handled == [LinkType.KV_STEP, LinkType.KV_DONE, LinkType.KV_STEP]
+
+
 def test_what_valved_refuses_an_account_never_fills_the_journal(world):
     hook = Hook(world.shim("offline", uid=1000), blocks=0, rows=1, row_blocks=1)
     for _ in range(10 * AT_ONCE):

@@ -52,6 +52,7 @@ class LinkConnection:
         self.is_online = False
         self.is_fetching = False  # what it lent last: nothing is read meanwhile
         self._ordered, self._answered = 0, 0  # packets that have one answer each, and how many of these have come
+        self.was_awaited = False  # as it was let in last
         self.wanted = 0  # packets that cost it nothing
         self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
@@ -75,6 +76,11 @@ class LinkConnection:
     def is_awaited(self) -> bool:
         """It owes valved an answer."""
         return self._answered < self._ordered
+
+    @property
+    def pays_as_awaited(self) -> bool:
+        """Also for what it says behind its answer: that was let in with it."""
+        return self.was_awaited or self.is_awaited
 
     def heard(self, kind: LinkType) -> None:
         """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those

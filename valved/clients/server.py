@@ -216,8 +216,8 @@ class LinkServer:
     # Their messages
 
     def _read(self, peer: LinkConnection) -> None:
-        now_ns, is_awaited = time.monotonic_ns(), peer.is_awaited
-        wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=is_awaited)
+        now_ns, peer.was_awaited = time.monotonic_ns(), peer.is_awaited
+        wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
         is_behind = self.closer.is_behind and not peer.is_online
         if wait_ns or is_behind:
             peer.rest(max(wait_ns / 1e9, BEHIND_S if is_behind else 0.0))
@@ -305,7 +305,7 @@ class LinkServer:
 
     def charge(self, peer: LinkConnection, ns: int) -> None:
         """It is read again when it has paid for that."""
-        self._turns.took(peer.pid, ns, time.monotonic_ns(), is_online=peer.is_online, is_awaited=peer.is_awaited)
+        self._turns.took(peer.pid, ns, time.monotonic_ns(), is_online=peer.is_online, is_awaited=peer.pays_as_awaited)
 
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
         peer.open_up()  # before the answer that invites descriptors

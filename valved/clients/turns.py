@@ -109,7 +109,8 @@ class Turns:
             self._services.took(who, ns, now_ns)
             return
         self._each.took(who, ns, now_ns)
-        self._all.took(is_awaited and self._all.wait_ns(False, now_ns) > 0, ns, now_ns)
+        # The one that owes less: a read takes more than is left, and neither may owe without end.
+        self._all.took(min((False, is_awaited), key=lambda key: self._all.wait_ns(key, now_ns)), ns, now_ns)
 
 
 @dataclass(slots=True)
