@@ -137,6 +137,26 @@ def test_jobs_that_wait_for_a_driver_never_have_more_than_a_part_of_the_loop(wor
     assert not world.ladder.standing()
 
 
+def test_a_look_that_was_long_once_keeps_no_job_standing_for_longer(world):
+    """valved itself may have been stopped in it."""
+    first, pid = stopped_job(world)
+    second = world.offline()
+
+    def stopped():
+        world.clock._now_ns += 60_000_000_000
+        world.gate.behind = lambda: world.gate.left_behind
+        return world.gate.left_behind
+
+    world.gate.hangs = True
+    world.gate.behind = stopped
+    world.say_ending(first)
+    world.run(1000)
+    world.say_ending(second)
+    world.run(11_000)
+
+    assert [name for one, name in world.signals if one != pid] == ["SIGSTOP", "SIGCONT", "SIGSTOP", "SIGKILL"]
+
+
 def test_a_job_never_stands_with_its_channels_on_for_another_that_the_driver_hangs_with(world):
     """What it has queued would run beside the service meanwhile."""
     other, (client, pid) = world.offline(gpus=(1,)), stopped_job(world)

@@ -170,7 +170,8 @@ class Endings:
                 self._signals.send(process, signal.SIGCONT)
                 self._clock.call_at_ns(now_ns + BY_ITSELF_NS, partial(self._has_ended, process, end))
             else:
-                self._clock.call_at_ns(max(now_ns + AGAIN_NS, self._asks_ns), partial(self._let_end, process, end))
+                again_ns = min(max(now_ns + AGAIN_NS, self._asks_ns), end.until_ns)  # a look may have been long, too
+                self._clock.call_at_ns(again_ns, partial(self._let_end, process, end))
 
     def _has_ended(self, process: ProcessId, end: _End) -> None:
         """Else it is killed at once: its channels are on. Those of a new link run no longer than this takes."""
