@@ -13,7 +13,6 @@ import pytest
 from valved.clients.dear import (
     CORE_BURST_NS,
     DEAR_THREADS,
-    LONGEST_NS,
     LOOP_BURST_NS,
     LOOP_SHARE,
     OWES_NS,
@@ -21,7 +20,7 @@ from valved.clients.dear import (
     DearAccounts,
     LinkLane,
 )
-from valved.clients.turns import SECOND_NS
+from valved.clients.turns import LONGEST_NS, SECOND_NS
 
 MUCH_NS = 10 * LOOP_BURST_NS
 PATIENCE_S = 200.0  # ends only a hung test

@@ -271,3 +271,14 @@ def test_however_many_owe_answers_they_never_have_all_of_the_loop_nor_what_other
     assert turns.wait_ns("another", now_ns) < SECOND_NS // 10
     turns.took("more", SECOND_NS, now_ns)
     assert turns.wait_ns("one that owes an answer", now_ns, is_awaited=True) < SECOND_NS // 10
+
+
+def test_a_machine_that_stood_for_an_hour_while_it_read_one_never_keeps_anybody_waiting_for_longer_than_a_minute():
+    """Where a driver may be busy the wait is charged, too, and nothing tells the two apart."""
+    turns = Turns()
+    for owes in (False, True):
+        turns.took("one", 3600 * SECOND_NS, 0, is_awaited=owes)
+
+    waits_ns = [turns.wait_ns(who, 0, is_awaited=owes) for who in ("one", "another") for owes in (False, True)]
+
+    assert max(waits_ns) < 61 * SECOND_NS

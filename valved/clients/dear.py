@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from valved.clients.turns import SECOND_NS, Bucket, Buckets
+from valved.clients.turns import LONGEST_NS, SECOND_NS, Bucket, Buckets
 from valved.machine.helpers import Helpers, Worker
 
 USUAL_NS = 100_000  # of a thread's own time; a packet takes some 10 us, one with 64 descriptors 40
@@ -34,7 +34,6 @@ MOST_KEPT = 1024
 LOOP_SHARE, LOOP_BURST_NS = 0.001, 10_000_000
 CORE_SHARE, CORE_BURST_NS = 1 / 60, SECOND_NS
 OWES_NS = 10_000_000  # interrupts and collected garbage make less
-LONGEST_NS = 60 * SECOND_NS  # nobody owes for longer after the last packet: a machine may have stood for hours
 
 Job = Callable[[], Any]
 Then = Callable[[Any, Exception | None], None]

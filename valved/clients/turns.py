@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from valved.machine.clock import Clock
 
 SECOND_NS = 1_000_000_000
+LONGEST_NS = 60 * SECOND_NS  # nobody owes for longer after the last packet: a machine may have stood for hours
 SHARE = 0.1  # of the loop, for one process, when it goes on and on
 SHARE_OF_ALL = 0.3  # for all processes together that are not online
 BURST_NS = 200_000_000  # a process with eight GPUs tells of its channels within this
@@ -88,11 +89,11 @@ class Buckets:
 
 @dataclass(slots=True)
 class Turns:
-    _each: Buckets = field(default_factory=lambda: Buckets(SHARE, BURST_NS))
+    _each: Buckets = field(default_factory=lambda: Buckets(SHARE, BURST_NS, LONGEST_NS * SHARE))
     _services: Buckets = field(default_factory=lambda: Buckets(SERVICE_SHARE, SERVICE_BURST_NS))
-    _awaited: Buckets = field(default_factory=lambda: Buckets(SHARE, AWAITED_BURST_NS))
+    _awaited: Buckets = field(default_factory=lambda: Buckets(SHARE, AWAITED_BURST_NS, LONGEST_NS * SHARE))
     # True: what those that owe answers have in common, once all have used up theirs
-    _all: Buckets = field(default_factory=lambda: Buckets(SHARE_OF_ALL, BURST_OF_ALL_NS))
+    _all: Buckets = field(default_factory=lambda: Buckets(SHARE_OF_ALL, BURST_OF_ALL_NS, LONGEST_NS * SHARE_OF_ALL))
 
     def wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
         """0: it may be read now. `is_awaited`: it owes an answer, and need not wait for what others took."""
