@@ -133,6 +133,11 @@ def test_a_file_of_brackets_alone_is_never_a_traceback(tmp_path):
         load(tmp_path, "a = " + "[" * 100_000)
 
 
+def test_a_file_without_end_is_never_read_to_its_end():
+    with pytest.raises(ConfigError, match="/dev/zero is not TOML: it has more than"):
+        load_config(Path("/dev/zero"), {})
+
+
 @pytest.mark.parametrize("name", sorted(effective(Config())))
 def test_a_value_of_any_length_never_fills_the_terminal_and_its_setting_is_named(tmp_path, name):
     table, _, key = name.rpartition(".")
