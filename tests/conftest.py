@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def repository() -> Path:
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: a collection of garbage between two tests need not walk it."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hanging_up_ends_who_does_not_handle_it() -> Iterator[None]:
+    """Also in a run under `nohup`, which ignores SIGHUP: whatever a test starts would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

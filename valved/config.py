@@ -30,7 +30,6 @@ from valved.policy.wake import WakeSettings
 
 MIB = 1 << 20
 EVERYBODY = "*"  # as a view_group
-MOST_BYTES = 1 << 20  # of the file
 MANUAL = "see docs/configuration.md for names, units and bounds"
 
 # Bounds: what is beyond them is a slip (a wrong unit, one digit too many) and not an opinion. `le` also refuses inf.
@@ -395,8 +394,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     else:  # the reader became part of Python in 3.11
         import tomli as tomllib  # type: ignore[import-not-found,no-redef]
     with path.open("rb") as file:
-        raw = file.read(MOST_BYTES + 1)
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    table: dict[str, Any] = tomllib.loads(raw.decode())
-    return table
+        raw = file.read(MIB + 1)
+    if len(raw) > MIB:
+        raise ValueError(f"it has more than {MIB} bytes")
+    return dict(tomllib.loads(raw.decode()))

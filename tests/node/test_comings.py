@@ -70,6 +70,9 @@ def test_nothing_ever_leaks_over_joins_and_leaves(node):
     online = Online(node, "chat")
     online.wait_ready()
     played(node, WARM, seed=1)
+    node.wait_for(
+        lambda: any("audit" in what for what in held(node)), "what is opened a second after the start is there"
+    )
     before, began, first_kib = held(node), threads(node), 0
 
     for part in range(PARTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -285,12 +286,12 @@ def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
 
 
 def test_copies_that_could_not_all_be_made_never_stay_open():
-    peer, broken = mock.Mock(), []
+    peer, broken, none_left = mock.Mock(), [], OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     peer.sendmsg.side_effect = BlockingIOError
     box, fd = box_for(mock.Mock(), peer, broken.append), os.open(os.devnull, os.O_RDONLY)
     before = opened()
 
-    with left(2):
+    with mock.patch("os.dup", side_effect=[os.dup(fd), os.dup(fd), none_left]):
         assert not box.send(b"packet", (fd, fd, fd))
 
     assert not opened() - before
