@@ -15,7 +15,7 @@ from valved.abi.kv_link import KvDone, KvEntries, KvHow, KvOp, KvRuns, KvStep
 from valved.abi.link import LinkType, Schedule
 from valved.clients.complaints import AT_ONCE
 from valved.clients.connection import YOUNG_NS
-from valved.clients.server import PACKETS_AT_ONCE
+from valved.clients.server import AWAITED_AT_ONCE, PACKETS_AT_ONCE
 from valved.clients.turns import BURST_NS
 from valved.config import Config, MemoryTable
 from valved.machine.processes import LinuxProcesses
@@ -170,6 +170,18 @@ def test_whoever_owes_an_answer_never_floods_valved(flooder, handled):
     flooder.says(STEP, FLOOD)
 
     assert 1 <= len(handled) <= PACKETS_AT_ONCE
+
+
+def test_whoever_owes_an_answer_never_keeps_others_that_owe_one_waiting_for_many_messages(server, flooder, handled):
+    """They have their turns one after the other, and a service may wait for what the last of them has to say."""
+    flooder.says(STEP)
+    flooder.says(STEP, FLOOD)
+
+    flooder.gets_order()  # while its link rests
+
+    server.until(lambda: len(handled) > 1)
+    flooder.says(STEP)
+    assert len(handled) == 1 + AWAITED_AT_ONCE
 
 
 def test_whoever_answers_first_and_floods_then_never_floods_for_each_order(server, flooder, handled):

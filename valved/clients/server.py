@@ -44,6 +44,7 @@ from valved.paths import CLIENT_FOLDER
 BACKLOG = MOST  # what is accepted in one pass of the loop: so many stand before a HELLO that comes
 FLOOD_REST_S = 0.002  # after a pass in which some were turned away: a flood has half of the loop at most
 PACKETS_AT_ONCE = 32  # per readiness of one peer
+AWAITED_AT_ONCE = 4  # of one that owes an answer: a service may wait for that of the next one
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
     0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
@@ -251,7 +252,7 @@ class LinkServer:
 
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
-        for _ in range(PACKETS_AT_ONCE):
+        for _ in range(AWAITED_AT_ONCE if peer.was_awaited and not peer.is_online else PACKETS_AT_ONCE):
             if not peer.is_open or peer.is_fetching or not self.read_one(peer) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
