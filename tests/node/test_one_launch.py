@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from node_rig import Offline, Online, nothing_left_off, service
+from node_rig import Offline, Online, nothing_left_off, service, settled
 
 
 def test_an_online_launch_stops_offline_work_and_idleness_wakes_it(node):
     """Given a beating offline job, when an online kernel is launched, then it stands still, and beats again later."""
-    offline = Offline(node, "batch")
-    offline.wait_running()
-    online = Online(node, "chat")
-    online.wait_ready()
-    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go after its start")
-    offline.wait_running()
+    offline, online = settled(node)
     before = service(node, "chat").preemptions
 
     launched_ns, _, done_ns = online.launch(us=200)

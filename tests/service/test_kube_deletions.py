@@ -436,6 +436,17 @@ def another():
     return [pod("batch-0", ANOTHER, role="offline")]
 
 
+async def stopped_pod(node):
+    """The node has heard of an offline pod; a client of it is here, and its channel is off."""
+    await until(lambda: OFFLINE_UID in node.books.pods.pods)
+    world = node.world
+    world.processes.add(300, cgroup=group(OFFLINE_UID))
+    client = world.hello(300, Role.NONE, features=world.shim_features).client
+    world.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
+    world.gating.set_standing(BRAKE_SERVICE, frozenset({GpuIndex(0)}))
+    return client
+
+
 @pytest.mark.parametrize("listed", [deleted, list, another])
 def test_no_node_leaves_a_deleted_pod_to_the_kubelet(tmp_path, listed):
     """The whole room: what the API server lists reaches the process, and a pod that it does not list is asked for."""
@@ -445,12 +456,7 @@ def test_no_node_leaves_a_deleted_pod_to_the_kubelet(tmp_path, listed):
 
     async def body(folder):
         async with kube_node(folder, prepare=before) as node:
-            await until(lambda: OFFLINE_UID in node.books.pods.pods)
-            world = node.world
-            world.processes.add(300, cgroup=group(OFFLINE_UID))
-            client = world.hello(300, Role.NONE, features=world.shim_features).client
-            world.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
-            world.gating.set_standing(BRAKE_SERVICE, frozenset({GpuIndex(0)}))
+            world, client = node.world, await stopped_pod(node)
 
             node.api.items = listed()
             node.room.api.pods.relist()
@@ -464,15 +470,10 @@ def test_no_node_leaves_a_deleted_pod_to_the_kubelet(tmp_path, listed):
 
 async def stopped_while_nobody_hears(node):
     """An offline process of a pod is here and stopped. The valved that heard of the pod is gone."""
-    await until(lambda: OFFLINE_UID in node.books.pods.pods)
-    world = node.world
-    world.processes.add(300, cgroup=group(OFFLINE_UID))
-    client = world.hello(300, Role.NONE, features=world.shim_features).client
-    world.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
-    world.gating.set_standing(BRAKE_SERVICE, frozenset({GpuIndex(0)}))
+    client = await stopped_pod(node)
     await node.stop_room()
     node.books = KubeBooks(pods=PodBook())  # claims of the state file are in the books of the next one
-    return client, world.books.clients[client].process
+    return client, node.world.books.clients[client].process
 
 
 @pytest.mark.parametrize("has_link", [True, False], ids=["linked", "without a link"])
