@@ -55,6 +55,7 @@ class GateService:
         self._lost = 0  # stamps, as the port counts
         self._owes_look = False  # at every service: stamps were lost or could not be booked, or the last look failed
         self._let: frozenset[GpuIndex] = frozenset()
+        self._unbooked: tuple[frozenset[GpuIndex], int] = frozenset(), 0  # held for memory that moves, since then
         self._gate = gate
         self._books = books
         self._clock = clock
@@ -153,10 +154,16 @@ class GateService:
         return frozenset[GpuIndex]().union(*(online.gpus for online in self.online.values()))
 
     def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
-        """GPUs on which memory moves right now."""
+        """GPUs on which memory moves right now. A service waits for it: the books hear of it as they are read next."""
         self.want_prompt("moving", bool(gpus))
-        if gpus != held_by(self.gpus, MEMORY_SERVICE):  # asked several times a reclaim; no stamp changes it
+        booked = held_by(self.gpus, MEMORY_SERVICE)
+        if gpus == (self._unbooked[0] or booked):  # asked several times a reclaim; no stamp changes it
+            return
+        if booked or self._unbooked[0]:
             self.set_standing(MEMORY_SERVICE, gpus)
+        else:
+            self._hold(MEMORY_SERVICE, gpus)
+            self._unbooked = gpus, self._clock.now_ns()
 
     def is_held(self, gpus: Iterable[GpuIndex]) -> bool:
         self.drain()
@@ -206,9 +213,7 @@ class GateService:
         if gpus == held:
             return
         if gpus:
-            if self._let & gpus:
-                self.let(self._let - gpus)
-            self._gate.put_service(service, gpus)
+            self._hold(service, gpus)
         else:
             self._gate.remove_service(service)
         for gpu in held - gpus:
@@ -222,6 +227,11 @@ class GateService:
         self._tell_opened()
         self.listener.standing_changed()
 
+    def _hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
+        if self._let & gpus:
+            self.let(self._let - gpus)
+        self._gate.put_service(service, gpus)
+
     # Stamps: what the native side did
 
     def drain(self) -> None:
@@ -231,6 +241,8 @@ class GateService:
         self._is_reading = True
         try:
             errors = self.edges.take_all(stamps) if (stamps := self._gate.drain_stamps()) else []
+            (moving, since_ns), self._unbooked = self._unbooked, (frozenset(), 0)
+            book_hold(self.gpus, MEMORY_SERVICE, moving, since_ns)
         finally:
             self._is_reading = False
         lost = self._gate.stamps_lost() - self._lost
