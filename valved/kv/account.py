@@ -6,8 +6,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from valved.kv.first import First
 from valved.kv.supply import Need
-from valved.kv.victims import Victims
+from valved.kv.victims import Victims, joined
 from valved.model.events import Event
 from valved.model.ids import GpuIndex, Remap
 from valved.state.stats import RECLAIM_BOUNDS_US, Histogram, MemoryCounters
@@ -36,11 +37,26 @@ class Reclaim:
     given_ns: int = 0
     lets: int = 0  # times that an offline step was let end beside a waiting request, for this
     let_ns: int = 0
+    first: First | None = None  # what was sent before it began, until that counts among its victims
     victims: list[Victims] = field(default_factory=list)
     freed: int = 0
     late: int = 0
     reason: str = ""
     again: list[Reclaim] = field(default_factory=list)
+
+    def begin_with(self, first: First) -> None:
+        self.first, self.began_ns = first, first.began_ns
+
+    def lacking(self) -> dict[GpuIndex, int]:
+        """That it has still to choose."""
+        taken = self.first.handles if self.first is not None else {}
+        return {gpu: count - taken.get(gpu, 0) for gpu, count in self.missing.items()}
+
+    def count_first(self) -> None:
+        first, self.first = self.first, None
+        if first is not None:
+            self.victims = joined(first.victims, self.victims)
+            self.stopped_ns, self.told_ns = first.began_ns, first.told_ns
 
     @property
     def tries(self) -> list[Reclaim]:

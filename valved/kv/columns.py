@@ -174,6 +174,9 @@ class Columns:
         """Handles of each column on this GPU."""
         return self._gpu_handles[gpu]
 
+    def handles_in(self, columns: Ints, gpu: GpuIndex) -> int:
+        return int(self._gpu_handles[gpu][columns].sum()) if gpu in self._gpu_handles else 0
+
     @property
     def handles_per_column(self) -> int:
         """Of the largest column, on the GPU that has most."""
@@ -293,7 +296,7 @@ def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
     return column, book + first_book, handles - starts[book]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queue:
     """The columns of an engine in the order in which the policy takes them; the first ones, if fewer are needed."""
 

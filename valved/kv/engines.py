@@ -7,6 +7,9 @@ those of its siblings is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import compress
+
 import numpy as np
 from valve_abi import KvMode
 
@@ -19,6 +22,8 @@ from valved.kv.slots import NOTHING, Ints
 from valved.model.ids import ClientId, Role, ServiceId
 from valved.model.memory import ColumnId, LayoutRefused
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
+
+STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim, if its request table is small now
 
 
 class Engine(Columns):
@@ -151,7 +156,17 @@ class Engine(Columns):
 
     @property
     def is_queue_new(self) -> bool:
-        return self.queue is not None and np.array_equal(self.queue.takeable, self.takeable())
+        queue = self.queue
+        return queue is not None and queue.index is self.index and np.array_equal(queue.takeable, self.takeable())
+
+    def leave_queue(self, columns: Ints) -> None:
+        """These are being taken: the others follow in the same order."""
+        if (queue := self.queue) is not None:
+            stays = ~np.isin(queue.columns, columns)
+            handles = queue.handles - len(columns) * self.column_handles
+            picks = tuple(compress(queue.picks, stays))
+            columns = queue.columns[stays]
+            self.queue = replace(queue, takeable=self.takeable(), handles=handles, picks=picks, columns=columns)
 
     def close(self) -> None:
         self.table.close()

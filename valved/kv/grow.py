@@ -8,6 +8,7 @@ import numpy as np
 
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
+from valved.kv.first import First, Firsts
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
@@ -29,34 +30,39 @@ class Grown:
 
 
 class Growth:
-    def __init__(self, books: KvBooks, supply: Supply, turn: GateTurn, moves: Moves, reclaimer: Reclaimer) -> None:
+    def __init__(
+        self, books: KvBooks, supply: Supply, turn: GateTurn, moves: Moves, firsts: Firsts, reclaimer: Reclaimer
+    ) -> None:
         self._books = books
         self._supply = supply
         self._turn = turn
         self._moves = moves
+        self._firsts = firsts
         self._reclaimer = reclaimer
 
     def would_stop(self, engine: Engine, columns: int) -> frozenset[GpuIndex]:
         """The GPUs whose offline work a need for so many more columns stops; none where they can be had without."""
         bare = engine.bare_columns()[: max(0, columns)]
         short = frozenset(self._supply.short(engine, engine.lacking(bare)))
-        return self._reclaimer.would_stop(short) if short else short
-
-    def stops_by(self, engine: Engine) -> object:
-        """What `would_stop` goes by beside the memory that is there. To be compared."""
-        return self._reclaimer.stops_by(engine.gpus)
+        return self._firsts.would_stop(short) if short else short
 
     def hurry(self, gpus: frozenset[GpuIndex]) -> None:
         """A need is about to be told that stops these: that begins meanwhile. Ends with `calm`, in this turn of the
         loop."""
         self._reclaimer.stop_ahead(gpus)
 
+    def hurry_first(self, first: First, wanted_blocks: int) -> None:
+        """As a look has foreseen it."""
+        if wanted_blocks > first.had_blocks:
+            self.hurry(first.gpus)
+            self._firsts.send(first, wanted_blocks)
+
     @property
     def is_hurrying(self) -> bool:
         return self._turn.is_ahead
 
     def calm(self) -> None:
-        self._turn.calm()
+        self._reclaimer.calm()
 
     async def grow(self, engine: Engine, columns: Ints, rung_ns: int | None = None) -> Grown:
         """Back bare columns of an online engine, taking from offline work what is missing.

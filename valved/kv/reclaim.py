@@ -33,7 +33,8 @@ from valved.abi.kv_link import KvHow
 from valved.kv.account import Reclaim, ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
-from valved.kv.engines import Engine
+from valved.kv.engines import STALE_NS, Engine
+from valved.kv.first import First, Firsts
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
@@ -48,7 +49,6 @@ from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
 from valved.state.journal import Journal
 
-STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim, if its request table is small now
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
 
@@ -59,6 +59,7 @@ class Reclaimer:
     _turn: GateTurn
     _ways: Ways
     _moves: Moves
+    _firsts: Firsts
     _beside: Beside
     _journal: Journal
     _clock: Clock
@@ -97,21 +98,27 @@ class Reclaimer:
             start(self._serve())
         return need
 
-    def would_stop(self, gpus: frozenset[GpuIndex]) -> frozenset[GpuIndex]:
-        """What a reclaim of memory that is missing there stops; nothing where no engine loses any in such a way."""
-        engines = self._supply.losers(gpus)
-        if not engines or self._ways.way_of(engines) is Remap.COOPERATIVE:
-            return frozenset()
-        return gpus.union(*(engine.gpus for engine in engines))
-
-    def stops_by(self, gpus: frozenset[GpuIndex]) -> object:
-        """What `would_stop` goes by on these: the engines that could lose memory, and by which way. To be compared."""
-        return [(engine.gpus, self._ways.way_of([engine])) for engine in self._supply.losers(gpus)]
-
     def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
         """An engine is about to ask for memory whose reclaim stops these: see `GateTurn.stop_ahead`."""
         if gpus and self._supply.is_allowed and not self._is_running:
             self._turn.stop_ahead(gpus)
+
+    def calm(self) -> None:
+        """No reclaim took the gate after all: they run again. What was sent comes back first, and is free then."""
+        first = self._firsts.take_over()
+        if first is not None:
+            start(self._end_first(first))
+        self._turn.calm()
+
+    async def _end_first(self, first: First) -> None:
+        await self._turn.mine()
+        try:
+            how = self._ways.usual
+            reclaim = Reclaim(needs=[], missing={}, how=how, began_ns=first.began_ns, victims=first.victims)
+            await self._settle(reclaim, first.orders)
+            self._taken(reclaim, first.orders)
+        finally:
+            self._turn.open()
 
     async def _serve(self) -> None:
         """Needs that came together are served together."""
@@ -139,12 +146,18 @@ class Reclaimer:
                 need.served.set()
 
     async def _serve_batch(self, batch: list[Need]) -> None:
-        missing = self._supply.missing(batch)
+        first, missing = self._firsts.take_over(), self._supply.missing(batch)
         engines = self._supply.losers(missing)
         how = self._ways.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
         self._begin(reclaim)
-        if not missing or not engines:
+        if first is not None:
+            reclaim.begin_with(first)
+            note_told(batch)
+            if how is Remap.COOPERATIVE:  # what others have is asked for once this is there
+                engines, reclaim.how = [], self._ways.usual
+            await self._or_let_go(reclaim, self._take_gated(reclaim, engines))
+        elif not missing or not engines:
             reclaim.reason = why_none(missing, is_allowed=self._supply.is_allowed)
             self._end(reclaim)
             self._turn.give_up()
@@ -160,6 +173,7 @@ class Reclaimer:
             await steps
         except Exception:
             beside: list[Order] = []
+            reclaim.count_first()
             for victims in reclaim.victims:
                 orders = [one for client in victims.engine.clients for one in self._books.orders.under_way(client)]
                 self._lost_when(victims.engine, victims.columns, orders)
@@ -182,19 +196,23 @@ class Reclaimer:
     # The two ways
 
     async def _take_gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
-        concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))
+        stages = [reclaim.first.orders] if reclaim.first is not None else []
+        before = reclaim.first.gpus if reclaim.first is not None else ()
+        concerned = frozenset().union(reclaim.missing, before, *(engine.gpus for engine in engines))
         is_stopped = await self._turn.stop(concerned, lambda: self._plan(reclaim, engines))
         reclaim.stopped_ns = self._clock.now_ns()
         if is_stopped:
-            stages = self._tell_and_take(reclaim, KvHow.AT_ONCE)
+            stages += self._tell_and_take(reclaim, KvHow.AT_ONCE)
+        else:
+            reclaim.reason = "the GPU could not be stopped"
+            reclaim.victims = []
+        reclaim.count_first()
+        if is_stopped or stages:
             orders = list(chain(*stages))
             self._begun(reclaim, stages)
             await self._settle(reclaim, orders)
             self._taken(reclaim, orders)
             await self._wait_given(reclaim)
-        else:
-            reclaim.reason = "the GPU could not be stopped"
-            reclaim.victims = []
         self._end(reclaim)
         self._turn.open()
 
@@ -222,7 +240,7 @@ class Reclaimer:
             is_stale = engine.indexed_ns + STALE_NS < now_ns and not engine.is_index_new
             if engine.index is None or (is_stale and engine.book.is_small()):
                 engine.index_now(self._costs, now_ns)
-        reclaim.victims = choose(engines, reclaim.missing, self._costs)
+        reclaim.victims = choose(engines, reclaim.lacking(), self._costs)
         reclaim.selected_ns = self._clock.now_ns()
 
     def _plan(self, reclaim: Reclaim, engines: list[Engine]) -> None:

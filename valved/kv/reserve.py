@@ -14,6 +14,7 @@ from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
+from valved.kv.first import First, Firsts
 from valved.kv.grow import Grown, Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
@@ -79,8 +80,7 @@ class Online:
     before: tuple[int, ReservationState] | None = None  # a reclaim was decided then, in this state, and is under way
     giving: bool = False
     blocked_until_ns: int = 0
-    had_blocks: int = 0  # a wish for more than that stops ...
-    ahead: frozenset[GpuIndex] = frozenset()  # ... these GPUs, as a look foresaw ...
+    first: First | None = None  # what a look foresaw of the next reclaim ...
     foreseen_by: object = None  # ... and foresees again if this has changed
     target_columns: int = 0
     parts_rest_ns: int = 0  # columns in part that it did not give back are asked for again after ever longer pauses ...
@@ -91,6 +91,7 @@ class Online:
 class Reserve:
     _books: KvBooks
     _supply: Supply
+    _firsts: Firsts
     _growth: Growth
     _lending: Lending
     _rungs: Rungs
@@ -111,8 +112,8 @@ class Reserve:
         foresaw."""
         online = self.online.get(engine.service)
         try:
-            if online is not None and wanted_blocks > online.had_blocks and not self._rests(online):
-                self._growth.hurry(online.ahead)
+            if online is not None and online.first is not None and not self._rests(online):
+                self._growth.hurry_first(online.first, wanted_blocks)
             self.serve(engine)
         finally:
             self._growth.calm()
@@ -144,16 +145,11 @@ class Reserve:
         return online.growing or self._clock.now_ns() < online.blocked_until_ns
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
-        """Which GPUs a request for one column more than is free would stop. `most`: columns that one could get."""
-        seen = engine.changes, memory.free_handles, most, self._growth.stops_by(engine)
-        if seen == online.foreseen_by:
-            return
-        online.foreseen_by = seen
-        had = memory.mapped_handles + memory.free_handles
-        online.had_blocks = had * engine.blocks_per_column
-        online.ahead = frozenset()
-        if most > memory.free_handles:
-            online.ahead = self._growth.would_stop(engine, memory.free_handles + 1)
+        """What a request for more columns than are free would stop and take. `most`: columns that one could get."""
+        seen = most, memory.free_handles, self._firsts.foreseen_by(engine)
+        if seen != online.foreseen_by:
+            free = memory.free_handles
+            online.foreseen_by, online.first = seen, self._firsts.foresee(engine, memory.mapped_handles, free, most)
 
     def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, begins: int, now_ns: int) -> None:
         """`begins`: columns of its headroom that have not come yet."""

@@ -83,6 +83,10 @@ class GateTurn:
         await self.mine()
         return self._supply.is_allowed and await self.stop(frozenset({gpu}))
 
+    def are_proven(self, gpus: frozenset[GpuIndex]) -> bool:
+        """They are held for a reclaim that is still planned, and stand."""
+        return self.is_ahead and all(map(self._gating.is_proven_stopped, gpus))
+
     def is_stopped(self, gpu: GpuIndex) -> bool:
         """Whether offline work stands there, for whatever reason."""
         return self._gating.is_stopped(gpu)

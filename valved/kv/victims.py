@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from valved.kv.columns import Queue, queue_of
 from valved.kv.engines import Engine
 from valved.kv.moves import MovePlan
@@ -83,6 +85,17 @@ def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: Ev
             break
         best.take(left)
     return [stream.victims() for stream in streams if stream.taken]
+
+
+def joined(first: list[Victims], later: list[Victims]) -> list[Victims]:
+    """Each engine once."""
+    of = {one.engine: one for one in first}
+    for one in later:
+        if (before := of.get(one.engine)) is not None:
+            one.columns, one.picks = np.concatenate([before.columns, one.columns]), before.picks + one.picks
+            one.freed, one.orders = before.freed + one.freed, before.orders + one.orders
+        of[one.engine] = one
+    return list(of.values())
 
 
 def _victims(engine: Engine, queue: Queue, taken: int, freed: int) -> Victims:

@@ -15,6 +15,7 @@ from valved.kv.account import ReclaimLog
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
+from valved.kv.first import Firsts
 from valved.kv.grow import Growth
 from valved.kv.layouts import Layouts
 from valved.kv.lend import Lender, Lending, Shares
@@ -124,12 +125,13 @@ def put_together(
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)
-    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
-    growth = Growth(books, supply, turn, moves, reclaimer)
+    firsts = Firsts(books, supply, turn, ways, moves, clock, costs)
+    reclaimer = Reclaimer(books, supply, turn, ways, moves, firsts, beside, journal, clock, costs, log)
+    growth = Growth(books, supply, turn, moves, firsts, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
     lending = Lending(books, supply, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)
-    reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
+    reserve = Reserve(books, supply, firsts, growth, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes, shares)
     looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
     parts = (books, ranges, layouts, tables, unheeded, outside, supply, reserve, lender, looks, whole)

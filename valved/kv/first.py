@@ -1,0 +1,125 @@
+"""What the next reclaim takes first: chosen and packed by a look, so that the need itself only sends it.
+
+Most of the time from a need to its first order goes into code that has not run for a while. A look knows which columns
+go first if a service needs more than is free. While those are being taken, the rest is decided and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from valved.abi.kv_link import KvHow
+from valved.kv.books import KvBooks
+from valved.kv.engines import STALE_NS, Engine
+from valved.kv.moves import MovePlan, Moves
+from valved.kv.orders import Order
+from valved.kv.slots import Ints
+from valved.kv.supply import Supply
+from valved.kv.turn import GateTurn
+from valved.kv.victims import Victims, choose
+from valved.kv.ways import Ways
+from valved.machine.clock import Clock
+from valved.model.ids import GpuIndex, Remap
+from valved.policy.eviction import EvictionSettings
+
+HANDLES = 24  # of each GPU: to take them lasts longer than to decide on the rest
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class First:
+    """It stands in no book before it is sent."""
+
+    engine: Engine  # that would get it
+    had_blocks: int  # a wish for more stops ...
+    gpus: frozenset[GpuIndex]  # ... these
+    made_by: object = None  # as long as this stays, so does what follows
+    above_blocks: int = 0  # a wish for more takes all of it
+    plans: list[MovePlan] = field(default_factory=list)
+    victims: list[Victims] = field(default_factory=list)
+    handles: dict[GpuIndex, int] = field(default_factory=dict)
+    began_ns: int = 0
+    told_ns: int = 0
+    orders: list[Order] = field(default_factory=list)
+
+
+@dataclass(eq=False, repr=False)
+class Firsts:
+    _books: KvBooks
+    _supply: Supply
+    _turn: GateTurn
+    _ways: Ways
+    _moves: Moves
+    _clock: Clock
+    _costs: EvictionSettings
+
+    def __post_init__(self) -> None:
+        self._sent: First | None = None  # no reclaim has taken it over yet
+
+    def would_stop(self, gpus: frozenset[GpuIndex]) -> frozenset[GpuIndex]:
+        """What a reclaim of memory that is missing there stops; nothing where no engine loses any in such a way."""
+        engines = self._supply.losers(gpus)
+        if not engines or self._ways.way_of(engines) is Remap.COOPERATIVE:
+            return frozenset()
+        return gpus.union(*(engine.gpus for engine in engines))
+
+    def foreseen_by(self, engine: Engine) -> object:
+        """What that goes by, beside the columns that are free. To be compared."""
+        losers = self._supply.losers(engine.gpus)
+        return self._seen(engine, losers), [(one.gpus, one.queue) for one in losers]
+
+    def _seen(self, engine: Engine, losers: Iterable[Engine]) -> object:
+        ways = [(one.changes, self._ways.way_of([one])) for one in losers]
+        return engine.changes, self._supply.left(engine.gpus), ways
+
+    def foresee(self, engine: Engine, mapped: int, free: int, most: int) -> First | None:
+        """For a need of more columns than are mapped and free. `most`: that it could get."""
+        bare, within_reach = engine.bare_columns(), self._supply.within_reach(engine)
+        gpus = self.would_stop(frozenset(_missing(engine, bare[: free + 1], within_reach)))
+        if most <= free or not gpus:
+            return None
+        first = First(engine=engine, had_blocks=(mapped + free) * engine.blocks_per_column, gpus=gpus)
+        columns = min(most, free + -(-HANDLES // engine.handles_per_column))
+        missing = _missing(engine, bare[:columns], within_reach)
+        losers = self._supply.losers(missing)
+        if all(one.is_queue_new for one in losers):  # to make one takes long, and no service waits for it
+            first.above_blocks = (mapped + columns - 1) * engine.blocks_per_column
+            first.victims = choose(losers, missing, self._costs)
+            first.handles = {gpu: sum(one.engine.handles_in(one.columns, gpu) for one in first.victims) for gpu in gpus}
+            for one in first.victims:
+                first.plans.append(self._moves.plan_taking(one.engine, one.columns, KvHow.AT_STEP))  # in one stage
+            first.made_by = self._seen(engine, (one.engine for one in first.victims))
+        return first
+
+    def send(self, first: First, wanted_blocks: int) -> None:
+        """Precondition: its GPUs are held for it, and no other reclaim is under way. Not where anything has changed, or
+        something does not stand yet."""
+        if not first.victims or wanted_blocks <= first.above_blocks or not self._turn.are_proven(first.gpus):
+            return
+        now_ns, losers = self._clock.now_ns(), [one.engine for one in first.victims]
+        may_take = all(self._may_take(one, now_ns) for one in losers) and not self._supply.is_waited_for
+        if may_take and first.made_by == self._seen(first.engine, losers):
+            self._sent, first.began_ns = first, now_ns
+            for one in first.victims:
+                self._moves.lose(one.engine, one.columns)
+            first.told_ns = self._clock.now_ns()
+            stages = chain(*(plan.stages for plan in first.plans))
+            first.orders = self._moves.take(chain(*stages), KvHow.AT_ONCE)
+
+    def _may_take(self, engine: Engine, now_ns: int) -> bool:
+        return self._books.may_take(engine) and (engine.indexed_ns + STALE_NS >= now_ns or engine.is_index_new)
+
+    def take_over(self) -> First | None:
+        """What was sent is the caller's from now on."""
+        first, self._sent = self._sent, None
+        if first is not None:
+            for one in first.victims:
+                one.orders = [order for order in first.orders if order.client in one.engine.ranks]
+                one.engine.leave_queue(one.columns)
+        return first
+
+
+def _missing(engine: Engine, columns: Ints, within_reach: Mapping[GpuIndex, int]) -> dict[GpuIndex, int]:
+    lacking = engine.lacking(columns)
+    return {gpu: count - within_reach[gpu] for gpu, count in lacking.items() if count > within_reach[gpu]}
