@@ -24,7 +24,7 @@ from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Remap
 from valved.policy.eviction import EvictionSettings
 
-HANDLES = 24  # of each GPU: to take them lasts longer than to decide on the rest
+HANDLES = 16  # of each GPU: to take them lasts longer than to decide on the rest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,6 +53,7 @@ class Firsts:
     _moves: Moves
     _clock: Clock
     _costs: EvictionSettings
+    handles: int = HANDLES
 
     def __post_init__(self) -> None:
         self._sent: First | None = None  # no reclaim has taken it over yet
@@ -80,7 +81,7 @@ class Firsts:
         if most <= free or not gpus:
             return None
         first = First(engine=engine, had_blocks=(mapped + free) * engine.blocks_per_column, gpus=gpus)
-        columns = min(most, free + -(-HANDLES // engine.handles_per_column))
+        columns = min(most, free + -(-self.handles // engine.handles_per_column))
         missing = _missing(engine, bare[:columns], within_reach)
         losers = self._supply.losers(missing)
         if all(one.is_queue_new for one in losers):  # to make one takes long, and no service waits for it
@@ -101,11 +102,16 @@ class Firsts:
         may_take = all(self._may_take(one, now_ns) for one in losers) and not self._supply.is_waited_for
         if may_take and first.made_by == self._seen(first.engine, losers):
             self._sent, first.began_ns = first, now_ns
+            self._supply.ordered = first.handles
             for one in first.victims:
                 self._moves.lose(one.engine, one.columns)
             first.told_ns = self._clock.now_ns()
             stages = chain(*(plan.stages for plan in first.plans))
-            first.orders = self._moves.take(chain(*stages), KvHow.AT_ONCE)
+            try:
+                first.orders = self._moves.take(chain(*stages), KvHow.AT_ONCE)
+            except Exception:
+                first.orders = self._books.orders.leaving(frozenset(chain(*(one.ranks for one in losers))))
+                raise
 
     def _may_take(self, engine: Engine, now_ns: int) -> bool:
         return self._books.may_take(engine) and (engine.indexed_ns + STALE_NS >= now_ns or engine.is_index_new)
@@ -113,6 +119,7 @@ class Firsts:
     def take_over(self) -> First | None:
         """What was sent is the caller's from now on."""
         first, self._sent = self._sent, None
+        self._supply.ordered = {}
         if first is not None:
             for one in first.victims:
                 one.orders = [order for order in first.orders if order.client in one.engine.ranks]

@@ -72,6 +72,7 @@ class Supply:
         """`away`: see online_names."""
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.cards: Mapping[bytes, CardUse] = {}
+        self.ordered: Mapping[GpuIndex, int] = {}  # handles that were taken first, for a need that is about to be told
         # Handles that may be made; less than none where orders under way to make some ask for more than there is.
         self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}
         self._beyond: dict[GpuIndex, int] = {}  # and so many more, if the card alone set the limit
@@ -199,7 +200,7 @@ class Supply:
         """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""
         found = engine.columns
         for gpu, most in engine.most_handles.items():
-            found = min(found, (within_reach[gpu] + self.takeable(gpu)) // most)
+            found = min(found, (within_reach[gpu] + self.takeable(gpu) + self.ordered.get(gpu, 0)) // most)
         return found
 
     # Room for new handles

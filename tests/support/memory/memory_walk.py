@@ -71,6 +71,7 @@ class Node(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers)
         self.world.shim_features = self.features
+        self.world.kv.reserve._firsts.handles = 2 * self.layers
         self.hooks = []
         self.others = []  # shims whose hook has gone
 
@@ -103,9 +104,14 @@ class Node(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.hooks)).shim.step()
 
     @precondition(lambda self: self.hooks)
-    @rule(data=st.data(), used=st.integers(0, 64), wanted=st.integers(0, 64))
-    def want(self, data, used, wanted):
-        data.draw(st.sampled_from(self.hooks)).want(used=used, wanted=wanted)
+    @rule(data=st.data(), used=st.integers(0, 64), wanted=st.integers(0, 64), is_busy=st.booleans())
+    def want(self, data, used, wanted, is_busy):
+        """A service that is at work when it wants more finds that offline work stands already."""
+        hook = data.draw(st.sampled_from(self.hooks))
+        if is_busy and not hook.shim.is_offline:
+            self.world.gate.launch(hook.shim.client)
+            self.world.clock.advance(1_000_000)
+        hook.want(used=used, wanted=wanted)
 
     @precondition(lambda self: self.hooks)
     @rule(data=st.data(), first=st.integers(0, 60), count=st.integers(0, 12), row=st.integers(0, 7))

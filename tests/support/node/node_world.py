@@ -405,6 +405,7 @@ class World:
     def check(self):
         """Books balance, and no channel is off on a GPU that nobody holds, but of who left and lives on."""
         assert not self.journey_failures
+        self.gating.drain()  # whoever reads its books begins so
         self.books.check_integrity()
         self.kv.check_integrity()
         waiting = [left.channel for left in self.register.channels.leftovers.all() if left.has_left]
