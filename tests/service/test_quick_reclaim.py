@@ -82,7 +82,7 @@ def test_what_was_foreseen_never_stops_offline_work_once_it_is_not_so(world, sai
     """Between the look and the ring memory became free, and nobody has looked since."""
     offline, online = beside(world)
     [engine] = world.kv.books.engines_with(Role.ONLINE)
-    assert world.kv.reserve.online[engine.service].first is not None
+    assert world.kv.reserve.online[engine.service].foreseen is not None
     offline.shim.die()
     said.clear()
 
@@ -232,10 +232,10 @@ def test_what_was_foreseen_never_stops_an_engine_that_is_asked_between_steps_sin
     """No memory has moved: only the way has changed by which it is taken."""
     offline, online = beside(world)
     [engine] = world.kv.books.engines_with(Role.ONLINE)
-    assert world.kv.reserve.online[engine.service].first is not None
+    assert world.kv.reserve.online[engine.service].foreseen is not None
     world.kv.ways.unsafe.add(offline.shim.entry.id)
     world.run(1000)
-    assert world.kv.reserve.online[engine.service].first is None
+    assert world.kv.reserve.online[engine.service].foreseen is None
     said.clear()
 
     rings(online, 40)

@@ -6,7 +6,7 @@ go first if a service needs more than is free. While those are being taken, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -24,24 +24,36 @@ from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Remap
 from valved.policy.eviction import EvictionSettings
 
-HANDLES = 16  # of each GPU: to take them lasts longer than to decide on the rest
+SIZES = (
+    32,
+    8,
+)  # handles of each GPU; to take the most of these that are needed lasts longer than to decide on the rest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class First:
     """It stands in no book before it is sent."""
 
-    engine: Engine  # that would get it
-    had_blocks: int  # a wish for more stops ...
-    gpus: frozenset[GpuIndex]  # ... these
-    made_by: object = None  # as long as this stays, so does what follows
-    above_blocks: int = 0  # a wish for more takes all of it
-    plans: list[MovePlan] = field(default_factory=list)
-    victims: list[Victims] = field(default_factory=list)
-    handles: dict[GpuIndex, int] = field(default_factory=dict)
+    above_blocks: int  # a wish for more takes all of it
+    gpus: frozenset[GpuIndex]
+    victims: list[Victims]
+    plans: list[MovePlan]
+    handles: dict[GpuIndex, int]
     began_ns: int = 0
     told_ns: int = 0
     orders: list[Order] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Foreseen:
+    """By a look, for the next need of an engine."""
+
+    engine: Engine
+    had_blocks: int  # a wish for more stops ...
+    gpus: frozenset[GpuIndex]  # ... these
+    losers: list[Engine]
+    firsts: list[First] = field(default_factory=list)  # the largest first, and what they are good for: as long as ...
+    made_by: object = None  # ... this stays
 
 
 @dataclass(eq=False, repr=False)
@@ -53,7 +65,7 @@ class Firsts:
     _moves: Moves
     _clock: Clock
     _costs: EvictionSettings
-    handles: int = HANDLES
+    sizes: tuple[int, ...] = SIZES
 
     def __post_init__(self) -> None:
         self._sent: First | None = None  # no reclaim has taken it over yet
@@ -68,49 +80,53 @@ class Firsts:
     def foreseen_by(self, engine: Engine) -> object:
         """What that goes by, beside the columns that are free. To be compared."""
         losers = self._supply.losers(engine.gpus)
-        return self._seen(engine, losers), [(one.gpus, one.queue) for one in losers]
-
-    def _seen(self, engine: Engine, losers: Iterable[Engine]) -> object:
-        ways = [(one.changes, self._ways.way_of([one])) for one in losers]
+        ways = [(one.gpus, one.changes, one.queue, self._ways.way_of([one])) for one in losers]
         return engine.changes, self._supply.left(engine.gpus), ways
 
-    def foresee(self, engine: Engine, mapped: int, free: int, most: int) -> First | None:
+    def foresee(self, engine: Engine, mapped: int, free: int, most: int) -> Foreseen | None:
         """For a need of more columns than are mapped and free. `most`: that it could get."""
         bare, within_reach = engine.bare_columns(), self._supply.within_reach(engine)
         gpus = self.would_stop(frozenset(_missing(engine, bare[: free + 1], within_reach)))
         if most <= free or not gpus:
             return None
-        first = First(engine=engine, had_blocks=(mapped + free) * engine.blocks_per_column, gpus=gpus)
-        columns = min(most, free + -(-self.handles // engine.handles_per_column))
-        missing = _missing(engine, bare[:columns], within_reach)
-        losers = self._supply.losers(missing)
-        if all(one.is_queue_new for one in losers):  # to make one takes long, and no service waits for it
-            first.above_blocks = (mapped + columns - 1) * engine.blocks_per_column
-            first.victims = choose(losers, missing, self._costs)
-            first.handles = {gpu: sum(one.engine.handles_in(one.columns, gpu) for one in first.victims) for gpu in gpus}
-            for one in first.victims:
-                first.plans.append(self._moves.plan_taking(one.engine, one.columns, KvHow.AT_STEP))  # in one stage
-            first.made_by = self._seen(engine, (one.engine for one in first.victims))
-        return first
+        losers, had_blocks = self._supply.losers(engine.gpus), (mapped + free) * engine.blocks_per_column
+        seen = Foreseen(engine=engine, had_blocks=had_blocks, gpus=gpus, losers=losers)
+        for columns in sorted({free - (-size // engine.handles_per_column) for size in self.sizes}, reverse=True):
+            missing = _missing(engine, bare[:columns], within_reach)
+            if columns <= most and all(one.is_queue_new for one in losers):  # to make one takes long
+                victims = choose(self._supply.losers(missing), missing, self._costs)
+                above_blocks = (mapped + columns - 1) * engine.blocks_per_column
+                handles = {gpu: sum(one.engine.handles_in(one.columns, gpu) for one in victims) for gpu in gpus}
+                plans = [self._moves.plan_taking(one.engine, one.columns, KvHow.AT_STEP) for one in victims]
+                seen.firsts.append(
+                    First(above_blocks=above_blocks, gpus=gpus, victims=victims, plans=plans, handles=handles)
+                )
+        seen.made_by = self._made_by(seen)
+        return seen
 
-    def send(self, first: First, wanted_blocks: int) -> None:
+    def _made_by(self, seen: Foreseen) -> object:
+        ways = [(one.changes, self._ways.way_of([one])) for one in seen.losers]
+        return seen.engine.changes, self._supply.left(seen.gpus), ways
+
+    def send(self, seen: Foreseen, wanted_blocks: int) -> None:
         """Precondition: its GPUs are held for it, and no other reclaim is under way. Not where anything has changed, or
         something does not stand yet."""
-        if not first.victims or wanted_blocks <= first.above_blocks or not self._turn.are_proven(first.gpus):
+        first = next((one for one in seen.firsts if wanted_blocks > one.above_blocks), None)
+        if first is None or self._supply.is_waited_for or not self._turn.are_proven(seen.gpus):
             return
-        now_ns, losers = self._clock.now_ns(), [one.engine for one in first.victims]
-        may_take = all(self._may_take(one, now_ns) for one in losers) and not self._supply.is_waited_for
-        if may_take and first.made_by == self._seen(first.engine, losers):
+        now_ns = self._clock.now_ns()
+        if all(self._may_take(one.engine, now_ns) for one in first.victims) and seen.made_by == self._made_by(seen):
             self._sent, first.began_ns = first, now_ns
             self._supply.ordered = first.handles
             for one in first.victims:
                 self._moves.lose(one.engine, one.columns)
             first.told_ns = self._clock.now_ns()
-            stages = chain(*(plan.stages for plan in first.plans))
+            stages = chain(*(plan.stages for plan in first.plans))  # of one stage each
             try:
                 first.orders = self._moves.take(chain(*stages), KvHow.AT_ONCE)
             except Exception:
-                first.orders = self._books.orders.leaving(frozenset(chain(*(one.ranks for one in losers))))
+                clients = frozenset(chain(*(one.engine.ranks for one in first.victims)))
+                first.orders = self._books.orders.leaving(clients)
                 raise
 
     def _may_take(self, engine: Engine, now_ns: int) -> bool:

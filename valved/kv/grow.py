@@ -8,7 +8,7 @@ import numpy as np
 
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
-from valved.kv.first import First, Firsts
+from valved.kv.first import Firsts, Foreseen
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
@@ -51,11 +51,10 @@ class Growth:
         loop."""
         self._reclaimer.stop_ahead(gpus)
 
-    def hurry_first(self, first: First, wanted_blocks: int) -> None:
-        """As a look has foreseen it."""
-        if wanted_blocks > first.had_blocks:
-            self.hurry(first.gpus)
-            self._firsts.send(first, wanted_blocks)
+    def hurry_foreseen(self, seen: Foreseen, wanted_blocks: int) -> None:
+        if wanted_blocks > seen.had_blocks:
+            self.hurry(seen.gpus)
+            self._firsts.send(seen, wanted_blocks)
 
     @property
     def is_hurrying(self) -> bool:

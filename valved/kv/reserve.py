@@ -14,7 +14,7 @@ from valved.config import Config
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
-from valved.kv.first import First, Firsts
+from valved.kv.first import Firsts, Foreseen
 from valved.kv.grow import Grown, Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
@@ -80,8 +80,8 @@ class Online:
     before: tuple[int, ReservationState] | None = None  # a reclaim was decided then, in this state, and is under way
     giving: bool = False
     blocked_until_ns: int = 0
-    first: First | None = None  # what a look foresaw of the next reclaim ...
-    foreseen_by: object = None  # ... and foresees again if this has changed
+    foreseen: Foreseen | None = None  # the next reclaim, as a look foresaw it ...
+    foreseen_by: object = None  # ... and foresees it again if this has changed
     target_columns: int = 0
     parts_rest_ns: int = 0  # columns in part that it did not give back are asked for again after ever longer pauses ...
     parts_after_ns: int = 0  # ... and not before
@@ -112,8 +112,8 @@ class Reserve:
         foresaw."""
         online = self.online.get(engine.service)
         try:
-            if online is not None and online.first is not None and not self._rests(online):
-                self._growth.hurry_first(online.first, wanted_blocks)
+            if online is not None and online.foreseen is not None and not self._rests(online):
+                self._growth.hurry_foreseen(online.foreseen, wanted_blocks)
             self.serve(engine)
         finally:
             self._growth.calm()
@@ -146,10 +146,11 @@ class Reserve:
 
     def _foresee(self, engine: Engine, online: Online, memory: OnlineMemory, most: int) -> None:
         """What a request for more columns than are free would stop and take. `most`: columns that one could get."""
-        seen = most, memory.free_handles, self._firsts.foreseen_by(engine)
+        free = memory.free_handles
+        seen = most, free, self._firsts.foreseen_by(engine)
         if seen != online.foreseen_by:
-            free = memory.free_handles
-            online.foreseen_by, online.first = seen, self._firsts.foresee(engine, memory.mapped_handles, free, most)
+            online.foreseen_by = seen
+            online.foreseen = self._firsts.foresee(engine, memory.mapped_handles, free, most)
 
     def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, begins: int, now_ns: int) -> None:
         """`begins`: columns of its headroom that have not come yet."""

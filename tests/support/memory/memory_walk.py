@@ -71,7 +71,7 @@ class Node(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers)
         self.world.shim_features = self.features
-        self.world.kv.reserve._firsts.handles = 2 * self.layers
+        self.world.kv.reserve._firsts.sizes = (4 * self.layers, self.layers)
         self.hooks = []
         self.others = []  # shims whose hook has gone
 
