@@ -22,8 +22,9 @@ from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, ServiceId
+from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
+from valved.policy import sharing
 from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
 from valved.policy.reservation import start as first_state
 from valved.policy.resuming import resume
@@ -165,7 +166,9 @@ class Reserve:
         state = online.state
         if reclaims_ns != state.reclaims_ns:
             state = replace(state, reclaims_ns=reclaims_ns)
-        online.state, decision = decide(state, memory, now_ns, self._rungs.settings(engine, online.settings))
+        engines, usual = self._sharers(engine), self._rungs.settings(engine, online.settings)
+        online.state, decision = decide(state, memory, now_ns, sharing.shared(usual, engines))
+        decision = sharing.last(decision, memory, len(reclaims_ns), engines, usual)
         online.before = (now_ns, state) if decision.is_reclaim else None
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)
@@ -177,6 +180,11 @@ class Reserve:
         else:
             self._keep(engine, online, memory)
         self._note(engine, online, decision)  # last: a service that waits for memory waits for no file
+
+    def _sharers(self, engine: Engine) -> int:
+        """Online engines on that GPU of this one that has most, with this one."""
+        online = self._books.engines_with(Role.ONLINE)
+        return max((sum(gpu in one.gpus for one in online) for gpu in engine.gpus), default=1)
 
     def accept(self, per_hour: float | None) -> None:
         """Reclaims an hour and GPU that the cluster accepts on this node from now on; None: as configured."""
