@@ -1,5 +1,6 @@
-"""The target of reclaims of a GPU, whose engines' bursts come in the same instant or at any time: the shipped Reserve on
-virtual time, over a card of which all that is not held belongs to an offline job.
+"""The target of reclaims of a GPU, whose engines' bursts come in the same instant or at any time.
+
+The shipped Reserve on virtual time, over a card of which all that is not held belongs to an offline job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from valved.kv.reserve import Reserve
 from valved.model.ids import GpuIndex, Role
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision
 from valved.policy.reservation import SECOND_NS, ReservationSettings
-from valved.policy.sharing import last, shared
+from valved.policy.sharing import last, shared, sharers
 
 COLUMNS = 576
 NOTHING = np.zeros(0, np.int64)
@@ -29,8 +30,8 @@ class FakeEngine:
     blocks_per_column = handles_per_column = 1
     role, is_complete, rung_ns, changes = Role.ONLINE, True, None, 0
 
-    def __init__(self, number, gpus=(0,)):
-        self.service, self.columns, self.gpus = number, COLUMNS, frozenset(GpuIndex(gpu) for gpu in gpus)
+    def __init__(self, number):
+        self.service, self.columns, self.gpus = number, COLUMNS, frozenset({GpuIndex(0)})
         self.used, self.mapped = 0, 2
         self.table = SimpleNamespace(set_target=self._set_target, epoch=0, blocks=COLUMNS)
 
@@ -97,7 +98,7 @@ def reserve_of(engines, settings):
     )
     silent = SimpleNamespace(emit=lambda *_, **__: None, put=lambda change: None)
     rungs = SimpleNamespace(settings=lambda engine, usual: usual)
-    uuids = {GpuIndex(0): b"a" * 16, GpuIndex(1): b"b" * 16}
+    uuids = {GpuIndex(0): b"a" * 16}
     return Reserve(books, supply, FakeGrowth(), None, rungs, silent, clock, config, uuids, silent), clock
 
 
@@ -171,10 +172,8 @@ def test_an_engine_alone_on_its_gpu_never_decides_by_other_settings():
         memory=memory,
         reason="",
     )
-    elsewhere = [FakeEngine(1), FakeEngine(2, gpus=(1,)), FakeEngine(3, gpus=(1,))]
-    reserve, _ = reserve_of(elsewhere, usual)
 
-    assert [reserve._sharers(engine) for engine in elsewhere] == [1, 2, 2]
+    assert [sharers(gpus, [(0,), (1,), (1, 2)]) for gpus in ((0,), (1,), (1, 2), (2,), ())] == [1, 2, 2, 1, 1]
     assert shared(usual, 1) is usual
     assert last(take, memory, 9, 1, usual) is take
     assert last(take, memory, 9, 2, usual).handles == 60

@@ -142,7 +142,7 @@ def test_a_file_without_end_is_never_read_to_its_end(tmp_path):
 def test_a_pipe_that_nobody_writes_into_never_stops_the_start(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="cannot read .*: this is no file"):
+        with pytest.raises(ConfigError, match=r"cannot read .*: this is no file"):
             load_config(path, {})
 
 

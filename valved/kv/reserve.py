@@ -166,7 +166,8 @@ class Reserve:
         state = online.state
         if reclaims_ns != state.reclaims_ns:
             state = replace(state, reclaims_ns=reclaims_ns)
-        engines, usual = self._sharers(engine), self._rungs.settings(engine, online.settings)
+        usual = self._rungs.settings(engine, online.settings)
+        engines = sharing.sharers(engine.gpus, [one.gpus for one in self._books.engines_with(Role.ONLINE)])
         online.state, decision = decide(state, memory, now_ns, sharing.shared(usual, engines))
         decision = sharing.last(decision, memory, len(reclaims_ns), engines, usual)
         online.before = (now_ns, state) if decision.is_reclaim else None
@@ -180,11 +181,6 @@ class Reserve:
         else:
             self._keep(engine, online, memory)
         self._note(engine, online, decision)  # last: a service that waits for memory waits for no file
-
-    def _sharers(self, engine: Engine) -> int:
-        """Online engines on that GPU of this one that has most, with this one."""
-        online = self._books.engines_with(Role.ONLINE)
-        return max((sum(gpu in one.gpus for one in online) for gpu in engine.gpus), default=1)
 
     def accept(self, per_hour: float | None) -> None:
         """Reclaims an hour and GPU that the cluster accepts on this node from now on; None: as configured."""

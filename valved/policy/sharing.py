@@ -7,8 +7,10 @@ count of its GPU. With k engines the count settles where all k lower their headr
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
+from valved.model.ids import GpuIndex
 from valved.model.memory import OnlineMemory, ReservationDecision
 from valved.policy.reservation import HOUR_NS, ReservationSettings
 
@@ -17,6 +19,11 @@ LEAST_SHARE = 1e-9
 LAST_SHARE = 0.25
 """Of the largest headroom, at least; more where an engine has few reclaims an hour, as each must last longer. With an
 eighth of it two engines of one burst had 32 reclaims in an hour, where 30 are accepted."""
+
+
+def sharers(gpus: Collection[GpuIndex], online: Collection[Collection[GpuIndex]]) -> int:
+    """`online`: the GPUs of each online engine, with those of this one. How many are on the fullest GPU of this one."""
+    return max((sum(gpu in others for others in online) for gpu in gpus), default=1)
 
 
 def shared(settings: ReservationSettings, engines: int) -> ReservationSettings:
