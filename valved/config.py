@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from valved.errors import ConfigError, short
+from valved.fds import read_file
 from valved.model.consent import Consent, Said, consent_of
 from valved.model.ids import Mode, Remap
 from valved.model.memory import EvictionCost, ReservationRule
@@ -393,8 +394,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         import tomllib
     else:  # the reader became part of Python in 3.11
         import tomli as tomllib  # type: ignore[import-not-found,no-redef]
-    with path.open("rb") as file:
-        raw = file.read(MIB + 1)
+    raw = read_file(path, MIB + 1)
     if len(raw) > MIB:
         raise ValueError(f"it has more than {MIB} bytes")
     return dict(tomllib.loads(raw.decode()))

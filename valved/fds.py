@@ -35,14 +35,15 @@ def is_absent(error: OSError) -> bool:
     return error.errno in _ABSENT
 
 
-def read_file(path: Path) -> bytes:
-    """OSError for what is no file: a pipe or a device may have no end, and nobody may ever write into it."""
+def read_file(path: Path, most: int = -1) -> bytes:
+    """All, or so many bytes. OSError for what is no file: a pipe or a device may have no end, and nobody may ever write
+    into it."""
     with Fds() as fds:
         fd = fds.own(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "this is no file", str(path))
         with open(fd, "rb", closefd=False) as file:
-            return file.read()
+            return file.read(most)
 
 
 def read_if_there(path: Path) -> bytes | None:

@@ -550,3 +550,16 @@ def test_a_brake_that_holds_on_a_full_disk_is_never_reported_as_failed(world, na
         world.brake.drain("alice")
 
     assert world.brake.switches.is_closed
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_a_link_to_nothing_is_never_taken_for_no_order(world, name):
+    order = world.folder / name
+    order.symlink_to(world.folder / "nowhere")
+
+    world.brake.look_at_file()
+    assert world.brake.switches.is_closed
+
+    world.brake.resume()
+    assert not world.brake.switches.is_closed
+    assert not order.is_symlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -133,9 +134,16 @@ def test_a_file_of_brackets_alone_is_never_a_traceback(tmp_path):
         load(tmp_path, "a = " + "[" * 100_000)
 
 
-def test_a_file_without_end_is_never_read_to_its_end():
-    with pytest.raises(ConfigError, match="/dev/zero is not TOML: it has more than"):
-        load_config(Path("/dev/zero"), {})
+def test_a_file_without_end_is_never_read_to_its_end(tmp_path):
+    with pytest.raises(ConfigError, match="is not TOML: it has more than"):
+        load(tmp_path, "a" * (2 << 20))
+
+
+def test_a_pipe_that_nobody_writes_into_never_stops_the_start(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"cannot read .*: this is no file"):
+            load_config(path, {})
 
 
 @pytest.mark.parametrize("name", sorted(effective(Config())))

@@ -21,6 +21,7 @@ import numpy as np
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch
 from valved.clients.complaints import Complaints
+from valved.clients.turns import Buckets
 from valved.config import MemoryTable
 from valved.fds import is_scarce
 from valved.kv.engines import Engine
@@ -41,7 +42,8 @@ from valved.state.stats import MemoryCounters
 
 UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps room for twice as many
 UNTRIED = TrialResult(outcome=TrialOutcome.UNTRIED, reason="not tried yet")
-RETRY_NS = 5_000_000_000
+RETRY_NS = 5_000_000_000  # also between trials of one process, after as many at once as it may have contexts
+TRIALS_AT_ONCE = 4
 Runs = list[tuple[int, int]]
 
 
@@ -82,7 +84,8 @@ class Outside:
     _closer: CloserPort
 
     def __post_init__(self) -> None:
-        self._waiting: dict[tuple[ClientId, GpuIndex], tuple[KvRangeBook, int]] = {}  # for room to open a door by these
+        self._waiting: dict[tuple[ClientId, GpuIndex], tuple[KvRangeBook, int]] = {}  # for room, or their turn
+        self._tried = Buckets(share=1.0, burst_ns=TRIALS_AT_ONCE * RETRY_NS)  # each stops the GPU for other jobs, too
         self._trials = Trials(self._orders, self._turn, self._clock, self._settings)
         self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
 
@@ -104,23 +107,31 @@ class Outside:
 
     def _come_in(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, scratch: KvRangeBook, fd: int) -> bool:
         """Whether it is ours: now, or as soon as there is room for it."""
-        key = entry.id, gpu
+        key, now_ns = (entry.id, gpu), self._clock.now_ns()
+        if wait_ns := self._tried.wait_ns(key, now_ns):
+            if key in self._ways:
+                self._close(self._ways.pop(key))
+            return self._wait(entry, scratch, uuid, fd, wait_ns)
         try:
             door = self._port.open(fd, uuid)
         except OSError as error:
             if is_scarce(error):
-                self._waiting[key] = scratch, fd
-                self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: self._come_later(scratch, uuid, entry))
-                return True
+                return self._wait(entry, scratch, uuid, fd, RETRY_NS)
             reason = f"memory of the process cannot be taken from outside it: {error.strerror}"
             self._told.tell(entry, reason, (gpu,))
             return False
+        self._tried.took(key, RETRY_NS, now_ns)
         before = self._ways.pop(key, None)
         if before is not None:
             self._close(before)
         way = Way(entry=entry, gpu=gpu, door=door, scratch=scratch)
         self._ways[key] = way
         start(self._try(way))
+        return True
+
+    def _wait(self, entry: ClientEntry, scratch: KvRangeBook, uuid: bytes, fd: int, wait_ns: int) -> bool:
+        self._waiting[entry.id, scratch.gpu] = scratch, fd
+        self._clock.call_at_ns(self._clock.now_ns() + wait_ns, lambda: self._come_later(scratch, uuid, entry))
         return True
 
     def _come_later(self, scratch: KvRangeBook, uuid: bytes, entry: ClientEntry) -> None:

@@ -23,8 +23,9 @@ from valved.kv.slots import NOTHING, Ints
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, ServiceId
+from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
+from valved.policy import sharing
 from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
 from valved.policy.reservation import start as first_state
 from valved.policy.resuming import resume
@@ -162,7 +163,10 @@ class Reserve:
         state = online.state
         if reclaims_ns != state.reclaims_ns:
             state = replace(state, reclaims_ns=reclaims_ns)
-        online.state, decision = decide(state, memory, now_ns, self._rungs.settings(engine, online.settings))
+        usual = self._rungs.settings(engine, online.settings)
+        engines = sharing.sharers(engine.gpus, [one.gpus for one in self._books.engines_with(Role.ONLINE)])
+        online.state, decision = decide(state, memory, now_ns, sharing.shared(usual, engines))
+        decision = sharing.last(decision, memory, len(reclaims_ns), engines, usual)
         online.before = (now_ns, state) if decision.is_reclaim else None
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)

@@ -244,9 +244,7 @@ def _first_line(path: Path) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="replace", opener=_open_at_once) as file:
             return file.readline(64).strip() or "a file"
-    except FileNotFoundError:
-        return None
-    except OSError:  # out of descriptors, a file that is not there is no FileNotFoundError
+    except OSError:  # a link to nothing is an order, too: whoever made it meant one
         return "an unreadable file" if os.path.lexists(path) else None
 
 

@@ -1,0 +1,38 @@
+"""What a client may say again and again never costs others more than once in a while."""
+
+from __future__ import annotations
+
+import pytest
+from memory_world import KvWorld
+
+from valved.config import Config, MemoryTable
+from valved.kv.outside import RETRY_NS, TRIALS_AT_ONCE
+from valved.model.events import EventKind
+from valved.model.ids import Remap
+
+SECONDS = 10
+
+
+@pytest.fixture
+def world(tmp_path):
+    config = Config(ring_events=100, memory=MemoryTable(handle_mib=2, remap=Remap.SPARSE))
+    world = KvWorld(tmp_path, config=config, handles=20)
+    yield world
+    world.check()
+
+
+def test_a_process_that_offers_scratch_memory_in_a_loop_never_stops_the_gpu_each_time(world):
+    """Each trial stops the GPU for all jobs, calls the driver, and is told of."""
+    hostile = world.shim("offline", gpus=(0,))
+    world.journal.emit(EventKind.PAUSED, reason="by alice")
+
+    for _ in range(100 * SECONDS):
+        hostile.offer_scratch(0)
+        world.run(10)
+
+    tried = [event for event in world.events(EventKind.NOTED) if "taken from outside" in event.reason]
+    assert len(tried) <= TRIALS_AT_ONCE + 1 + SECONDS * 10**9 // RETRY_NS
+    assert world.events(EventKind.PAUSED)
+    world.run(RETRY_NS // 1_000_000)
+    [trial] = world.node.status().memory.trials
+    assert trial.outcome == "passed"  # the last one counts
