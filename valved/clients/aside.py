@@ -37,7 +37,7 @@ class AsideReader:
 
     def _act_on(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
         if not peer.is_open:
-            self._server.closer.close(received.fds if received is not None else ())
+            peer.closer.close(received.fds if received is not None else ())
             return
 
         def result() -> Received | None:

@@ -21,7 +21,7 @@ from valved.abi.link import (
     Refusal,
     Welcome,
 )
-from valved.clients.accounts import LinkAccount
+from valved.clients.accounts import LinkAccount, account_of
 from valved.clients.admission import Admission, Connection, why_not
 from valved.clients.awaited import Awaited
 from valved.clients.channels import Channels
@@ -317,6 +317,10 @@ class Register:
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
         return self._books.clients[client].service in self._gating.online
+
+    def account(self, client: ClientId) -> LinkAccount:
+        entry = self._books.clients[client]
+        return account_of(entry.uid, entry.cgroup)
 
     def malformed(self, pid: int, uid: int, why: str, count: int = 1) -> None:
         """Each is counted; what one user causes never fills the journal."""

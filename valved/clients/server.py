@@ -28,7 +28,7 @@ from valved.abi.link import (
     RefusedMessage,
     build,
 )
-from valved.clients.arrivals import LinkArrivals, LinkCaller
+from valved.clients.arrivals import BEHIND_NS, LinkArrivals, LinkCaller
 from valved.clients.aside import AsideReader
 from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
@@ -46,9 +46,6 @@ FLOOD_REST_S = 0.002  # after a pass in which some were turned away: a flood has
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 AWAITED_AT_ONCE = 4  # of one that owes an answer: a service may wait for that of the next one
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
-BEHIND_S = (
-    0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
-)
 FDS_MOST = {
     LinkType.RM_CLIENT: 1,
     LinkType.KV_HELD: MAX_FDS,
@@ -202,7 +199,7 @@ class LinkServer:
         for it is theirs to choose."""
         if why:
             self._register.malformed(caller.pid, caller.uid, why, len(fds))
-        self.closer.close_in_turn(fds)
+        self.closer.of(caller.uid).close_in_turn(fds)
 
     def read_hello(self, fd: int, caller: LinkCaller) -> bool:
         """Of a connection that has something to say. Whether it is online work's."""
@@ -219,9 +216,10 @@ class LinkServer:
     def _read(self, peer: LinkConnection) -> None:
         now_ns, peer.was_awaited = time.monotonic_ns(), peer.is_awaited
         wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
-        is_behind = self.closer.is_behind and not peer.is_online
-        if wait_ns or is_behind:
-            peer.rest(max(wait_ns / 1e9, BEHIND_S if is_behind else 0.0))
+        if peer.is_behind:
+            wait_ns = max(wait_ns, BEHIND_NS)
+        if wait_ns:
+            peer.rest(wait_ns / 1e9)
             return
         if peer.lane.is_aside:
             self._aside.read(peer)
@@ -253,7 +251,9 @@ class LinkServer:
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(AWAITED_AT_ONCE if peer.was_awaited and not peer.is_online else PACKETS_AT_ONCE):
-            if not peer.is_open or peer.is_fetching or not self.read_one(peer) or time.monotonic_ns() > until_ns:
+            if not peer.is_open or peer.is_fetching or peer.is_behind:
+                return
+            if not self.read_one(peer) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
@@ -282,7 +282,7 @@ class LinkServer:
         try:
             self._dispatch(peer, packet, fds)
         finally:
-            self.closer.close(fds)  # all that nobody took
+            peer.closer.close(fds)  # all that nobody took
 
     def _dispatch(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
         if len(fds) > self.most_fds(packet.type):
@@ -313,6 +313,8 @@ class LinkServer:
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
+            if peer.client is not None and not peer.is_online:
+                peer.closer = self.closer.of(self._register.account(peer.client))
             peer.lane.is_awaited |= peer.is_online
             peer.lane.is_new = False
         finally:  # also if that failed: nothing else ends a connection without a client

@@ -14,7 +14,7 @@ Services hold from birth, so that no launch precedes its gate.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import UUID
@@ -428,13 +428,20 @@ class PromptPort(Protocol):
 
 class ProverPort(Protocol):
     def check(
-        self, fd: int, gpu: GpuInfo, h_client: int, h_subdevice: int, keep: bool, then: Callable[[bool, int], None]
+        self,
+        fd: int,
+        gpu: GpuInfo,
+        h_client: int,
+        h_subdevice: int,
+        keep: bool,
+        then: Callable[[bool, int], None],
+        account: Hashable = None,
     ) -> None:
-        """Takes the descriptor over. `then`, in the loop: whether its file owns this RM client with a subdevice on that
+        """Takes the descriptor of that account over. `then`, in the loop: whether its file owns this RM client with a subdevice on that
         card; and the descriptor again if it does and was to be kept, else -1. May never answer."""
         ...
 
-    def drop(self, fd: int) -> None:
+    def drop(self, fd: int, account: Hashable = None) -> None:
         """Close what valved does not want; that may take as long as its sender likes."""
         ...
 
