@@ -23,7 +23,7 @@ class AsideReader:
         peer.lane.do(peer.receive_aside, partial(self._come_back, peer))
 
     def _come_back(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
-        self._server.later(peer).do(peer.pid, partial(self._take, peer, received, error))
+        self._server.later(peer).do(peer.turn, partial(self._take, peer, received, error))
 
     def _take(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
         is_first, began_ns = peer.client is None, time.thread_time_ns()

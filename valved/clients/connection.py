@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
+from valved.clients.accounts import LinkAccount
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
 from valved.clients.fetching import Lent, is_dead, pidfd_of, split
@@ -56,9 +57,18 @@ class LinkConnection:
         self.wanted = 0  # packets that cost it nothing
         self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
-        self.closer = server.closer.of(caller.lane_account)
+        self.belong(caller.lane_account)
         self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
+
+    def belong(self, account: LinkAccount) -> None:
+        self.account = account
+        self.closer = self._server.closer.of(account)
+
+    @property
+    def turn(self) -> tuple[LinkAccount, int]:
+        """Whose turn is its own: its account's, and its process's within it."""
+        return self.account, self.pid
 
     def fileno(self) -> int:
         return self._sock.fileno()

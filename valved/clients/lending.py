@@ -82,7 +82,7 @@ class FetchedReader:
             self._workers.do(partial(loan.fetch, pidfd), came)
 
     def _came(self, loan: _Loan, fds: list[int] | None, error: Exception | None) -> None:
-        self._server.later(loan.peer).do(loan.peer.pid, partial(self._take, loan, fds, error))
+        self._server.later(loan.peer).do(loan.peer.turn, partial(self._take, loan, fds, error))
 
     def _take(self, loan: _Loan, fds: list[int] | None, error: Exception | None) -> None:
         peer, wanted = loan.peer, loan.peer.wanted

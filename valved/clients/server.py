@@ -33,6 +33,7 @@ from valved.clients.aside import AsideReader
 from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
 from valved.clients.lending import FetchedReader
+from valved.clients.owing import OwingLine
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
@@ -86,6 +87,7 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
+        self._owing = OwingLine(loop, lambda: self._turns.common_wait_ns(time.monotonic_ns(), is_awaited=True), self._read_in_turn)
         self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
@@ -215,21 +217,32 @@ class LinkServer:
 
     def _read(self, peer: LinkConnection) -> None:
         now_ns, peer.was_awaited = time.monotonic_ns(), peer.is_awaited
-        wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
+        owes = peer.was_awaited and not peer.is_online
+        wait = self._turns.own_wait_ns if owes else self._turns.wait_ns
+        wait_ns = wait(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
         if peer.is_behind:
             wait_ns = max(wait_ns, BEHIND_NS)
         if wait_ns:
             peer.rest(wait_ns / 1e9)
-            return
+        elif owes and (self._owing.has_to_wait() or not self.later(peer).has_time()):
+            self._owing.put(peer)
+        else:
+            self._read_now(peer)
+
+    def _read_now(self, peer: LinkConnection) -> None:
         if peer.lane.is_aside:
             self._aside.read(peer)
             return
         later = self.later(peer)
         if later.has_time():
-            later.do(peer.pid, partial(self._read_some, peer))
+            later.do(peer.turn, partial(self._read_some, peer))
         else:
             self._loop.remove_reader(peer.fileno())
-            later.do(peer.pid, partial(self._read_later, peer))
+            later.do(peer.turn, partial(self._read_later, peer))
+
+    def _read_in_turn(self, peer: LinkConnection) -> None:
+        self.go_on(peer)
+        self._read_now(peer)
 
     def most_fds(self, kind: LinkType) -> int:
         return FDS_MOST.get(kind, 0)
@@ -314,7 +327,7 @@ class LinkServer:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
             if peer.client is not None and not peer.is_online:
-                peer.closer = self.closer.of(self._register.account(peer.client))
+                peer.belong(self._register.account(peer.client))
             peer.lane.is_awaited |= peer.is_online
             peer.lane.is_new = False
         finally:  # also if that failed: nothing else ends a connection without a client

@@ -170,9 +170,12 @@ class Closer:
 
     @property
     def is_behind(self) -> bool:
-        """More of this account wait than may."""
+        return self.is_behind_with(self._account)
+
+    def is_behind_with(self, account: Hashable) -> bool:
+        """More wait of what this account sent than may."""
         with self._lock:
-            mine = self._accounts.get(self._account)
+            mine = self._accounts.get(account)
             return mine is not None and len(mine.waiting) > BACKLOG
 
 

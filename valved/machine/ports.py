@@ -435,13 +435,13 @@ class ProverPort(Protocol):
         h_subdevice: int,
         keep: bool,
         then: Callable[[bool, int], None],
-        account: Hashable = None,
+        account: Hashable,
     ) -> None:
         """Takes the descriptor of that account over. `then`, in the loop: whether its file owns this RM client with a subdevice on that
         card; and the descriptor again if it does and was to be kept, else -1. May never answer."""
         ...
 
-    def drop(self, fd: int, account: Hashable = None) -> None:
+    def drop(self, fd: int, account: Hashable) -> None:
         """Close what valved does not want; that may take as long as its sender likes."""
         ...
 

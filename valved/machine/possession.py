@@ -29,7 +29,7 @@ class RmProver:
         h_subdevice: int,
         keep: bool,
         then: Callable[[bool, int], None],
-        account: Hashable = None,
+        account: Hashable,
     ) -> None:
         def look() -> None:
             is_own = lib.valve_rm_owns(fd, h_client, h_subdevice, gpu.gpu_id, gpu.uuid) == 0
@@ -41,5 +41,5 @@ class RmProver:
 
         self._helpers.do(look)
 
-    def drop(self, fd: int, account: Hashable = None) -> None:
+    def drop(self, fd: int, account: Hashable) -> None:
         self._closer.of(account).close([fd])
