@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
-from link_peers import HELLO, Knocker, Server, greet, hear, say
+from link_peers import Knocker, Neighbour, Server, greet, say
 
 from valved.abi.kv_link import KvDone, KvEntries, KvHow, KvOp, KvRuns
-from valved.abi.link import MAX_FDS, LinkType, Welcome
+from valved.abi.link import MAX_FDS, LinkType
 from valved.machine import helpers
 from valved.machine.helpers import BACKLOG, CLOSERS, CLOSERS_OF_ACCOUNT, Closer
 from valved.machine.possession import RmProver
 from valved.model.ids import ClientId
 
-ELSEWHERE = f"/docker/{'a' * 64}"
 DONE = LinkType.KV_DONE, KvDone(order=1, done=0, status=0, cu_result=0)
 HELD = LinkType.KV_HELD, KvEntries(order=0, range=1, op=0, how=0, raw=b"")
 ORDER = LinkType.KV_RUNS, KvRuns(order=1, op=KvOp.BACK, how=KvHow.AT_ONCE, raw=b"")
@@ -59,49 +56,17 @@ def heard(server):
     return heard
 
 
-class Sender:
-    """A process of another account. It sends files that are slow to close, 64 with each packet, until it is told to
-    end."""
-
-    def __init__(self, server):
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._live(server, theirs)
-            finally:
-                os._exit(1)
-        theirs.close()
-        server.world.processes.homes[self.pid] = ELSEWHERE
-        self._ours.send(b"go")
-        self.client = ClientId(int(self._ours.recv(16)))
-
-    def begins(self, packets):
-        """To send them: a link that is not read takes some only."""
-        self._ours.send(b"%d" % packets)
-
-    def end(self):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self._ours.close()
-
-    def _live(self, server, parent):
-        self._ours.close()
-        parent.recv(16)
-        sock = server.connect()
-        say(sock, LinkType.HELLO, HELLO)
-        welcome = hear(sock)[0].body
-        assert isinstance(welcome, Welcome)
-        parent.send(b"%d" % welcome.client)
-        slow = os.memfd_create("slow")
-        while told := parent.recv(16):
-            for _ in range(int(told)):
-                say(sock, *HELD, [slow] * MAX_FDS)
+def sends_slow_files(socks):
+    slow = os.memfd_create("slow")
+    for _ in range(10 * TOO_MANY // MAX_FDS):  # a link that is not read takes some only
+        say(socks[0], *HELD, [slow] * MAX_FDS)
 
 
 @pytest.fixture
 def sender(server, heard):
-    sender = Sender(server)
+    """A process of another account that sends files which are slow to close."""
+    sender = Neighbour(server, sends_slow_files)
+    sender.client = sender.join()
     yield sender
     sender.end()
 
@@ -122,8 +87,8 @@ def is_open(fd):
 
 def test_an_answer_never_waits_for_descriptors_that_another_account_sent(server, heard, sender):
     """Regression: while 256 descriptors waited to be closed, no offline link was read, and a service waits for some."""
-    sender.begins(TOO_MANY // MAX_FDS + 1)
-    server.until(lambda: slow_files() >= TOO_MANY)
+    sender.begin()
+    server.until(lambda: slow_files() > BACKLOG)
     sock, welcome, fds = server.welcome()
     server.call(lambda: server.world.register.send(welcome.client, *ORDER, 0))
 
@@ -136,7 +101,7 @@ def test_an_answer_never_waits_for_descriptors_that_another_account_sent(server,
 
 
 def test_an_account_never_makes_more_descriptors_pile_up_than_it_may(server, sender):
-    sender.begins(10 * TOO_MANY // MAX_FDS)
+    sender.begin()
     peer, rests = server.call(lambda: peer_of(server, sender)), set()
     server.until(lambda: peer.is_behind)
 
@@ -147,10 +112,10 @@ def test_an_account_never_makes_more_descriptors_pile_up_than_it_may(server, sen
 
 def test_an_account_never_has_new_links_while_its_descriptors_pile_up(server, sender, may_close):
     """The sockets of those that end would pile up with them."""
-    sender.begins(10 * TOO_MANY // MAX_FDS)
+    sender.begin()
     server.until(lambda: peer_of(server, sender).is_behind)
     other = Knocker(server)
-    server.world.processes.homes[other.pid] = ELSEWHERE
+    server.world.processes.homes[other.pid] = sender.HOME
     other.knock()
     for _ in range(SOME):  # whoever is of another account is welcomed behind it
         greet(server)

@@ -96,7 +96,13 @@ class Possession:
         return known is not None and any(waiter.late is not None for waiter in known.waiters.values())
 
     def offer(
-        self, client: ClientId, gpu: GpuInfo, h_client: int, h_subdevice: int, fd: int, take: Take | None = None,
+        self,
+        client: ClientId,
+        gpu: GpuInfo,
+        h_client: int,
+        h_subdevice: int,
+        fd: int,
+        take: Take | None = None,
         account: Hashable = None,
     ) -> None:
         """A descriptor that should own this RM client. It is ours from here on."""
@@ -105,7 +111,9 @@ class Possession:
             self._prover.drop(fd, account)
             return
         known.moved_ns = self._clock.now_ns()
-        known.offers.append(_Offer(gpu=gpu, h_client=h_client, h_subdevice=h_subdevice, fd=fd, take=take, account=account))
+        known.offers.append(
+            _Offer(gpu=gpu, h_client=h_client, h_subdevice=h_subdevice, fd=fd, take=take, account=account)
+        )
         if len(known.offers) == 1:
             self._look(client, known)
 

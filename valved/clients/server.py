@@ -87,7 +87,9 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
-        self._owing = OwingLine(loop, lambda: self._turns.common_wait_ns(time.monotonic_ns(), is_awaited=True), self._read_in_turn)
+        self._owing = OwingLine(
+            loop, lambda: self._turns.common_wait_ns(time.monotonic_ns(), is_awaited=True), self._read_in_turn
+        )
         self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
