@@ -304,7 +304,8 @@ class LinkArrivals:
         if caller.lane_account in self._aside:
             return False
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
-        if self._server.closer.is_behind_with(caller.lane_account):  # what a link leaves behind would pile up, too
+        if caller.account is not None and self._server.closer.is_behind_with(caller.account):
+            # the sockets of links that end would pile up, too
             wait_ns = max(wait_ns, BEHIND_NS)
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns
