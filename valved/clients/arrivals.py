@@ -305,8 +305,7 @@ class LinkArrivals:
             return False
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
         if caller.account is not None and self._server.closer.is_behind_with(caller.account):
-            # the sockets of links that end would pile up, too
-            wait_ns = max(wait_ns, BEHIND_NS)
+            wait_ns = max(wait_ns, BEHIND_NS)  # the sockets of links that end would pile up, too
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns
         return not wait_ns

@@ -25,7 +25,6 @@ from valved.abi.link import (
     RmClient,
     Schedule,
 )
-from valved.clients.accounts import account_of
 from valved.clients.lease import LeaseFlags
 from valved.clients.leftovers import Leftovers
 from valved.clients.possession import Possession
@@ -129,8 +128,7 @@ class Channels:
         if fds:
             keep = entry.role is Role.OFFLINE and (entry.asked_fd or self.keeps_files)
             take = give if keep else None  # once it was found to be what its sender says
-            card, account = self._cards.infos[gpu], account_of(entry.uid, entry.cgroup)
-            self.possession.offer(entry.id, card, body.h_client, body.h_subdevice, fds.pop(), take, account)
+            self.possession.offer(entry, self._cards.infos[gpu], body, fds.pop(), take)
             self._ack(entry.id, seq)
         else:  # a shim of 0.1 sends it when it is asked, and only once: then it is kept
             is_missing = not self.possession.is_proven(entry.id, body.h_client, gpu)

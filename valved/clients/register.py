@@ -21,7 +21,7 @@ from valved.abi.link import (
     Refusal,
     Welcome,
 )
-from valved.clients.accounts import LinkAccount, account_of
+from valved.clients.accounts import LinkAccount
 from valved.clients.admission import Admission, Connection, why_not
 from valved.clients.awaited import Awaited
 from valved.clients.channels import Channels
@@ -228,8 +228,7 @@ class Register:
 
     def _watch(self, client: ClientId, peer: Peer) -> bool:
         pid = peer.process.pid
-        turn = account_of(peer.uid, peer.cgroup), pid
-        ended = partial(self.postponed.do_once, client, turn, lambda: self.leave(client, EXIT))
+        ended = partial(self.postponed.do_once, client, (peer.account, pid), lambda: self.leave(client, EXIT))
         try:
             return self._exits.watch(client, pid, ended)  # told in each pass of the loop until the client has left
         except OSError:
@@ -319,10 +318,6 @@ class Register:
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
         return self._books.clients[client].service in self._gating.online
-
-    def account(self, client: ClientId) -> LinkAccount:
-        entry = self._books.clients[client]
-        return account_of(entry.uid, entry.cgroup)
 
     def malformed(self, pid: int, uid: int, why: str, count: int = 1) -> None:
         """Each is counted; what one user causes never fills the journal."""

@@ -28,7 +28,7 @@ from valved.abi.link import (
     RefusedMessage,
     build,
 )
-from valved.clients.arrivals import BEHIND_NS, LinkArrivals, LinkCaller
+from valved.clients.arrivals import LinkArrivals, LinkCaller
 from valved.clients.aside import AsideReader
 from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
@@ -87,9 +87,7 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
-        self._owing = OwingLine(
-            loop, lambda: self._turns.common_wait_ns(time.monotonic_ns(), is_awaited=True), self._read_in_turn
-        )
+        self._owing = OwingLine(self, self._turns)
         self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
@@ -218,20 +216,10 @@ class LinkServer:
     # Their messages
 
     def _read(self, peer: LinkConnection) -> None:
-        now_ns, peer.was_awaited = time.monotonic_ns(), peer.is_awaited
-        owes = peer.was_awaited and not peer.is_online
-        wait = self._turns.own_wait_ns if owes else self._turns.wait_ns
-        wait_ns = wait(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
-        if peer.is_behind:
-            wait_ns = max(wait_ns, BEHIND_NS)
-        if wait_ns:
-            peer.rest(wait_ns / 1e9)
-        elif owes and (self._owing.has_to_wait() or not self.later(peer).has_time()):
-            self._owing.put(peer)
-        else:
-            self._read_now(peer)
+        if self._owing.may_be_read(peer):
+            self.read_in_turn(peer)
 
-    def _read_now(self, peer: LinkConnection) -> None:
+    def read_in_turn(self, peer: LinkConnection) -> None:
         if peer.lane.is_aside:
             self._aside.read(peer)
             return
@@ -241,10 +229,6 @@ class LinkServer:
         else:
             self._loop.remove_reader(peer.fileno())
             later.do(peer.turn, partial(self._read_later, peer))
-
-    def _read_in_turn(self, peer: LinkConnection) -> None:
-        self.go_on(peer)
-        self._read_now(peer)
 
     def most_fds(self, kind: LinkType) -> int:
         return FDS_MOST.get(kind, 0)
@@ -328,8 +312,6 @@ class LinkServer:
         try:
             peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
-            if peer.client is not None and not peer.is_online:
-                peer.belong(self._register.account(peer.client))
             peer.lane.is_awaited |= peer.is_online
             peer.lane.is_new = False
         finally:  # also if that failed: nothing else ends a connection without a client

@@ -161,6 +161,9 @@ class FakeConnection:
     def is_dead(self):
         return False
 
+    def belong(self, account):
+        pass
+
     def flush(self):
         while self.queue:
             *packet, arrived = self.queue.pop(0)
