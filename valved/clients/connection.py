@@ -98,6 +98,11 @@ class LinkConnection:
         """Its account has sent descriptors that take long to close. Online work is read all the same."""
         return not self.is_online and self.closer.is_behind
 
+    @property
+    def is_readable(self) -> bool:
+        """Now, for one more packet."""
+        return self.is_open and not (self.is_fetching or self.is_behind)
+
     def heard(self, kind: LinkType) -> None:
         """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those
         whom a predecessor knew have to tell again."""

@@ -32,6 +32,10 @@ class Peer:
     def account(self) -> LinkAccount:
         return account_of(self.uid, self.cgroup)
 
+    @property
+    def turn(self) -> tuple[LinkAccount, int]:
+        return self.account, self.process.pid
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:

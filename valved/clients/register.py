@@ -227,10 +227,9 @@ class Register:
             return None
 
     def _watch(self, client: ClientId, peer: Peer) -> bool:
-        pid = peer.process.pid
-        ended = partial(self.postponed.do_once, client, (peer.account, pid), lambda: self.leave(client, EXIT))
+        ended = partial(self.postponed.do_once, client, peer.turn, lambda: self.leave(client, EXIT))
         try:
-            return self._exits.watch(client, pid, ended)  # told in each pass of the loop until the client has left
+            return self._exits.watch(client, peer.process.pid, ended)  # told in each pass of the loop until it has left
         except OSError:
             return False
 

@@ -250,9 +250,7 @@ class LinkServer:
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(AWAITED_AT_ONCE if peer.was_awaited and not peer.is_online else PACKETS_AT_ONCE):
-            if not peer.is_open or peer.is_fetching or peer.is_behind:
-                return
-            if not self.read_one(peer) or time.monotonic_ns() > until_ns:
+            if not (peer.is_readable and self.read_one(peer)) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
