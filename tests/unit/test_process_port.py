@@ -132,7 +132,7 @@ def test_a_process_is_stopped_when_none_of_its_threads_runs_before_it_is_continu
     for number, state in enumerate(states):
         thread(tmp_path, 5, 5 + number, state, 0x400000)
 
-    assert LinuxProcesses(tmp_path).is_stopped(5, set()) is is_stopped
+    assert LinuxProcesses(tmp_path).is_stopped(5) is is_stopped
 
 
 def test_a_process_never_counts_as_running_for_how_many_threads_of_it_stand(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_no_more_threads_are_read_than_up_to_one_that_runs(tmp_path: Path) -> No
         lambda processes: processes.start_time(5),
         lambda processes: processes.ancestors(5),
         lambda processes: not processes.is_ending(5, 777),
-        lambda processes: not processes.is_stopped(5, set()),
+        lambda processes: not processes.is_stopped(5),
     ],
 )
 def test_threads_that_a_tracer_keeps_after_their_end_never_keep_the_loop(
@@ -264,7 +264,7 @@ def test_no_process_is_taken_for_gone_because_proc_has_no_folder_for_it(
 
     assert processes.is_gone(hidden) is (answer == errno.ESRCH)
     assert processes.is_ending(5, 777) is (answer == errno.ESRCH)
-    assert processes.is_stopped(5, set()) is (answer == errno.ESRCH)  # one that is gone runs no more
+    assert processes.is_stopped(5) is (answer == errno.ESRCH)  # one that is gone runs no more
     assert not processes.is_gone(shown)
 
 
@@ -286,7 +286,7 @@ def test_no_process_is_taken_for_gone_because_it_cannot_be_looked_at(
 def test_no_process_that_cannot_be_looked_at_is_taken_for_stopped(tmp_path: Path) -> None:
     thread(tmp_path, 5, 5, "R", 0)
 
-    assert not Opened(tmp_path, fails_at=1).is_stopped(5, set())
+    assert not Opened(tmp_path, fails_at=1).is_stopped(5)
 
 
 def test_a_signal_that_cannot_be_sent_for_want_of_a_descriptor_is_never_lost() -> None:

@@ -41,7 +41,7 @@ class Untold:
                 key = registered[pid].process, gpu.index
                 if key not in told:
                     count = self._looks.get(key, 0)
-                    looks[key] = count + (count < LOOKS_BEFORE_FREEZE and not self._processes.is_stopped(pid, set()))
+                    looks[key] = count + (count < LOOKS_BEFORE_FREEZE and not self._processes.is_stopped(pid))
         self._looks = looks
 
     def looks(self, process: ProcessId, gpu: GpuIndex) -> int:

@@ -460,7 +460,7 @@ class ProcessPort(Protocol):
     def is_ending(self, pid: int, start_time: int) -> bool:
         """Whether it is gone, or every thread of it is past the point from which no code of its own runs."""
 
-    def is_stopped(self, pid: int, stood: set[str]) -> bool | None:
+    def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time. `stood`:
         threads that were seen to stand. None: some more do, and there are others, so ask again with these."""
         ...

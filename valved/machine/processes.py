@@ -136,8 +136,9 @@ class LinuxProcesses:
         except OSError as error:
             return _is_foreign(pid, error)
 
-    def is_stopped(self, pid: int, stood: set[str]) -> bool | None:
+    def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""
+        stood = set() if stood is None else stood
         try:
             runs = self._has_thread(pid, lambda fields: fields[0] in ("R", "S"), stood)
         except OSError:
