@@ -63,7 +63,8 @@ class FakeProcesses:
     def is_ending(self, pid, start_time):
         return pid in self.ending or self.start_time(pid) != start_time
 
-    def is_stopped(self, pid, stood):
+    def is_stopped(self, pid, stood=None):
+        stood = set() if stood is None else stood
         if pid in self.slow_to_stop:
             return False
         stood.add(str(len(stood)))
