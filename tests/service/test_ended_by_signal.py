@@ -51,9 +51,11 @@ def test_a_job_that_a_signal_ends_never_dies_with_its_channels_off(world):
     world.check()
 
 
-def test_a_job_never_dies_by_a_signal_before_a_driver_that_hangs_has_its_channels_on(world):
-    """Else the driver waits for them, longer than it hung."""
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_job_never_dies_by_a_signal_before_a_driver_that_hangs_has_its_channels_on(world, looks):
+    """Else the driver waits for them, longer than it hung. `looks`: at its threads, which may be many."""
     client, pid = stopped_job(world)
+    world.processes.many[pid] = looks
     world.gate.hangs = True
 
     world.say_ending(client)

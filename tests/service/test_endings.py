@@ -344,7 +344,7 @@ def test_processes_of_many_threads_that_are_to_end_never_have_more_than_a_part_o
     clients = [world.offline(pid=300 + number) for number in range(10)]
     spans = []
 
-    def slow(pid):
+    def slow(_pid, _stood):
         began_ns = world.clock.now_ns()
         world.clock._now_ns += 5_000_000
         spans.append((began_ns, world.clock.now_ns()))

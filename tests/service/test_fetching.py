@@ -276,7 +276,6 @@ def lenders(monkeypatch):
     monkeypatch.setattr(lending_room, "fetch", fetch)
     server = SimpleNamespace(
         loop=SimpleNamespace(remove_reader=lambda _: None, call_soon_threadsafe=loop.call_soon_threadsafe),
-        closer=None,
         most_fds=lambda _: 1,
         later=lambda _: SimpleNamespace(do=lambda _, job: job()),
         charge=lambda *_: None,
@@ -294,6 +293,8 @@ def lenders(monkeypatch):
             wanted=0,
             fileno=int,
             pidfd=lambda: pid,
+            closer=None,
+            turn=(account, pid),
             lane=SimpleNamespace(account=account),
         )
         lent = Lent((0,), 0)

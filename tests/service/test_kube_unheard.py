@@ -40,7 +40,7 @@ async def test_an_offline_pod_whose_channels_are_in_no_book_never_runs_on_unrepo
         await registered(node)
         node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
         node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
-        node.world.processes.is_stopped = lambda pid: False
+        node.world.processes.is_stopped = lambda *_: False
         node.world.processes.add(900, comm="past", cgroup=group(OFFLINE_UID))
         client = node.world.hello(900).client
         assert node.world.books.clients[client].role is Role.OFFLINE

@@ -24,6 +24,7 @@ from valved.clients.turns import (
     Turns,
 )
 from valved.machine.callers import MOST, Accepted
+from valved.machine.helpers import Closer
 
 
 class Time:
@@ -97,8 +98,8 @@ def test_what_one_process_causes_never_has_more_than_its_part_of_a_pass():
         return run
 
     for number in range(20):
-        later.do("flood", job(f"flood {number}"))
-    later.do("other", job("other"))
+        later.do(("flood",), job(f"flood {number}"))
+    later.do(("other",), job("other"))
 
     assert len(done) <= 2
     passes = 0
@@ -114,9 +115,9 @@ def test_what_one_process_causes_never_has_more_than_its_part_of_a_pass():
 def test_a_job_that_fails_never_keeps_the_others_from_being_done():
     time, done = Time(), []
     later = Postponed(time)
-    later.do("a", lambda: setattr(time, "now", time.now + 2 * PASS_NS))
-    later.do("b", lambda: 1 / 0)
-    later.do("c", lambda: done.append("c"))
+    later.do(("a",), lambda: setattr(time, "now", time.now + 2 * PASS_NS))
+    later.do(("b",), lambda: 1 / 0)
+    later.do(("c",), lambda: done.append("c"))
 
     with pytest.raises(ZeroDivisionError):
         time.next_pass()
@@ -145,6 +146,7 @@ class Door:
         self.now_ns, self.cost_ns, self.served = 0, cost_ns, []
         self.expected, self.looked_at = Counter(), []
         self._calls, self._order = [], count()
+        self.closer = Closer()
         self.arrivals = LinkArrivals(self, self, self, 600.0)
 
     def come(self, pids):

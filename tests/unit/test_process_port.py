@@ -135,6 +135,18 @@ def test_a_process_is_stopped_when_none_of_its_threads_runs_before_it_is_continu
     assert LinuxProcesses(tmp_path).is_stopped(5) is is_stopped
 
 
+def test_a_process_never_counts_as_running_for_how_many_threads_of_it_stand(tmp_path: Path) -> None:
+    """Regression: with more than 512 it did. One look at all of them would keep the loop."""
+    for number in range(2 * _THREADS + 1):
+        thread(tmp_path, 5, 5 + number, "T", 0x400000)
+    processes, stood = Opened(tmp_path), set[str]()
+
+    assert [processes.is_stopped(5, stood) for _ in range(3)] == [None, None, True]
+    assert processes.reads == 2 * _THREADS + 1
+    thread(tmp_path, 5, 4, "R", 0x400000)
+    assert processes.is_stopped(5, stood) is False
+
+
 class Opened(LinuxProcesses):
     """Counts what it reads, and fails from the nth file on."""
 

@@ -70,9 +70,9 @@ def test_a_descriptor_whose_close_never_ends_never_keeps_others_from_their_proof
         loop = asyncio.get_running_loop()
         prover = RmProver(loop, Closer())
         for number in range(2 * THREADS):
-            prover.check(10_000 + number, Gpu(), 1, 2, False, lambda *_: None)
+            prover.check(10_000 + number, Gpu(), 1, 2, False, lambda *_: None, "one")
         answer = loop.create_future()
-        prover.check(5, Gpu(), 1, 2, True, lambda is_own, kept: answer.set_result((is_own, kept)))
+        prover.check(5, Gpu(), 1, 2, True, lambda is_own, kept: answer.set_result((is_own, kept)), "one")
         return await answer
 
     try:

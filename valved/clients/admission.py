@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
+from valved.clients.accounts import LinkAccount
 from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
 from valved.config import QuotaTable
@@ -35,6 +36,10 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
 
+    def belong(self, account: LinkAccount) -> None:
+        """It is found to be of that one."""
+        ...
+
     def is_dead(self) -> bool:
         """The process that made it has ended, and its number may be another's."""
         ...
@@ -55,7 +60,10 @@ class Admission:
         """The process at the other end. None: it is gone, or it was refused because it could not be looked at."""
         try:
             peer = identify(connection.pid, connection.uid, self._processes)
-            return None if connection.is_dead() else peer  # last: what was read is of the process that connected
+            if peer is None or connection.is_dead():  # last: what was read is of the process that connected
+                return None
+            connection.belong(peer.account)
+            return peer
         except OSError as error:
             text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"
             connection.send(LinkType.REFUSED, RefusedMessage(code=Refusal.QUOTA, text=text), seq)

@@ -32,6 +32,7 @@ LOOKED_AT_ONCE = 16  # about a millisecond
 SWEEPS = 4  # in the time that a silent connection has
 SWEPT_AT_ONCE = 32
 HEARD_AT_ONCE = 2 * PENDING
+BEHIND_NS = 50_000_000  # while descriptors of an account pile up that nobody can close, offline links are not read
 SILENT_NS = 50_000_000  # a shim speaks at once
 EXPECTED = "expected"  # whoever is, has turns like one account
 OFTEN = "too many connections at once"
@@ -303,6 +304,8 @@ class LinkArrivals:
         if caller.lane_account in self._aside:
             return False
         wait_ns = self._knocks.wait_ns(caller.pid, caller.account, time.monotonic_ns())
+        if caller.account is not None and self._server.closer.is_behind_with(caller.account):
+            wait_ns = max(wait_ns, BEHIND_NS)  # the sockets of links that end would pile up, too
         if wait_ns and (not self._wait_ns or wait_ns < self._wait_ns):
             self._wait_ns = wait_ns
         return not wait_ns

@@ -23,7 +23,7 @@ class AsideReader:
         peer.lane.do(peer.receive_aside, partial(self._come_back, peer))
 
     def _come_back(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
-        self._server.later(peer).do(peer.pid, partial(self._take, peer, received, error))
+        self._server.later(peer).do(peer.turn, partial(self._take, peer, received, error))
 
     def _take(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
         is_first, began_ns = peer.client is None, time.thread_time_ns()
@@ -37,7 +37,7 @@ class AsideReader:
 
     def _act_on(self, peer: LinkConnection, received: Received | None, error: Exception | None) -> None:
         if not peer.is_open:
-            self._server.closer.close(received.fds if received is not None else ())
+            peer.closer.close(received.fds if received is not None else ())
             return
 
         def result() -> Received | None:

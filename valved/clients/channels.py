@@ -128,7 +128,7 @@ class Channels:
         if fds:
             keep = entry.role is Role.OFFLINE and (entry.asked_fd or self.keeps_files)
             take = give if keep else None  # once it was found to be what its sender says
-            self.possession.offer(entry.id, self._cards.infos[gpu], body.h_client, body.h_subdevice, fds.pop(), take)
+            self.possession.offer(entry, self._cards.infos[gpu], body, fds.pop(), take)
             self._ack(entry.id, seq)
         else:  # a shim of 0.1 sends it when it is asked, and only once: then it is kept
             is_missing = not self.possession.is_proven(entry.id, body.h_client, gpu)

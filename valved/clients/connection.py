@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
+from valved.clients.accounts import LinkAccount
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
 from valved.clients.fetching import Lent, is_dead, pidfd_of, split
@@ -56,8 +57,18 @@ class LinkConnection:
         self.wanted = 0  # packets that cost it nothing
         self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
+        self.belong(caller.lane_account)
         self.lane = LinkLane(server.dear, caller.lane_account, is_awaited=caller.root != 0)
         self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why), self.lane)
+
+    def belong(self, account: LinkAccount) -> None:
+        self.account = account
+        self.closer = self._server.closer.of(account)
+
+    @property
+    def turn(self) -> tuple[LinkAccount, int]:
+        """Whose turn is its own: its account's, and its process's within it."""
+        return self.account, self.pid
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -82,6 +93,16 @@ class LinkConnection:
         """Also for what it says behind its answer: that was let in with it."""
         return self.was_awaited or self.is_awaited
 
+    @property
+    def is_behind(self) -> bool:
+        """Its account has sent descriptors that take long to close. Online work is read all the same."""
+        return not self.is_online and self.closer.is_behind
+
+    @property
+    def is_readable(self) -> bool:
+        """Now, for one more packet."""
+        return self.is_open and not (self.is_fetching or self.is_behind)
+
     def heard(self, kind: LinkType) -> None:
         """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those
         whom a predecessor knew have to tell again."""
@@ -103,13 +124,13 @@ class LinkConnection:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
         began_ns = time.thread_time_ns()
         try:
-            return _receive(self._sock, self._server.closer)
+            return _receive(self._sock, self.closer)
         finally:
             self.lane.took(began_ns)
 
     def receive_aside(self) -> Received | None:
         """The same, by a thread of the lane."""
-        return _receive(self._sock, self._server.closer)
+        return _receive(self._sock, self.closer)
 
     def pidfd(self) -> int:
         """Of the process that connected."""
@@ -138,13 +159,13 @@ class LinkConnection:
         fds = [fd for _, fds in unsent for fd in fds]
         if self.lane.is_aside:
             last_words = unsent if self.client is None else []  # that it is refused
-            self.lane.do(partial(end, self._sock, last_words, fds, self._server.closer), lambda *_: None)
+            self.lane.do(partial(end, self._sock, last_words, fds, self.closer), lambda *_: None)
             return
         began_ns = time.thread_time_ns()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self.lane.took(began_ns)
-        self._server.closer.close([*fds, self._sock.detach()])
+        self.closer.close([*fds, self._sock.detach()])
 
 
 def end(sock: socket.socket, last_words: list[Unsent], fds: list[int], closer: Closer) -> None:

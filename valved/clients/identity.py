@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from valved.abi.link import Refusal
+from valved.clients.accounts import LinkAccount, account_of
 from valved.machine.ports import ProcessPort
 from valved.model.ids import ProcessId, Role, ServiceId
 from valved.state.registry import Books, ServiceEntry
@@ -26,6 +27,14 @@ class Peer:
     cgroup: str
     comm: str
     could_end_us: bool = False  # so what it could do beside that is no harm more
+
+    @property
+    def account(self) -> LinkAccount:
+        return account_of(self.uid, self.cgroup)
+
+    @property
+    def turn(self) -> tuple[LinkAccount, int]:
+        return self.account, self.process.pid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,10 +34,10 @@ class _Loan:
     lent: Lent
     ran_ns: int = 0  # of a core
 
-    def fetch(self, server: LinkServer, pidfd: int) -> list[int]:
+    def fetch(self, pidfd: int) -> list[int]:
         began_ns = time.thread_time_ns()
         try:
-            return fetch(pidfd, self.lent, server.closer)
+            return fetch(pidfd, self.lent, self.peer.closer)
         finally:
             self.ran_ns += time.thread_time_ns() - began_ns
 
@@ -79,10 +79,10 @@ class FetchedReader:
         except OSError as error:
             self._server.loop.call_soon(came, None, error)
         else:
-            self._workers.do(partial(loan.fetch, self._server, pidfd), came)
+            self._workers.do(partial(loan.fetch, pidfd), came)
 
     def _came(self, loan: _Loan, fds: list[int] | None, error: Exception | None) -> None:
-        self._server.later(loan.peer).do(loan.peer.pid, partial(self._take, loan, fds, error))
+        self._server.later(loan.peer).do(loan.peer.turn, partial(self._take, loan, fds, error))
 
     def _take(self, loan: _Loan, fds: list[int] | None, error: Exception | None) -> None:
         peer, wanted = loan.peer, loan.peer.wanted
@@ -92,7 +92,7 @@ class FetchedReader:
             if peer.is_open:
                 self._act_on(loan, fds, error)
             else:
-                self._server.closer.close(fds or ())
+                peer.closer.close(fds or ())
         finally:  # also if valved failed to handle it
             if peer.wanted == wanted:
                 self._server.charge(peer, loan.ran_ns)

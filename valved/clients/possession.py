@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from valved.abi.link import RmClient
+from valved.clients.accounts import LinkAccount, account_of
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import GpuInfo, ProverPort
 from valved.model.ids import ChannelRef, ClientId, GpuIndex
+from valved.state.registry import ClientEntry
 
 PATIENCE_NS = 1_000_000_000  # how long an ACK waits for a proof: half of what the shim waits for the ACK
 OFFERS = 64  # of one client, not yet looked at
@@ -29,6 +32,7 @@ class _Offer:
     h_subdevice: int
     fd: int
     take: Take | None
+    account: LinkAccount
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,18 +98,19 @@ class Possession:
         known = self._clients.get(client)
         return known is not None and any(waiter.late is not None for waiter in known.waiters.values())
 
-    def offer(
-        self, client: ClientId, gpu: GpuInfo, h_client: int, h_subdevice: int, fd: int, take: Take | None = None
-    ) -> None:
+    def offer(self, entry: ClientEntry, gpu: GpuInfo, body: RmClient, fd: int, take: Take | None = None) -> None:
         """A descriptor that should own this RM client. It is ours from here on."""
-        known = self._clients.setdefault(client, _Client())
+        account = account_of(entry.uid, entry.cgroup)
+        known = self._clients.setdefault(entry.id, _Client())
         if len(known.offers) >= OFFERS:
-            self._prover.drop(fd)
+            self._prover.drop(fd, account)
             return
         known.moved_ns = self._clock.now_ns()
-        known.offers.append(_Offer(gpu=gpu, h_client=h_client, h_subdevice=h_subdevice, fd=fd, take=take))
+        known.offers.append(
+            _Offer(gpu=gpu, h_client=body.h_client, h_subdevice=body.h_subdevice, fd=fd, take=take, account=account)
+        )
         if len(known.offers) == 1:
-            self._look(client, known)
+            self._look(entry.id, known)
 
     def wait(
         self, client: ClientId, channel: ChannelRef, proven: Callable[[], None], late: Callable[[], None] | None
@@ -145,7 +150,7 @@ class Possession:
         for h_client, _ in known.proven:
             self._disown(client, h_client)
         for offer in list(known.offers)[1:]:  # the first is being looked at
-            self._prover.drop(offer.fd)
+            self._prover.drop(offer.fd, offer.account)
 
     def _disown(self, client: ClientId, h_client: int) -> None:
         owners = self._owners.get(h_client, set())
@@ -160,12 +165,12 @@ class Possession:
             self._answered(client, known, is_own, fd)
 
         keep = offer.take is not None
-        self._prover.check(offer.fd, offer.gpu, offer.h_client, offer.h_subdevice, keep, answered)
+        self._prover.check(offer.fd, offer.gpu, offer.h_client, offer.h_subdevice, keep, answered, offer.account)
 
     def _answered(self, client: ClientId, known: _Client, is_own: bool, fd: int) -> None:
         if self._clients.get(client) is not known:  # it left meanwhile
             if fd >= 0:
-                self._prover.drop(fd)
+                self._prover.drop(fd, known.offers[0].account)
             return
         offer = known.offers.popleft()
         known.moved_ns = self._clock.now_ns()

@@ -167,7 +167,7 @@ class Register:
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
         fds = self._create(client, role, service, at_once=peer.could_end_us)
-        if fds is None or not self._watch(client, peer.process.pid):
+        if fds is None or not self._watch(client, peer):
             self._take_back(client, service, created=fds is not None)
             why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
             self.admission.refuse(connection, packet.seq, why, peer)
@@ -226,10 +226,10 @@ class Register:
         except OSError:
             return None
 
-    def _watch(self, client: ClientId, pid: int) -> bool:
-        ended = partial(self.postponed.do_once, client, pid, lambda: self.leave(client, EXIT))
+    def _watch(self, client: ClientId, peer: Peer) -> bool:
+        ended = partial(self.postponed.do_once, client, peer.turn, lambda: self.leave(client, EXIT))
         try:
-            return self._exits.watch(client, pid, ended)  # told in each pass of the loop until the client has left
+            return self._exits.watch(client, peer.process.pid, ended)  # told in each pass of the loop until it has left
         except OSError:
             return False
 

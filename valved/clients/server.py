@@ -33,6 +33,7 @@ from valved.clients.aside import AsideReader
 from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
 from valved.clients.dear import DearAccounts
 from valved.clients.lending import FetchedReader
+from valved.clients.owing import OwingLine
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
 from valved.fds import Fds
@@ -46,9 +47,6 @@ FLOOD_REST_S = 0.002  # after a pass in which some were turned away: a flood has
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 AWAITED_AT_ONCE = 4  # of one that owes an answer: a service may wait for that of the next one
 KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
-BEHIND_S = (
-    0.05  # while descriptors pile up that nobody can close, only connections with a HELLO of an online role speak
-)
 FDS_MOST = {
     LinkType.RM_CLIENT: 1,
     LinkType.KV_HELD: MAX_FDS,
@@ -89,6 +87,7 @@ class LinkServer:
         self._aside = AsideReader(self)
         self._fetcher = FetchedReader(self)
         self._turns = Turns()
+        self._owing = OwingLine(self, self._turns)
         self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
         self._scarce_from = float("inf")
@@ -202,7 +201,7 @@ class LinkServer:
         for it is theirs to choose."""
         if why:
             self._register.malformed(caller.pid, caller.uid, why, len(fds))
-        self.closer.close_in_turn(fds)
+        self.closer.of(caller.uid).close_in_turn(fds)
 
     def read_hello(self, fd: int, caller: LinkCaller) -> bool:
         """Of a connection that has something to say. Whether it is online work's."""
@@ -217,21 +216,19 @@ class LinkServer:
     # Their messages
 
     def _read(self, peer: LinkConnection) -> None:
-        now_ns, peer.was_awaited = time.monotonic_ns(), peer.is_awaited
-        wait_ns = self._turns.wait_ns(peer.pid, now_ns, is_online=peer.is_online, is_awaited=peer.was_awaited)
-        is_behind = self.closer.is_behind and not peer.is_online
-        if wait_ns or is_behind:
-            peer.rest(max(wait_ns / 1e9, BEHIND_S if is_behind else 0.0))
-            return
+        if self._owing.may_be_read(peer):
+            self.read_in_turn(peer)
+
+    def read_in_turn(self, peer: LinkConnection) -> None:
         if peer.lane.is_aside:
             self._aside.read(peer)
             return
         later = self.later(peer)
         if later.has_time():
-            later.do(peer.pid, partial(self._read_some, peer))
+            later.do(peer.turn, partial(self._read_some, peer))
         else:
             self._loop.remove_reader(peer.fileno())
-            later.do(peer.pid, partial(self._read_later, peer))
+            later.do(peer.turn, partial(self._read_later, peer))
 
     def most_fds(self, kind: LinkType) -> int:
         return FDS_MOST.get(kind, 0)
@@ -253,7 +250,7 @@ class LinkServer:
     def _read_some(self, peer: LinkConnection) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(AWAITED_AT_ONCE if peer.was_awaited and not peer.is_online else PACKETS_AT_ONCE):
-            if not peer.is_open or peer.is_fetching or not self.read_one(peer) or time.monotonic_ns() > until_ns:
+            if not (peer.is_readable and self.read_one(peer)) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
@@ -282,7 +279,7 @@ class LinkServer:
         try:
             self._dispatch(peer, packet, fds)
         finally:
-            self.closer.close(fds)  # all that nobody took
+            peer.closer.close(fds)  # all that nobody took
 
     def _dispatch(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
         if len(fds) > self.most_fds(packet.type):

@@ -97,11 +97,16 @@ class Turns:
 
     def wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
         """0: it may be read now. `is_awaited`: it owes an answer, and need not wait for what others took."""
+        own_ns = self.own_wait_ns(who, now_ns, is_online=is_online, is_awaited=is_awaited)
+        return own_ns if is_online else max(own_ns, self.common_wait_ns(now_ns, is_awaited=is_awaited))
+
+    def own_wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
+        """Without what it has in common with others."""
         wait_ns = (self._services if is_online else self._each).wait_ns(who, now_ns)
-        wait_ns = min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
-        if is_online:
-            return wait_ns
-        return max(wait_ns, min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited}))
+        return min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
+
+    def common_wait_ns(self, now_ns: int, *, is_awaited: bool) -> int:
+        return min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited})
 
     def took(self, who: Hashable, ns: int, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> None:
         if is_awaited:
@@ -175,7 +180,7 @@ class TurnLine(Generic[T]):
 
 class Postponed:
     """Jobs that strangers cause: done at once while this pass of the loop has time for them, else in later passes, one
-    of each process in turn."""
+    of each account in turn, and of each process in it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -187,7 +192,7 @@ class Postponed:
         """Whether the next job is done at once."""
         return not self._line and not self._direct.wait_ns(self._clock.now_ns())
 
-    def do(self, who: Hashable, job: Callable[[], object]) -> None:
+    def do(self, who: Sequence[Hashable], job: Callable[[], object]) -> None:
         now_ns = self._clock.now_ns()
         if self.has_time():
             try:
@@ -198,9 +203,9 @@ class Postponed:
             return
         if not self._line:
             self._clock.call_at_ns(now_ns, self._go_on)
-        self._line.put((who,), job)
+        self._line.put(who, job)
 
-    def do_once(self, key: Hashable, who: Hashable, job: Callable[[], object]) -> None:
+    def do_once(self, key: Hashable, who: Sequence[Hashable], job: Callable[[], object]) -> None:
         """Not again while it waits. One that fails may be asked for again."""
         if key in self._once:
             return

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class _End:
     is_final: bool  # else a drain that is taken back lets it go
     by_itself: bool  # it ends once it is let go
     until_ns: int = 0
+    stood: set[str] = field(default_factory=set)  # threads that a look found so; the next one goes on behind them
 
 
 @dataclass(eq=False, repr=False)
@@ -134,19 +135,27 @@ class Endings:
         if process in self._signals.waiting(signal.SIGSTOP, signal.SIGCONT) and not is_gone:
             end.until_ns = now_ns + STOP_NS  # with its channels on it would run
             self._clock.call_at_ns(now_ns + AGAIN_NS, lambda: self._look(process, end))
-        elif now_ns < end.until_ns and not (is_gone or self._stands(process, now_ns)):
+        elif now_ns < end.until_ns and not (is_gone or self._stands(process, end, now_ns)):
             self._clock.call_at_ns(now_ns + LOOK_NS, lambda: self._look(process, end))
         else:
             self._end(process, end)
 
-    def _stands(self, process: ProcessId, now_ns: int) -> bool:
-        is_stopped = self._processes.is_stopped(process.pid)
+    def _stands(self, process: ProcessId, end: _End, now_ns: int) -> bool:
+        is_stopped = self._processes.is_stopped(process.pid, end.stood)
         self._rests_ns = now_ns + LOOK_SHARE * (self._clock.now_ns() - now_ns)
-        return is_stopped
+        return is_stopped is True
+
+    def _runs(self, process: ProcessId, end: _End) -> bool:
+        """Somebody has let it go."""
+        is_stopped = self._processes.is_stopped(process.pid, end.stood)
+        if is_stopped is not None:
+            end.stood = set()
+        return is_stopped is False
 
     def _end(self, process: ProcessId, end: _End) -> None:
         if end.by_itself:
             end.until_ns = self._clock.now_ns() + HANG_NS
+            end.stood = set()
             self._let_end(process, end)
             return
         del self._under_way[process]
@@ -162,7 +171,7 @@ class Endings:
             return
         began_ns, is_time = self._clock.now_ns(), True
         try:
-            is_time = self._let_die(process) or not self._processes.is_stopped(process.pid)
+            is_time = self._let_die(process) or self._runs(process, end)
         finally:
             now_ns = self._clock.now_ns()
             self._asks_ns = max(self._asks_ns, now_ns) + LOOK_SHARE * (now_ns - began_ns)

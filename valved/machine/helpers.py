@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -26,9 +30,10 @@ SHORT = "valved gets no thread, and what needs one waits, such as new processes:
 NO_ANSWER = "the disk does not answer"
 MOST_LEFT = 10_000  # jobs that a disk which hangs has not taken
 CLOSERS = 32
+CLOSERS_OF_ACCOUNT = CLOSERS // 4
 WORKERS = 2  # that compute: more would keep the interpreter from the loop
 AGAIN_S = 0.1  # where no thread can be had
-BACKLOG = 256  # descriptors that wait to be closed; beyond, nobody unknown is read from
+BACKLOG = 256  # descriptors of an account that wait to be closed; beyond, it is not read
 
 
 class Helpers:
@@ -102,28 +107,76 @@ class Helpers:
         return self._work.qsize()
 
 
+@dataclass(slots=True)
+class _Closings:
+    """Of one account."""
+
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)
+    under_way: int = 0
+
+
 class Closer:
-    """Closes what strangers sent. close() may wait for as long as its sender likes: SO_LINGER, a FUSE file."""
+    """Closes what strangers sent. close() may wait for as long as its sender likes: SO_LINGER, a FUSE file. So an
+    account has a quarter of the threads at most, and what others sent does not wait for its own."""
 
     def __init__(self) -> None:
         self._helpers = Helpers("valved-close", CLOSERS)
+        self._lock = threading.Lock()
+        self._accounts: dict[Hashable, _Closings] = {}
+        self._account: Hashable = None  # nobody's: what is valved's own, or comes before anybody has looked who it is
+
+    def of(self, account: Hashable) -> Closer:
+        """The same, for what an account sent."""
+        mine = copy.copy(self)
+        mine._account = account
+        return mine
 
     def close(self, fds: Iterable[int]) -> None:
         for fd in fds:
-            self._helpers.do(lambda fd=fd: os.close(fd))  # type: ignore[misc]
+            self.do(partial(os.close, fd))
 
     def do(self, job: Callable[[], None]) -> None:
-        self._helpers.do(job)
+        most = CLOSERS if self._account is None else CLOSERS_OF_ACCOUNT
+        with self._lock:
+            mine = self._accounts.setdefault(self._account, _Closings())
+            mine.waiting.append(job)
+            may_begin = mine.under_way < most
+            mine.under_way += may_begin
+        if may_begin:
+            self._helpers.do(self._next)
+
+    def _next(self) -> None:
+        """One job in its turn, behind those of other accounts."""
+        with self._lock:
+            mine = self._accounts[self._account]
+            job = mine.waiting.popleft() if mine.waiting else None
+        try:
+            if job is not None:
+                job()
+        finally:
+            with self._lock:
+                has_more = bool(mine.waiting)
+                mine.under_way -= not has_more
+                if not mine.under_way:
+                    del self._accounts[self._account]
+            if has_more:
+                self._helpers.do(self._next)
 
     def close_in_turn(self, fds: Iterable[int]) -> None:
         """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger, or
         what one stranger sent, who can keep nothing else open."""
         mine = list(fds)
-        self._helpers.do(lambda: close_all(mine))
+        self.do(lambda: close_all(mine))
 
     @property
     def is_behind(self) -> bool:
-        return self._helpers.backlog > BACKLOG
+        return self.is_behind_with(self._account)
+
+    def is_behind_with(self, account: Hashable) -> bool:
+        """More wait of what this account sent than may."""
+        with self._lock:
+            mine = self._accounts.get(account)
+            return mine is not None and len(mine.waiting) > BACKLOG
 
 
 class Worker:

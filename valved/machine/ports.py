@@ -14,7 +14,7 @@ Services hold from birth, so that no launch precedes its gate.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import UUID
@@ -428,13 +428,21 @@ class PromptPort(Protocol):
 
 class ProverPort(Protocol):
     def check(
-        self, fd: int, gpu: GpuInfo, h_client: int, h_subdevice: int, keep: bool, then: Callable[[bool, int], None]
+        self,
+        fd: int,
+        gpu: GpuInfo,
+        h_client: int,
+        h_subdevice: int,
+        keep: bool,
+        then: Callable[[bool, int], None],
+        account: Hashable,
     ) -> None:
-        """Takes the descriptor over. `then`, in the loop: whether its file owns this RM client with a subdevice on that
-        card; and the descriptor again if it does and was to be kept, else -1. May never answer."""
+        """Takes the descriptor over, which is of that account. `then`, in the loop: whether its file owns this RM
+        client with a subdevice on that card; and the descriptor again if it does and was to be kept, else -1. May never
+        answer."""
         ...
 
-    def drop(self, fd: int) -> None:
+    def drop(self, fd: int, account: Hashable) -> None:
         """Close what valved does not want; that may take as long as its sender likes."""
         ...
 
@@ -452,8 +460,10 @@ class ProcessPort(Protocol):
     def is_ending(self, pid: int, start_time: int) -> bool:
         """Whether it is gone, or every thread of it is past the point from which no code of its own runs."""
 
-    def is_stopped(self, pid: int) -> bool:
-        """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time."""
+    def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
+        """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time. `stood`:
+        threads that were seen to stand. None: some more do, and there are others, so ask again with these."""
+        ...
 
     def ancestors(self, pid: int, most: int = ...) -> Sequence[ProcessId]:
         """The process itself, its parent, and so on up to 1, but no zombie."""

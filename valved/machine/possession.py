@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from valved.machine.helpers import Closer, Helpers
 from valved.machine.ports import GpuInfo
@@ -22,7 +22,14 @@ class RmProver:
         self._helpers = Helpers("valved-prove", THREADS)
 
     def check(
-        self, fd: int, gpu: GpuInfo, h_client: int, h_subdevice: int, keep: bool, then: Callable[[bool, int], None]
+        self,
+        fd: int,
+        gpu: GpuInfo,
+        h_client: int,
+        h_subdevice: int,
+        keep: bool,
+        then: Callable[[bool, int], None],
+        account: Hashable,
     ) -> None:
         def look() -> None:
             is_own = lib.valve_rm_owns(fd, h_client, h_subdevice, gpu.gpu_id, gpu.uuid) == 0
@@ -30,9 +37,9 @@ class RmProver:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(then, is_own, kept)
             if kept < 0:  # a stranger's close may hang for ever: never on a thread that proves
-                self._closer.close([fd])
+                self.drop(fd, account)
 
         self._helpers.do(look)
 
-    def drop(self, fd: int) -> None:
-        self._closer.close([fd])
+    def drop(self, fd: int, account: Hashable) -> None:
+        self._closer.of(account).close([fd])

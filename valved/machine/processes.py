@@ -27,6 +27,7 @@ _EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two: the number is a thread's by now
 _LONGEST = 16384  # bytes of such a file: a cgroup's path may be as long as any
 _THREADS = 512  # looked at of one process: some 10 us each, and a tracer keeps as many dead ones as it likes
+_MOST_THREADS = 8 * _THREADS  # in looks one after the other; whoever has more of them runs
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
@@ -108,15 +109,18 @@ class LinuxProcesses:
         except OSError as error:
             return _is_foreign(process.pid, error)
 
-    def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool]) -> bool:
-        """A first thread says nothing of the others. Also if there are too many to be looked at."""
+    def _has_thread(self, pid: int, is_one: Callable[[list[str]], bool], others: set[str]) -> bool | None:
+        """A first thread says nothing of the others. `others`: those that are none, with what this look adds. None:
+        there are too many for one look."""
+        most = len(others) + _THREADS
         try:
             with os.scandir(f"{self._root}/{pid}/task") as threads:
-                for count, thread in enumerate(threads):
-                    if count == _THREADS:
+                for name in (thread.name for thread in threads if thread.name not in others):
+                    if len(others) == most:
+                        return None
+                    if (fields := self._stat(pid, name)) and is_one(fields):
                         return True
-                    if (fields := self._stat(pid, thread.name)) and is_one(fields):
-                        return True
+                    others.add(name)
             return False
         except (FileNotFoundError, ProcessLookupError):
             self._check_shown(pid)
@@ -128,16 +132,18 @@ class LinuxProcesses:
             leader = self._stat(pid)
             if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
                 return True
-            return not _runs(leader) and not self._has_thread(pid, _runs)
+            return not _runs(leader) and self._has_thread(pid, _runs, set()) is False
         except OSError as error:
             return _is_foreign(pid, error)
 
-    def is_stopped(self, pid: int) -> bool:
+    def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""
+        stood = set() if stood is None else stood
         try:
-            return not self._has_thread(pid, lambda fields: fields[0] in ("R", "S"))
+            runs = self._has_thread(pid, lambda fields: fields[0] in ("R", "S"), stood)
         except OSError:
             return False
+        return None if runs is None and len(stood) < _MOST_THREADS else runs is False
 
     def ancestors(self, pid: int, most: int = _DEPTH) -> Sequence[ProcessId]:
         """One file each: this is asked for every process that connects."""

@@ -11,7 +11,7 @@ class FakeProver:
         self.is_slow = False  # answers wait for `answer`
         self.waiting = []
 
-    def check(self, fd, gpu, h_client, h_subdevice, keep, then):
+    def check(self, fd, gpu, h_client, h_subdevice, keep, then, account):
         self.waiting.append((fd, h_client, keep, then))
         if not self.is_slow:
             self.answer()
@@ -25,5 +25,5 @@ class FakeProver:
                 os.close(fd)
             then(is_own, kept)
 
-    def drop(self, fd):
+    def drop(self, fd, account):
         os.close(fd)

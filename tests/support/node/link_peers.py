@@ -20,7 +20,7 @@ from valved.config import Config, QuotaTable
 from valved.machine.clock import LoopClock
 from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
-from valved.model.ids import Role
+from valved.model.ids import ClientId, Role
 
 COST_S = 0.002  # of a driver call
 PATIENCE_S = 200.0  # ends only a hung test
@@ -185,6 +185,48 @@ class Knocker:
         say(sock, LinkType.HELLO, HELLO)
         parent.send(b"said")
         parent.send(b"welcome" if isinstance(hear(sock)[0].body, Welcome) else b"no")
+
+
+class Neighbour:
+    """A process of another account, with links of its own. `act` is what it does, with these, when it is told to."""
+
+    HOME = f"/docker/{'a' * 64}"
+
+    def __init__(self, server, act):
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = _forked(lambda: self._live(server, act, theirs))
+        theirs.close()
+        server.world.processes.homes[self.pid] = self.HOME
+
+    def join(self):
+        """Another link. Returns its client."""
+        self._ours.send(b"join")
+        return ClientId(int(self._ours.recv(16)))
+
+    def begin(self):
+        """It may wait for valved to read."""
+        self._ours.send(b"act")
+
+    def act(self):
+        self.begin()
+        assert self._ours.recv(16) == b"done"
+
+    def end(self):
+        self._ours.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def _live(self, server, act, parent):
+        self._ours.close()
+        socks = []
+        while told := parent.recv(16):
+            if told == b"join":
+                sock, welcome, _ = server.welcome()
+                socks.append(sock)
+                parent.send(b"%d" % welcome.client)
+            else:
+                act(socks)
+                parent.send(b"done")
 
 
 def _forked(run):

@@ -35,6 +35,7 @@ class FakeProcesses:
         self.ending = set()  # in the table still, but no code of theirs runs any more
         self.near = set()  # they could end valved
         self.slow_to_stop = set()  # they have not met their stop signal yet
+        self.many = {}  # how many looks the threads of a process take
         self._reactor = reactor
         self._pid_of = {}  # by descriptor; one that was closed may have become another process's
 
@@ -62,8 +63,12 @@ class FakeProcesses:
     def is_ending(self, pid, start_time):
         return pid in self.ending or self.start_time(pid) != start_time
 
-    def is_stopped(self, pid):
-        return pid not in self.slow_to_stop
+    def is_stopped(self, pid, stood=None):
+        stood = set() if stood is None else stood
+        if pid in self.slow_to_stop:
+            return False
+        stood.add(str(len(stood)))
+        return True if len(stood) >= self.many.get(pid, 1) else None
 
     def ancestors(self, pid, most=64):
         chain = []
@@ -156,6 +161,9 @@ class FakeConnection:
 
     def is_dead(self):
         return False
+
+    def belong(self, account):
+        pass
 
     def flush(self):
         while self.queue:
