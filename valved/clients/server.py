@@ -74,6 +74,7 @@ FROM_CLIENT = frozenset(
         LinkType.KV_NEED,
         LinkType.KV_STEP,
         LinkType.KV_SCRATCH,
+        LinkType.KV_MAKE,
     }
 )
 
