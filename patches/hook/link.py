@@ -22,7 +22,7 @@ from pathlib import Path
 
 from valve_hook import VERSION, wire
 from valve_hook.grant_page import GrantPage
-from valve_hook.packets import NoDaemon, NotYet, Packets, close, refusal
+from valve_hook.packets import NoDaemon, NotYet, Packets, bring_table, close, refusal
 from valve_hook.sessions import Session, Sessions
 from valve_hook.shared import Bell, Book, Foreign, Lifecycle, Region, Table
 from valve_hook.shim import kv_ranges, may_have_holes, shim_call
@@ -134,6 +134,7 @@ class Link:
     _told: tuple[object, object] = (None, None)
     _renew_s: float = RENEW_S
     _has_memory: bool = False
+    _brings_table: bool = False
     _again_at: float | None = None  # when to tell again what was refused
     _refused: BlockLayout | None = None  # and said so, once
     _has_failed: bool = False  # and said so, once
@@ -251,6 +252,7 @@ class Link:
             self._take_pages(fds, region_bytes, features & theirs, packets.clock_ns)
             self.connections += 1
             self._has_memory = bool(theirs & wire.FEATURE_MEMORY)
+            self._brings_table = bool(theirs & wire.FEATURE_KV_MAKE)
             if not self._has_memory:
                 self.said = "this valved manages no KV memory: only requests and tokens are counted"
         except BaseException:
@@ -318,16 +320,11 @@ class Link:
 
     def _attach(self, packets: Packets, wanted: Attach) -> None:
         body = wire.KV_ATTACH.pack(
-            wire.KV_ABI,
-            wire.KV_ABI,
-            _mode(wanted, self.told_mode),
-            wanted.blocks,
-            wanted.block_tokens,
-            wanted.rows,
-            wanted.row_blocks,
-            wanted.ranks,
-            wanted.engine.encode()[:47],
+            *(wire.KV_ABI, wire.KV_ABI, _mode(wanted, self.told_mode), wanted.blocks, wanted.block_tokens),
+            *(wanted.rows, wanted.row_blocks, wanted.ranks, wanted.engine.encode()[:47]),
         )
+        if self._brings_table:
+            bring_table(packets, body)
         kind, answer, fds = packets.ask(wire.Message.KV_ATTACH, body)
         try:
             if kind == wire.Message.ACK:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import mmap
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from valve_hook import wire
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
 IN_LINE = struct.pack("ll", int(ANSWER_S), 0)  # a struct timeval: for a place in valved's queue, which may be full
 MOST_FDS = 64
+PART = 1 << 20
 
 
 class NoDaemon(Exception):
@@ -93,6 +95,20 @@ class Packets:
             close(fds)
             raise NotYet("valved closed the connection")
         return raw, fds
+
+
+def bring_table(packets: Packets, body: bytes) -> None:
+    """Make the pages of the table that KV_ATTACH asks for: who makes them pays for them. Where that cannot be, the
+    answer to KV_ATTACH says why. In parts: other threads of this process run in between."""
+    kind, answer, fds = packets.ask(wire.Message.KV_MAKE, body)
+    try:
+        if kind == wire.Message.KV_TABLE and len(fds) == 1:
+            size = wire.KV_TABLE.unpack(answer)[1]
+            with mmap.mmap(fds[0], size, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
+                for at in range(0, size, PART):
+                    pages[at : at + PART : mmap.PAGESIZE]
+    finally:
+        close(fds)
 
 
 def refusal(kind: int, body: bytes) -> str:

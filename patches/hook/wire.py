@@ -12,6 +12,7 @@ __all__ = ["GrantAnswer", "Message", "Mode"]  # the headers' own, by the names t
 LINK_MAGIC, LINK_ABI, LINK_MAX = valve_abi.LINK_MAGIC, valve_abi.LINK_ABI, valve_abi.LINK_MAX
 ROLE_HOOK = valve_abi.Role.HOOK
 FEATURE_HINT, FEATURE_MEMORY = valve_abi.Feature.HINT, valve_abi.Feature.MEMORY
+FEATURE_KV_MAKE = valve_abi.Feature.KV_MAKE  # valved's: this process brings the memory of its table
 
 # Bodies of messages. Padding is no field.
 HEADER = valve_abi.LINK_HEADER.struct()

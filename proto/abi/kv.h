@@ -9,6 +9,8 @@
  * Two shared files per attached engine, both made by valved and handed over with KV_TABLE:
  *   table   written by valved alone, sealed so that the hook can only read it
  *   book    written by the hook alone; valved believes nothing in it that could harm another process
+ * The memory of both is the hook's: it makes the pages of the table (KV_MAKE) and those of the book that it writes. valved
+ * maps no page of a book but the first.
  *
  * The order that matters. A reclaim goes: channels off; table entries written; table epoch raised; memory quarantined on
  * every rank; channels on. So the table says that a block is lost before any step that could have read garbage can

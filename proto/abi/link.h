@@ -44,6 +44,10 @@
  *   KV_RANGE_DEL              ->    shim: the range is unmapped and gone; its handles are the pool's. No answer
  *   KV_LAYOUT                 ->    hook of a rank (same pid as a shim with ranges): where blocks lie. Packets until
  *                                   `total` tensors are there, each answered with an ACK; EINVAL refuses it all
+ *   KV_MAKE                   ->    hook, where valved announces VALVE_FEATURE_KV_MAKE: make the table of the KV_ATTACH
+ *                                   that this hook says next. The body is the same
+ *                             <-    KV_TABLE + 1 fd: a table without a page. The hook maps it and reads from each page:
+ *                                   that makes the page, and who makes it pays for it. Or ACK with an errno value
  *   KV_ATTACH                 ->    hook of the scheduler: I read the table
  *                             <-    KV_TABLE + 2 fds (table, book), once all ranks have told their layout, or ACK with
  *                                   an errno value. EAGAIN: they have not within four seconds, or too many attach: ask
@@ -120,6 +124,7 @@ enum valve_link_type {
 	VALVE_LINK_KV_SCRATCH = 26,
 	VALVE_LINK_KV_STEP = 27,
 	VALVE_LINK_KV_RUNS = 28,
+	VALVE_LINK_KV_MAKE = 29, /* valve_link_kv_attach */
 };
 
 /* Only VERSION is for good: of DRAINING a client asks again at once, of the others after 5 to 30 seconds. */

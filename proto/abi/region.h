@@ -57,6 +57,7 @@ enum valve_feature {
 	VALVE_FEATURE_FETCH = 1u << 15,   /* daemon: fetches descriptors that are lent by number (link.h) */
 	VALVE_FEATURE_ENDING = 1u << 16,  /* daemon: an offline client says ENDING before a signal ends it */
 	VALVE_FEATURE_KEEP = 1u << 14,    /* an offline client allocates nothing that keep_bytes needs */
+	VALVE_FEATURE_KV_MAKE = 1u << 17, /* daemon: a hook brings the memory of its table (KV_MAKE) */
 };
 
 /* Orders to an offline client, in control.order: what its session thread must do now. */

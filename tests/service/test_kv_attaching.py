@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import os
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import pytest
 from memory_world import Hook, kv_world
+from scarce import opened
 
+from valved.abi.kv_link import KvAttach, KvMode
+from valved.abi.link import LinkType
 from valved.clients import attaching
+from valved.clients.accounts import AccountKind, LinkAccount
 from valved.config import Config, MemoryTable
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
 LARGEST, MILLION = 1 << 22, 1 << 20  # blocks: of any engine, of one on a large GPU with one token each
 world = kv_world(Config(memory=MemoryTable(handle_mib=2, remap=Remap.HELPER)))
+ASKED = KvAttach(
+    **{"abi_min": 1, "abi_max": 1, "mode": KvMode.FULL, "blocks": 8, "block_tokens": 16},
+    **{"rows": 1, "row_blocks": 1, "ranks": 1, "engine": "fake 1"},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +62,127 @@ def test_who_attaches_engines_without_end_never_has_more_than_its_share_of_the_l
     assert 0 < made_in_10_s <= 20
 
 
-def test_no_process_that_keeps_the_tables_it_gave_up_makes_valved_pay_for_them_without_end(world):
-    """Its control group pays for their pages as long as anybody maps them: 256 MiB after a second, its whole limit."""
-    mine, kept = hook_of(world, "offline", 1000, LARGEST), 0
-    for _ in range(100):
-        kept += attach_until_refused(mine)[0]
-        world.run(100)
+class Keeper:
+    """Keeps all files that it was ever given."""
 
-    assert 0 < kept * LARGEST <= attaching.BLOCKS_OF_ALL + LARGEST
-    assert hook_of(world, "offline", 1001).attach() == 0
-    world.run(3600_000)
-    assert mine.attach() == 0
+    def __init__(self, hook, bring):
+        self.hook, self.kept, self.own = hook, [], 0
+        hook.bring = lambda kind, answer, _, fds: self.bring(bring, fds[0]) if kind is LinkType.KV_TABLE else None
+
+    def bring(self, bring, fd):
+        bring(fd)
+        self.own += os.fstat(fd).st_blocks * 512
+        self.kept.append(os.dup(fd))
+
+    def attach(self):
+        status = self.hook.attach()
+        if not status:
+            self.kept += map(os.dup, self.hook.connection.sent[-1][3])
+        return status
+
+    def attach_until_refused(self):
+        while not (status := self.attach()):
+            assert self.bytes_of_valved <= attaching.KEPT_OF_ALL * 8 // 2
+        return status
+
+    @property
+    def bytes_of_valved(self):
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self.kept) - self.own
+
+    def close(self):
+        for fd in self.kept:
+            os.close(fd)
+
+
+def older(fd):
+    raise AssertionError("it was never asked to bring anything")
+
+
+def brings_nothing(fd):
+    pass
+
+
+def brings_all_but_a_page(fd):
+    with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as pages:
+        pages[mmap.PAGESIZE :: mmap.PAGESIZE]
+
+
+@contextmanager
+def keeping(world, bring, uid=1000, blocks=MILLION):
+    hook = hook_of(world, "offline", uid, blocks)
+    hook.brings_table = bring is not older
+    with closing(Keeper(hook, bring)) as keeper:
+        yield keeper
+
+
+@pytest.mark.parametrize("bring", [older, brings_nothing, brings_all_but_a_page], ids=lambda way: way.__name__)
+def test_no_tenant_that_keeps_every_table_it_was_given_makes_valved_pay_for_more_than_a_bound(world, bring):
+    """128 MiB at once and as many in each hour: valved was killed for its memory limit after some hours."""
+    with keeping(world, bring) as keeper:
+        for _ in range(4):
+            refused = keeper.attach_until_refused()
+            world.run(3600_000)
+
+        assert keeper.bytes_of_valved
+        assert refused == errno.EDQUOT
+        assert any("valve_hook of this version" in event.reason for event in world.events(EventKind.NOTED))
+        assert hook_of(world, "offline", 1000, MILLION).attach() == 0, "it brings its memory"
+        assert hook_of(world, "offline", 1001, MILLION).attach() == 0
+        assert hook_of(world, "online", 1000, MILLION).attach() == 0
+
+
+def test_no_number_of_accounts_makes_valved_pay_for_more_tables_than_a_bound(world):
+    with ExitStack() as stack:
+        keepers = [stack.enter_context(keeping(world, older, 1000 + number, 1 << 16)) for number in range(12)]
+        for keeper in keepers:
+            keeper.attach_until_refused()
+            assert sum(one.bytes_of_valved for one in keepers) <= attaching.KEPT_OF_ALL * 8
+
+        assert all(keeper.kept for keeper in keepers[:6]), "each leaves something to the next one"
+
+
+def test_a_hook_that_brings_the_memory_of_its_tables_never_makes_valved_pay_for_them(world):
+    """Ten of 32 MiB: five times what an account may keep of valved's memory."""
+    hook = hook_of(world, "offline", 1000, LARGEST)
+    for _ in range(10):
+        assert hook.attach() == 0
+        table = hook.connection.sent[-1][3][0]
+        assert os.fstat(table).st_blocks * 512 >= 8 * LARGEST
+        assert hook.entries.all()
+        world.run(1000)
+
+
+@pytest.mark.parametrize(("blocks", "tokens"), [(MILLION, 16), (8, 32)])
+def test_a_table_that_was_made_for_another_engine_is_never_handed_out(world, blocks, tokens):
+    hook = hook_of(world, "offline", 1000, 8)
+    hook.say(LinkType.KV_MAKE, replace(ASKED, blocks=blocks, block_tokens=tokens))
+    hook.bring(*hook.connection.sent[-1])
+    hook.brings_table = False
+
+    assert hook.attach() == 0
+    assert (hook.table["blocks"][0], hook.table["block_tokens"][0]) == (8, 16)
+    assert hook.entries.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("body", [{"blocks": 0}, {"blocks": LARGEST + 1}, {"abi_min": 2, "abi_max": 2}, {"ranks": 0}])
+def test_a_table_that_cannot_be_is_never_made(world, body):
+    hook, before = hook_of(world, "offline", 1000, 8), opened()
+    hook.say(LinkType.KV_MAKE, replace(ASKED, **body))
+
+    assert hook.connection.sent[-1][1].status
+    assert opened() == before
+
+
+def test_a_hook_that_left_before_it_attached_never_leaves_its_table_open(world):
+    hook = hook_of(world, "offline", 1000, 8)
+    before = opened()
+    for _ in range(3):
+        hook.say(LinkType.KV_MAKE, ASKED)
+    assert len(opened() - before) == 1, "the last one"
+
+    world.register.leave(hook.client, "link closed")
+
+    assert not opened() - before
 
 
 def test_no_account_is_refused_for_tables_that_nobody_ever_got(world):
@@ -105,3 +227,13 @@ def test_the_accounts_of_one_tenant_never_leave_no_table_to_the_engine_of_anothe
         assert taken[-1] == errno.EDQUOT
 
     assert hook_of(world, "offline", 1002, MILLION).attach() == 0
+
+
+def test_short_jobs_one_after_another_are_never_refused_for_what_their_attachments_may_keep():
+    """2,300 a day, each a pod and so an account of its own: as many as eight GPUs run of five minutes each."""
+    kept = attaching.KeptTables(attaching.DAY_NS, 0, "")
+    for job in range(10_000):
+        account = LinkAccount(AccountKind.HOME, f"/kubepods/pod{job}")
+        for blocks in (attaching.FILE, attaching.BOOK):
+            kept.check(account, blocks, job * attaching.DAY_NS // 2300)
+            kept.took(account, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -166,3 +167,97 @@ def test_a_table_never_costs_pages_for_columns_that_nobody_has_told():
     with closing(KvTable(blocks, 16)) as table:
         assert os.fstat(table.fd).st_blocks * 512 <= 4 * blocks + (2 << 20)  # a huge page more
         assert table.is_backed().all()
+
+
+PUNCH_A_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def fallocate(fd, mode, at, size):
+    return libc.fallocate(fd, mode, ctypes.c_long(at), ctypes.c_long(size))
+
+
+def touch(fd, at=0):
+    with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as pages:
+        pages[at :: mmap.PAGESIZE]
+
+
+def nothing(fd):
+    pass
+
+
+def all_but_the_first(fd):
+    touch(fd, mmap.PAGESIZE)
+
+
+def pages_that_nobody_has_written(fd):
+    """They are counted as blocks, and an fallocate that fails frees them."""
+    assert fallocate(fd, 0, 0, os.fstat(fd).st_size) == 0
+
+
+@pytest.mark.parametrize("bring", [nothing, all_but_the_first, pages_that_nobody_has_written])
+def test_a_table_with_a_page_that_valved_would_make_never_counts_as_brought(bring):
+    with closing(KvTable(1 << 14, 16, is_bare=True)) as table:
+        assert not os.fstat(table.fd).st_blocks
+        bring(table.fd)
+
+        assert not table.is_brought
+
+        touch(table.fd)
+        assert table.is_brought
+        before = os.fstat(table.fd).st_blocks
+        table.begin()
+        table.set_columns(np.arange(1 << 14), 1 << 14)
+        assert os.fstat(table.fd).st_blocks == before
+        assert table.is_backed().all()
+
+
+def test_no_client_ever_writes_into_a_bare_table_or_frees_or_adds_a_page():
+    with closing(KvTable(1 << 14, 16, is_bare=True)) as table:
+        size = os.fstat(table.fd).st_size
+        touch(table.fd)
+        for tried in (
+            lambda: os.pwrite(table.fd, b"x", 0),
+            lambda: os.ftruncate(table.fd, 0),
+            lambda: os.ftruncate(table.fd, 2 * size),
+            lambda: mmap.mmap(table.fd, size),
+        ):
+            with pytest.raises(PermissionError):
+                tried()
+        assert fallocate(table.fd, PUNCH_A_HOLE, 0, size) == -1
+        assert fallocate(table.fd, 1, size, size) == -1  # FALLOC_FL_KEEP_SIZE: beyond the end
+
+        assert table.is_brought
+
+
+def test_reading_a_book_never_makes_a_page_of_it():
+    """64,000 requests of one block each, every one in a page of its own that nobody wrote: valved made 251 MiB, and
+    paid for them as long as the hook kept the book."""
+    rows, row_blocks, blocks = 64_000, 1024, 1 << 16
+    opened, writer = make(rows, row_blocks, blocks)
+    with opened as book:
+        writer.heads["request"] = writer.heads["blocks"] = 1
+        before = os.fstat(book.fd).st_blocks
+
+        assert len(book.requests().blocks) == rows
+        assert not book.offered().any()
+        assert not book.is_small()
+        book.view()
+
+        assert os.fstat(book.fd).st_blocks == before
+        assert fallocate(book.fd, PUNCH_A_HOLE, 0, book.bytes) == 0
+        assert not len(book.requests().blocks)
+        book.view()
+        assert os.fstat(book.fd).st_blocks * 512 <= 2 << 20  # its first page, or a huge one
+
+
+def test_a_book_that_is_closed_while_a_thread_reads_it_never_lends_that_thread_another_file():
+    book = KvBook(1, 8, 8, 16)
+    kept = book._file
+    book.close()
+
+    with open(os.devnull) as another:
+        assert another.fileno() != kept.fd
+    with pytest.raises(OSError, match="gone"):
+        book.offered()
+    del kept

@@ -5,11 +5,17 @@ calls into numpy, which no compiler reorders, and x86-64 keeps stores in order; 
 
 Trust. Nothing in a book can hurt anybody but its own engine: numbers are cut to what is possible, block ids that
 cannot be are dropped, and the header that valved wrote is never read back.
+
+Memory. Who makes a page of a shared file pays for it until nobody keeps the file, and a client may keep it for ever. So
+a hook makes the pages of its table, by reads in a mapping that it cannot write into: valved has sealed the file before
+it passes it on, so that nobody can change it or free a page. Of a book valved maps the first page alone and reads the
+rest by calls, which make no page.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -31,7 +37,7 @@ from valve_abi import KV_TABLE_MAGIC as TABLE_MAGIC
 from valve_abi import KvMode
 
 from valved.abi import region
-from valved.cells.taking import BlockPlaces, table_at
+from valved.cells.taking import BlockPlaces, read_spans, table_at
 from valved.fds import Fds
 from valved.model.figures import LARGEST, plausible
 
@@ -58,15 +64,28 @@ def _back_all(fd: int, at: int, end: int) -> None:
         at += os.pwrite(fd, ALL_BACKED[: end - at], at)
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _OpenFile:
+    """Open as long as somebody has this: a thread that reads it, for one."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        _closes(self, fd)
+
+
 class KvTable:
     """Which blocks of an engine have memory. Every block starts backed, generation 0."""
 
-    def __init__(self, blocks: int, block_tokens: int) -> None:
+    def __init__(self, blocks: int, block_tokens: int, *, is_bare: bool = False) -> None:
+        """`is_bare`: without a page, until `begin`. Nothing of it may be touched before `is_brought`."""
         entries_at, columns_at = TABLE_HEAD.itemsize, TABLE_HEAD.itemsize + 4 * blocks
         self.bytes = columns_at + 4 * blocks
         with Fds() as fds:
             self.fd = fds.own(region.create_memfd("valve-kv-table", self.bytes))
-            _back_all(self.fd, entries_at, columns_at)  # the columns are zero: a file begins so, and costs no page
+            if not is_bare:
+                _back_all(self.fd, entries_at, columns_at)  # the columns are zero: a file begins so, and costs no page
             self._memory = mmap.mmap(self.fd, self.bytes)
             region.seal_control(self.fd)
             fds.keep()
@@ -75,9 +94,31 @@ class KvTable:
         self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
         self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
         self._raw: object = table_at(self._memory)
-        self._backed, self.epoch = blocks, 0
-        numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
-        places = {"entry_offset": entries_at, "column_offset": columns_at}
+        self._backed, self.epoch, self.block_tokens = blocks, 0, block_tokens
+        if not is_bare:
+            self._write_head()
+
+    @property
+    def is_brought(self) -> bool:
+        """Every page is there. None goes away again: nobody can shrink the file or punch holes into it.
+
+        By mincore: blocks of fstat count pages beyond the end and those that an fallocate gives back when it fails, and
+        a seek for holes waits for locks that others may hold.
+        """
+        found = ctypes.create_string_buffer(-(-self.bytes // mmap.PAGESIZE))
+        at = np.frombuffer(self._memory, np.uint8).ctypes.data
+        is_told = not _libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(self.bytes), found)
+        return is_told and b"\0" not in found.raw
+
+    def begin(self) -> None:
+        """Of one that was bare and has its pages."""
+        self._entries[:] = BACKED
+        self._write_head()
+
+    def _write_head(self) -> None:
+        blocks, entries_at = self.blocks, TABLE_HEAD.itemsize
+        numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": self.block_tokens, "columns": 0}
+        places = {"entry_offset": entries_at, "column_offset": entries_at + 4 * blocks}
         for name, value in {**numbers, **places, "backed_blocks": blocks, "target_blocks": blocks}.items():
             self._head[name] = value
         self._head["magic"] = TABLE_MAGIC
@@ -188,19 +229,16 @@ class KvBook:
         with Fds() as fds:
             self.fd = fds.own(region.create_memfd("valve-kv-book", self.bytes))
             region.seal_region(self.fd)
-            self._memory = mmap.mmap(self.fd, self.bytes)
+            self._memory = mmap.mmap(self.fd, BOOK_HEAD.itemsize)
             fds.keep()
-        self._closes = _closes(self, self.fd)
+        self._file: _OpenFile | None = _OpenFile(self.fd)
         head = np.frombuffer(self._memory, BOOK_HEAD, 1)
         places = {"offered_offset": offered_at, "head_offset": heads_at, "cell_offset": cells_at}
         for name, value in {"abi": ABI, "bytes": self.bytes, "rows": rows, "row_blocks": row_blocks, **places}.items():
             head[name] = value
         head["magic"] = BOOK_MAGIC
-        self._head = head
-        self._offered = np.frombuffer(self._memory, np.uint8, blocks, offered_at)
-        self._rows = np.frombuffer(self._memory, ROW, rows, heads_at)
-        self._cells = np.frombuffer(self._memory, "<u4", rows * row_blocks, cells_at)
-        self._row_blocks = row_blocks
+        self._offered_at, self._heads_at, self._cells_at = offered_at, heads_at, cells_at
+        self._rows, self._row_blocks = rows, row_blocks
 
     @staticmethod
     def bytes_of(rows: int, row_blocks: int, blocks: int) -> int:
@@ -220,17 +258,26 @@ class KvBook:
         return MODES.get(MODE.unpack_from(self._memory)[0], KvMode.NONE)
 
     def offered(self) -> NDArray[np.bool_]:
-        return self._offered.astype(np.bool_)
+        return self._read(np.array([self._offered_at]), np.array([self._blocks])).astype(np.bool_)
+
+    def _read(self, at: Ints, sizes: Ints) -> NDArray[np.uint8]:
+        file = self._file
+        if file is None:
+            raise OSError(errno.EBADF, "its engine is gone")
+        return read_spans(file.fd, at, sizes)
+
+    def _heads(self) -> NDArray[Any]:
+        return self._read(np.array([self._heads_at]), np.array([self._rows * ROW.itemsize])).view(ROW)
 
     def requests(self, most: int = MAX_CELLS) -> BookRows:
         """Rows in use, without block ids that cannot be. What it costs is bounded by the engine's blocks."""
-        heads = self._rows.copy()
+        heads = self._heads()
         live = np.flatnonzero((heads["request"] != 0) & (heads["blocks"] != 0))
         counts = np.minimum(heads["blocks"][live], self._row_blocks).astype(np.int64)
         fits = np.cumsum(counts) <= min(self.most_cells, most)
         live, counts = live[fits], counts[fits]
         ptr = np.concatenate([[0], np.cumsum(counts)])
-        cells = self._cells[np.repeat(live * self._row_blocks - ptr[:-1], counts) + np.arange(ptr[-1])].astype(np.int64)
+        cells = self._read(self._cells_at + 4 * self._row_blocks * live, 4 * counts).view("<u4").astype(np.int64)
         is_cell = cells < self._blocks
         ptr = np.concatenate([[0], np.cumsum(is_cell)])[ptr]
         held = np.diff(ptr) * self._block_tokens
@@ -248,16 +295,13 @@ class KvBook:
 
     def is_small(self) -> bool:
         """Even the loop may read all of it."""
-        heads = self._rows.copy()
+        heads = self._heads()
         counts = np.minimum(heads["blocks"], self._row_blocks).astype(np.int64)
         return int(counts[heads["request"] != 0].sum()) <= LOOP_CELLS
 
     def close(self) -> None:
-        self._head = self._offered = self._rows = np.empty(0, np.uint8)
-        self._cells = np.empty(0, np.uint32)
-        with contextlib.suppress(BufferError):  # a thread reads it: unmapped when that lets go of it
-            self._memory.close()
-        self._closes()
+        self._memory.close()
+        self._file = None
 
 
 def check_sizes(blocks: int, block_tokens: int, rows: int, row_blocks: int) -> str:

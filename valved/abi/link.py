@@ -180,5 +180,6 @@ CODECS: dict[LinkType, Codec] = {
     LinkType.KV_STEP: kv_link.STEP,
     LinkType.KV_RUNS: kv_link.RUNS,
     LinkType.KV_SCRATCH: kv_link.SCRATCH,
+    LinkType.KV_MAKE: kv_link.ATTACH,
 }
 KINDS: dict[int, LinkType] = {int(kind): kind for kind in CODECS}

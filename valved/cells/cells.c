@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 static bool are_below(const int64_t *values, int64_t count, int64_t most)
 {
@@ -198,4 +199,19 @@ int64_t valve_columns_fit(const int64_t *costs, int64_t all, const int64_t *colu
 		*sum += costs[columns[i]];
 	}
 	return count;
+}
+
+int64_t valve_read_spans(int fd, const int64_t *at, const int64_t *bytes, int64_t count, uint8_t *out)
+{
+	for (int64_t i = 0; i < count; i++) {
+		for (int64_t done = 0; done < bytes[i];) {
+			ssize_t got = pread(fd, out, (size_t)(bytes[i] - done), (off_t)(at[i] + done));
+
+			if (got <= 0)
+				return -1;
+			done += got;
+			out += got;
+		}
+	}
+	return 0;
 }

@@ -88,3 +88,6 @@ int64_t valve_columns_reach(const int64_t *handles, int64_t all, int64_t gpus, c
  */
 int64_t valve_columns_fit(const int64_t *costs, int64_t all, const int64_t *columns, int64_t count,
                           int64_t most, int64_t *sum);
+
+/* What the file has at these places, end to end in `out`: 0, or -1 and errno. What is not there reads as zero. */
+int64_t valve_read_spans(int fd, const int64_t *at, const int64_t *bytes, int64_t count, uint8_t *out);

@@ -133,6 +133,15 @@ class BlockPlaces:
         return _checked(lib.valve_table_lose(table, self._blocks, wanted, len(wanted), now_ns))
 
 
+def read_spans(fd: int, at: Ints, sizes: Ints) -> NDArray[np.uint8]:
+    """What the file has there, end to end. Where it has no page none is made, as a look into a mapping would: whoever
+    makes a page pays for it as long as anybody keeps the file."""
+    out = np.empty(int(sizes.sum()), np.uint8)
+    if lib.valve_read_spans(fd, _ints(at), _ints(sizes), len(at), ffi.from_buffer("uint8_t[]", out)):
+        raise OSError(ffi.errno, "a shared file cannot be read")
+    return out
+
+
 def table_at(memory: Any) -> Any:
     return ffi.from_buffer(memory, require_writable=True)
 

@@ -72,6 +72,7 @@ FROM_CLIENT = frozenset(
         LinkType.KV_NEED,
         LinkType.KV_STEP,
         LinkType.KV_SCRATCH,
+        LinkType.KV_MAKE,
     }
 )
 

@@ -29,7 +29,9 @@ STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim, 
 class Engine(Columns):
     """One attached engine."""
 
-    def __init__(self, hook: ClientId, service: ServiceId, role: Role, attach: KvAttach) -> None:
+    def __init__(
+        self, hook: ClientId, service: ServiceId, role: Role, attach: KvAttach, table: KvTable | None = None
+    ) -> None:
         super().__init__()
         self.hook = hook
         self.service = service
@@ -37,7 +39,7 @@ class Engine(Columns):
         self.name = attach.engine
         self.expected_ranks = attach.ranks
         with Fds() as fds:
-            self.table = KvTable(attach.blocks, attach.block_tokens)
+            self.table = KvTable(attach.blocks, attach.block_tokens) if table is None else table
             fds.callback(self.table.close)
             self.book = KvBook(attach.rows, attach.row_blocks, attach.blocks, attach.block_tokens)
             fds.keep()

@@ -57,7 +57,7 @@ from valved.model.ids import TRIED_FIRST, GpuIndex, Role
 from valved.state.registry import ClientEntry
 
 REST_BEATS = 5  # while no offline work is here: nobody is hurt, and NVML takes locks of the driver
-FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
+FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_MAKE, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
 @dataclass(eq=False, repr=False)
@@ -93,7 +93,7 @@ class KvService:
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS | Feature.KEEP
+        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS | Feature.KEEP | Feature.KV_MAKE
         return always | Feature.SPARSE if self._books.settings.remap in TRIED_FIRST else always
 
     # Messages
@@ -124,7 +124,7 @@ class KvService:
             case KvScratch():
                 self._scratch(entry, body, fds)
             case KvAttach():
-                self._tables.attach(entry, seq, body)
+                (self._tables.make if packet.type is LinkType.KV_MAKE else self._tables.attach)(entry, seq, body)
             case KvStep():
                 self._books.ack(entry.id, seq, self._unheeded.step(entry, body.range))
 
@@ -210,6 +210,7 @@ class KvService:
         """Its channels are on or gone, its link is closed."""
         if entry.role is Role.HOOK:
             self._layouts.forget(entry.id)
+            self._tables.forget(entry.id)
             engine = self._books.engines.get(entry.service)
             if engine is not None and engine.hook == entry.id:
                 self._tables.detach(engine)

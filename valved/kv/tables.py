@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from valved.abi.kv_files import MODES, check_sizes
+from valved.abi.kv_files import MODES, KvTable, check_sizes
 from valved.abi.kv_link import KV_ABI, KvAttach, KvMode, KvTableMessage
 from valved.abi.link import LinkType
-from valved.clients.attaching import AttachBounds
+from valved.clients.attaching import AttachBounds, Cost
 from valved.clients.complaints import Complaints
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
@@ -20,7 +20,7 @@ from valved.kv.orders import Send
 from valved.kv.unheeded import UnheededRanges
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
-from valved.model.ids import ServiceId
+from valved.model.ids import ClientId, ServiceId
 from valved.model.memory import LayoutRefused
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
@@ -44,7 +44,9 @@ class Tables:
 
     def __post_init__(self) -> None:
         self._born_ns = self._clock.now_ns()
-        self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach]] = {}  # attached, and wait for their table
+        # Attached, and wait for their table; and what that costs valved if they keep it.
+        self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach, Cost]] = {}
+        self._bare: dict[ClientId, KvTable] = {}  # of hooks that bring its memory and attach then
 
     # Ranks
 
@@ -71,12 +73,38 @@ class Tables:
 
     # Engines
 
+    def make(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
+        """KV_MAKE. The answer is a table without a page, whose hook attaches when it has made them."""
+        try:
+            self._check(entry, body)
+            self._bounds.admit_bare(entry)
+            table = KvTable(body.blocks, body.block_tokens, is_bare=True)
+        except OSError as error:  # KV_ATTACH comes all the same, and tells
+            self._books.ack(entry.id, seq, error.errno or errno.ENOMEM)
+            return
+        self._bare[entry.id] = table
+        told = KvTableMessage(abi=KV_ABI, table_bytes=table.bytes, book_bytes=0)
+        self._send(entry.id, LinkType.KV_TABLE, told, seq, (table.fd,))
+
+    def forget(self, hook: ClientId) -> None:
+        self._bare.pop(hook, None)
+
+    def _brought(self, entry: ClientEntry, body: KvAttach) -> KvTable | None:
+        """The table that this hook has brought the memory of."""
+        table = self._bare.pop(entry.id, None)
+        is_right = table is not None and (table.blocks, table.block_tokens) == (body.blocks, body.block_tokens)
+        return table if table is not None and is_right and table.is_brought else None
+
     def attach(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
         """KV_ATTACH. The answer is the table, as soon as all ranks are known."""
         role = self._books.registry.services[entry.service].role
         try:
+            table = self._brought(entry, body)
             self._check(entry, body)
-            engine = Engine(entry.id, entry.service, role, body)
+            cost = self._admit(entry, body, is_brought=table is not None)
+            engine = Engine(entry.id, entry.service, role, body, table)
+            if table is not None:
+                table.begin()
         except OSError as error:
             self.refuse(entry, f"engine refused: {error.strerror}")
             self._books.ack(entry.id, seq, error.errno or errno.ENOMEM)
@@ -90,7 +118,7 @@ class Tables:
             if rank is not None:
                 self._join(engine, client, rank)
         self._books.tell(engine)
-        self._untold[entry.service] = (entry, seq, body)
+        self._untold[entry.service] = (entry, seq, body, cost)
         is_young = self._clock.now_ns() - self._born_ns < YOUNG_NS
         if not is_young and not self._books.has_ranges(entry.service):
             self._send_table(engine)  # its memory is not ours: there will never be a rank
@@ -107,8 +135,11 @@ class Tables:
             raise OSError(errno.EBUSY, "another engine of this service has attached")
         if why or not 0 < body.ranks <= MAX_RANKS:
             raise OSError(errno.EINVAL, why or f"{body.ranks} ranks, 1 to {MAX_RANKS} are possible")
+
+    def _admit(self, entry: ClientEntry, body: KvAttach, *, is_brought: bool) -> Cost:
+        known = self._books.engines.get(entry.service)
         others = {engine.hook: engine.table.blocks for engine in self._books.engines.values() if engine is not known}
-        self._bounds.admit(entry, body.blocks, others)
+        return self._bounds.admit(entry, body.blocks, others, is_brought=is_brought)
 
     def _join(self, engine: Engine, shim: ClientEntry, rank: Rank) -> None:
         try:
@@ -144,7 +175,7 @@ class Tables:
         if not self._books.has_ranges(engine.service):
             self._send_table(engine)
             return
-        entry, seq, _ = waiting
+        entry, seq, _, _ = waiting
         self.detach(engine)
         self._books.ack(entry.id, seq, errno.EAGAIN)
 
@@ -152,7 +183,7 @@ class Tables:
         waiting = self._untold.pop(engine.service, None)
         if waiting is None:
             return
-        entry, seq, body = waiting
+        entry, seq, body, _ = waiting
         self._unheeded.heed(engine)
         told = KvTableMessage(abi=KV_ABI, table_bytes=engine.table.bytes, book_bytes=engine.book.bytes)
         self._send(entry.id, LinkType.KV_TABLE, told, seq, (engine.table.fd, engine.book.fd))
@@ -170,7 +201,7 @@ class Tables:
     def detach(self, engine: Engine) -> None:
         del self._books.engines[engine.service]
         if (waiting := self._untold.pop(engine.service, None)) is not None:
-            self._bounds.was_untold(waiting[0], engine.table.blocks)
+            self._bounds.was_untold(waiting[0], waiting[3])
         engine.table.detach()
         self._changes.put(EngineLeft(engine))
         for rank in engine.ranks.values():

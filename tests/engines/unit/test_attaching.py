@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
 import threading
 
 import pytest
 import toy_engine
-from kv_node import KvNode, restart, wait_for
+from kv_node import ACK, TABLE, KvNode, restart, send, wait_for
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
 from valve_hook import Refused
@@ -15,6 +18,8 @@ from valve_hook.sessions import Sessions
 from valve_hook.shared import Region
 from valve_hook.vllm import calls, check
 from valve_hook.wire import Mode
+
+from valved.abi.kv_files import KvTable
 
 COLUMNS = 8
 
@@ -219,3 +224,57 @@ def test_a_book_never_shows_a_mode_before_its_step(node):
     assert seen[-1] == (Mode.FULL, 3)
     assert all(steps or not mode for mode, steps in seen)
     close(scheduler)
+
+
+KV_MAKE, BROUGHT = 29, 0xFFFF | 1 << 17
+
+
+class MakingNode(KvNode):
+    """Of a valved that has hooks bring the memory of their tables."""
+
+    def __init__(self, folder, features=BROUGHT, status=0):
+        self.bare, self.status = [], status
+        super().__init__(folder, features=features)
+
+    def _answer(self, link, kind, seq, body):
+        if kind == KV_MAKE and self.status:
+            send(link, ACK, struct.pack("<II", self.status, 0), seq)
+        elif kind == KV_MAKE:
+            blocks, block_tokens = struct.unpack_from("<II", body, 8)
+            self.bare.append(KvTable(blocks, block_tokens, is_bare=True))
+            told = struct.pack("<HHIII", 1, 0, self.bare[-1].bytes, 0, 0)
+            send(link, TABLE, told, seq, os.dup(self.bare[-1].fd))
+        else:
+            super()._answer(link, kind, seq, body)
+
+
+def attached_by(node):
+    link = Link(build="test", path=node.path, retry_s=0.02)
+    link.start()
+    wanted = Attach(engine="t", mode=Mode.FULL, blocks=1 << 19, block_tokens=16, rows=4, row_blocks=4, ranks=1)
+    try:
+        return link.attach(wanted, wait_s=200)
+    finally:
+        link.close()
+        node.stop()
+
+
+def test_a_hook_never_attaches_before_it_has_made_each_page_of_its_table(tmp_path):
+    node = MakingNode(tmp_path)
+
+    assert attached_by(node) is not None
+    assert [table.is_brought for table in node.bare] == [True]
+
+
+def test_a_hook_that_gets_no_bare_table_never_stays_unattached(tmp_path):
+    node = MakingNode(tmp_path, status=errno.EDQUOT)
+
+    assert attached_by(node) is not None
+
+
+def test_a_hook_never_asks_an_older_valved_for_a_bare_table(tmp_path):
+    """It would end the connection: it knows no such message."""
+    node = MakingNode(tmp_path, features=0xFFFF)
+
+    assert attached_by(node) is not None
+    assert not node.bare

@@ -56,7 +56,7 @@ def test_an_engine_with_another_clock_never_speaks_to_valved_by_it(node, monkeyp
     link = Link(build="test", path=node.path)
     link.start()
     try:
-        wait_for(lambda: link.grant is not None, "the hook is connected")
+        wait_for(lambda: link._packets is not None, "the hook is connected")  # after that it says what it needs
         link.lifecycle.tell(1, 0, 0)
         assert began_ns <= node.region()["hint_ns"] <= time.monotonic_ns()
 

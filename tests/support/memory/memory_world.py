@@ -408,6 +408,7 @@ class Hook:
         self.blocks, self.rows, self.row_blocks, self.block_tokens = blocks, rows, row_blocks, block_tokens
         self.ranks, self.mode = ranks, mode
         self.table = self.book = None
+        self.brings_table = True  # one of an older version does not
 
     def say(self, kind, body):
         packet = self.world.packet(kind, body)
@@ -442,7 +443,16 @@ class Hook:
             ranks=self.ranks,
             engine="fake 1",
         )
+        if self.brings_table:
+            self.say(LinkType.KV_MAKE, body)
+            self.bring(*self.connection.sent.pop())
         self.say(LinkType.KV_ATTACH, body)
+
+    def bring(self, kind, answer, _seq, fds):
+        """As bring_table of the hook: it makes the pages of its table."""
+        if kind is LinkType.KV_TABLE:
+            with mmap.mmap(fds[0], answer.table_bytes, prot=mmap.PROT_READ) as pages:
+                assert not any(pages[:: mmap.PAGESIZE])
 
     def attach(self):
         self.ask_table()
