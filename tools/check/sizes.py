@@ -1,7 +1,7 @@
 """Caps on size (CONTRIBUTING.md): a file that outgrows them holds more than one concept.
 
 Files: 400 lines outside the tests, 600 in them. Functions: 80 lines the cap, in Python and C; of twenty functions of a
-tree, nineteen have at most 45. Classes: 250 lines. A room (a folder outside the tests): 32 files, 5,500 lines. The
+tree, nineteen have at most 45. Classes: 250 lines. A room (a folder outside the tests): 32 files, 6,000 lines. The
 lists name what had more when its cap came, and may only shrink.
 """
 
@@ -18,7 +18,7 @@ FILE_LINES = 400
 TEST_FILE_LINES = 600
 NINETEEN_OF_TWENTY = 45
 ROOM_FILES = 32
-ROOM_LINES = 5_500
+ROOM_LINES = 6_000
 FUNCTION_LINES = 80
 CLASS_LINES = 250
 OVERGROWN: dict[str, int] = {}

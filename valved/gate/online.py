@@ -21,7 +21,9 @@ from valved.policy.cooldown import (
     CooldownObservation,
     CooldownSettings,
     CooldownState,
+    first_cooldown,
     gaps_inside_hold,
+    read_cooldown,
     step_cooldown,
 )
 from valved.policy.wake import WakeDecision
@@ -258,3 +260,14 @@ class OnlineService:
     @property
     def is_hinted(self) -> bool:
         return self.decision is not None and self.decision.is_hinted
+
+
+def born(service: ServiceId, now_ns: int, settings: CooldownSettings) -> OnlineService:
+    state = first_cooldown(now_ns, settings)
+    return OnlineService(
+        id=service,
+        read_state=state,
+        cooldown=read_cooldown(state, settings),
+        breaker=BreakerState(since_ns=now_ns),
+        book=native_book(service, now_ns),
+    )

@@ -14,14 +14,12 @@ from valved.abi.link import Feature
 from valved.gate.accounts import book_hold, held_by
 from valved.gate.edges import Edges
 from valved.gate.listener import GateListener
-from valved.gate.online import OnlineService, native_book
+from valved.gate.online import OnlineService, born
 from valved.gate.permits import GateSettings, Permits
 from valved.gate.records import GateRecords
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort
 from valved.model.ids import GpuIndex, ProcessId, Reach, Role, ServiceId
-from valved.policy.breaker import BreakerState
-from valved.policy.cooldown import first_cooldown, read_cooldown
 from valved.state.journal import Journal
 from valved.state.registry import MEMORY_SERVICE, STANDING, Books, ClientEntry
 from valved.state.stats import GpuAccount, NodeCounters
@@ -64,16 +62,7 @@ class GateService:
 
     def add_service(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> OnlineService:
         """Create an online service: it holds from birth."""
-        now_ns = self._clock.now_ns()
-        state = first_cooldown(now_ns, self.settings.cooldown)
-        online = OnlineService(
-            id=service,
-            read_state=state,
-            cooldown=read_cooldown(state, self.settings.cooldown),
-            breaker=BreakerState(since_ns=now_ns),
-            book=native_book(service, now_ns),
-        )
-        self.online[service] = online
+        online = self.online[service] = born(service, self._clock.now_ns(), self.settings.cooldown)
         try:
             self.set_gpus(service, gpus)
         except Exception:  # else the books would name a service that the native side does not hold
@@ -156,12 +145,10 @@ class GateService:
     def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
         """GPUs on which memory moves right now. A service waits for it: the books hear of it as they are read next."""
         self.want_prompt("moving", bool(gpus))
-        booked = held_by(self.gpus, MEMORY_SERVICE)
-        if gpus == (self._unbooked[0] or booked):  # asked several times a reclaim; no stamp changes it
-            return
-        if booked or self._unbooked[0]:
+        held = self._unbooked[0] or held_by(self.gpus, MEMORY_SERVICE)
+        if held and gpus != held:
             self.set_standing(MEMORY_SERVICE, gpus)
-        else:
+        elif gpus != held:  # asked several times a reclaim; no stamp changes it
             self._hold(MEMORY_SERVICE, gpus)
             self._unbooked = gpus, self._clock.now_ns()
 

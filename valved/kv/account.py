@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valved.kv.first import First
+from valved.kv.journey import all_of, start
 from valved.kv.supply import Need
 from valved.kv.victims import Victims, joined
-from valved.model.events import Event
+from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex, Remap
+from valved.state.journal import Journal
 from valved.state.stats import RECLAIM_BOUNDS_US, Histogram, MemoryCounters
 
 PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
@@ -127,6 +129,42 @@ class Reclaim:
             **{f"{name}_ns": spent_ns for name, spent_ns in self.phases().items()},
             **({"lets": lets} if lets else {}),
         }
+
+
+class ReclaimTeller:
+    """When a reclaim is told: once nobody asks more for it, and with all its tries as one."""
+
+    def __init__(self, journal: Journal, log: ReclaimLog, handle_bytes: int) -> None:
+        self._untold: list[Reclaim] = []  # whose needs may be asked again
+        self._journal = journal
+        self._log = log
+        self._handle_bytes = handle_bytes
+
+    def begin(self, reclaim: Reclaim) -> None:
+        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
+        if reclaim.missing:
+            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
+
+    def end(self, reclaim: Reclaim) -> None:
+        first = next((one for one in self._untold if reclaim in one.tries), None)
+        if first is not None:
+            start(self._tell(first, reclaim.needs))
+
+    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
+        """Once those ask no more, and it has ended in all its tries."""
+        await all_of([need.over for need in needs if need.given.is_set])
+        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
+            return
+        self._untold.remove(reclaim)
+        event = self._journal.emit(
+            EventKind.RECLAIMED,
+            service=reclaim.needs[0].service,
+            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
+            reason="; then ".join(one.why for one in reclaim.tries),
+            t_ns=reclaim.tries[-1].given_ns,  # where its durations end: it is told when all who waited have gone on
+            **reclaim.account(self._handle_bytes),
+        )
+        self._log.note(reclaim, event)
 
 
 class ReclaimLog:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from valved.abi.kv_link import KvHow
-from valved.kv.account import Reclaim, ReclaimLog
+from valved.kv.account import Reclaim, ReclaimTeller
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.engines import STALE_NS, Engine
@@ -44,10 +44,8 @@ from valved.kv.turn import GateTurn
 from valved.kv.victims import choose
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
-from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
-from valved.state.journal import Journal
 
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
@@ -61,14 +59,12 @@ class Reclaimer:
     _moves: Moves
     _firsts: Firsts
     _beside: Beside
-    _journal: Journal
+    _teller: ReclaimTeller
     _clock: Clock
     _costs: EvictionSettings
-    _log: ReclaimLog
 
     def __post_init__(self) -> None:
         self._needs: list[Need] = []  # that no reclaim serves yet
-        self._untold: list[Reclaim] = []  # whose needs may be asked again
         self._is_running = False
 
     # Needs
@@ -150,7 +146,7 @@ class Reclaimer:
         engines = self._supply.losers(missing)
         how = self._ways.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
-        self._begin(reclaim)
+        self._teller.begin(reclaim)
         if first is not None:
             reclaim.begin_with(first)
             note_told(batch)
@@ -294,33 +290,10 @@ class Reclaimer:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         await until(all_of([need.given for need in reclaim.needs]), self._clock, deadline_ns)
 
-    def _begin(self, reclaim: Reclaim) -> None:
-        """Who asks again for what was late, or for what the driver had not, has its account in the first one."""
-        if reclaim.missing:
-            next((one.again for one in self._untold if one.goes_on_with(reclaim)), self._untold).append(reclaim)
-
     def _end(self, reclaim: Reclaim) -> None:
         reclaim.given_ns = self._clock.now_ns()
         set_ready(reclaim.needs)
-        first = next((one for one in self._untold if reclaim in one.tries), None)
-        if first is not None:
-            start(self._tell(first, reclaim.needs))
-
-    async def _tell(self, reclaim: Reclaim, needs: list[Need]) -> None:
-        """Once those ask no more, and it has ended in all its tries."""
-        await all_of([need.over for need in needs if need.given.is_set])
-        if reclaim not in self._untold or not all(one.given_ns for one in reclaim.tries):
-            return
-        self._untold.remove(reclaim)
-        event = self._journal.emit(
-            EventKind.RECLAIMED,
-            service=reclaim.needs[0].service,
-            gpus=tuple(sorted({gpu for one in reclaim.tries for gpu in one.missing})),
-            reason="; then ".join(one.why for one in reclaim.tries),
-            t_ns=reclaim.tries[-1].given_ns,  # where its durations end: it is told when all who waited have gone on
-            **reclaim.account(self._books.pool.handle_bytes),
-        )
-        self._log.note(reclaim, event)
+        self._teller.end(reclaim)
 
 
 def why_none(missing: dict[GpuIndex, int], *, is_allowed: bool) -> str:

@@ -142,8 +142,7 @@ class Supply:
             kept = self._room[gpu]
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
-    def left(self, gpus: Iterable[GpuIndex]) -> object:
-        """Of all that is free and may be made. To be compared."""
+    def left(self, gpus: Iterable[GpuIndex]) -> object:  # of all that is free and may be made; to be compared
         return [(self._books.pool.free_handles(gpu), self._room[gpu]) for gpu in gpus]
 
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
@@ -169,7 +168,6 @@ class Supply:
         return missing
 
     def within_reach(self, engine: Engine) -> dict[GpuIndex, int]:
-        """`affordable` on each of its GPUs."""
         return {gpu: self.affordable(gpu, engine.service) for gpu in engine.gpus}
 
     def fitting(self, engine: Engine, columns: Ints) -> int:

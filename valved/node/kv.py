@@ -11,7 +11,7 @@ from valved.clients.register import Register
 from valved.config import Config, MemoryTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kv.account import ReclaimLog
+from valved.kv.account import ReclaimLog, ReclaimTeller
 from valved.kv.beside import Beside
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
@@ -126,7 +126,8 @@ def put_together(
     moves = Moves(books, supply, ways, outside, clock, counters)
     beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)
     firsts = Firsts(books, supply, turn, ways, moves, clock, costs)
-    reclaimer = Reclaimer(books, supply, turn, ways, moves, firsts, beside, journal, clock, costs, log)
+    teller = ReclaimTeller(journal, log, books.pool.handle_bytes)
+    reclaimer = Reclaimer(books, supply, turn, ways, moves, firsts, beside, teller, clock, costs)
     growth = Growth(books, supply, turn, moves, firsts, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
     lending = Lending(books, supply, turn, ways, moves, beside, gating, journal, clock, counters)
