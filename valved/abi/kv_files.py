@@ -302,7 +302,7 @@ class KvBook:
         """Even the loop may read all of it."""
         heads = self._heads()
         counts = np.minimum(heads["blocks"], self._row_blocks).astype(np.int64)[heads["request"] != 0]
-        return int(counts.sum()) <= LOOP_CELLS and np.count_nonzero(counts) <= LOOP_CELLS // CELLS_PER_ROW
+        return int(counts.sum()) <= LOOP_CELLS and int(np.count_nonzero(counts)) <= LOOP_CELLS // CELLS_PER_ROW
 
     def close(self) -> None:
         self._memory.close()
