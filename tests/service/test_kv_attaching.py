@@ -237,3 +237,16 @@ def test_short_jobs_one_after_another_are_never_refused_for_what_their_attachmen
         for blocks in (attaching.FILE, attaching.BOOK):
             kept.check(account, blocks, job * attaching.DAY_NS // 2300)
             kept.took(account, blocks)
+
+
+def test_no_account_that_keeps_nothing_is_ever_remembered():
+    """Each pod is an account: valved grew by an entry for each whose hook brings its memory, as long as it ran."""
+    kept = attaching.KeptTables(attaching.DAY_NS, 0, "")
+    for job in range(100):
+        kept.took(LinkAccount(AccountKind.HOME, f"/kubepods/pod{job}"), 0)
+    told = LinkAccount(AccountKind.HOME, "/kubepods/told")
+    kept.took(told, attaching.BOOK)
+    kept.took(told, -attaching.BOOK)
+
+    assert not kept.of
+    assert kept.total == 0

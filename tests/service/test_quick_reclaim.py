@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 from memory_walk import beside
 from memory_world import BASE, Hook, kv_world
 
+from valved.abi import kv_files
 from valved.abi.kv_link import KvNeed
 from valved.abi.link import LinkType
 from valved.config import MIB, Config, MemoryTable
@@ -302,3 +306,23 @@ def test_a_machine_that_has_just_booted_never_takes_no_ring_for_one_long_ago(wor
 
     event = world.events(EventKind.RECLAIMED)[-1]
     assert event.t_ns - event.detail["total_ns"] >= began_ns
+
+
+def test_a_book_that_cannot_be_read_never_keeps_a_service_from_its_memory(world, monkeypatch):
+    """A page of it was swapped out, and the control group that its hook is in has no room: pread fails, and with it
+    every reclaim failed."""
+    offline, online = beside(world)
+    files, read = os.fstat(offline.connection.sent[-1][3][1]), kv_files.read_spans
+
+    def read_others(fd, *spans):
+        if os.path.samestat(os.fstat(fd), files):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return read(fd, *spans)
+
+    monkeypatch.setattr(kv_files, "read_spans", read_others)
+    world.run(2000)  # what was read of it before is old by now
+    rings(online, 40)
+    world.run(100)
+
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+    assert not is_held(world)

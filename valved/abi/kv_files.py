@@ -49,6 +49,7 @@ CELLS_PER_BLOCK = 4  # requests that hold one block, on average
 MAX_CELLS = 1 << 18  # of a book that are read: what they cost takes a thread 0.2 s and 70 MB to find out, at the worst
 ALL_BACKED = memoryview(np.full(1 << 18, BACKED, "<u4").tobytes())  # a part of a table
 LOOP_CELLS = 1 << 13  # the same on the loop, while a service waits: 10 ms
+CELLS_PER_ROW = 4  # where so many cells are read, so many times fewer rows are: each takes a call
 
 
 def _closes(owner: object, fd: int) -> weakref.finalize[[int], Any]:
@@ -264,7 +265,10 @@ class KvBook:
         file = self._file
         if file is None:
             raise OSError(errno.EBADF, "its engine is gone")
-        return read_spans(file.fd, at, sizes)
+        try:
+            return read_spans(file.fd, at, sizes)
+        except OSError:  # a page was swapped out, and its control group has no room: what the book says is nothing
+            return np.zeros(int(sizes.sum()), np.uint8)
 
     def _heads(self) -> NDArray[Any]:
         return self._read(np.array([self._heads_at]), np.array([self._rows * ROW.itemsize])).view(ROW)
@@ -275,6 +279,7 @@ class KvBook:
         live = np.flatnonzero((heads["request"] != 0) & (heads["blocks"] != 0))
         counts = np.minimum(heads["blocks"][live], self._row_blocks).astype(np.int64)
         fits = np.cumsum(counts) <= min(self.most_cells, most)
+        fits[most // CELLS_PER_ROW :] = False
         live, counts = live[fits], counts[fits]
         ptr = np.concatenate([[0], np.cumsum(counts)])
         cells = self._read(self._cells_at + 4 * self._row_blocks * live, 4 * counts).view("<u4").astype(np.int64)
@@ -296,8 +301,8 @@ class KvBook:
     def is_small(self) -> bool:
         """Even the loop may read all of it."""
         heads = self._heads()
-        counts = np.minimum(heads["blocks"], self._row_blocks).astype(np.int64)
-        return int(counts[heads["request"] != 0].sum()) <= LOOP_CELLS
+        counts = np.minimum(heads["blocks"], self._row_blocks).astype(np.int64)[heads["request"] != 0]
+        return int(counts.sum()) <= LOOP_CELLS and int(np.count_nonzero(counts)) <= LOOP_CELLS // CELLS_PER_ROW
 
     def close(self) -> None:
         self._memory.close()

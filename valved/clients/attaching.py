@@ -57,9 +57,10 @@ class KeptTables:
             raise OSError(errno.EDQUOT, f"{text}: {self.cure}")
 
     def took(self, account: LinkAccount, blocks: int) -> None:
-        before = self.of.get(account, 0.0)
-        self.of[account] = max(0.0, before + blocks)
-        self.total += self.of[account] - before
+        before = self.of.pop(account, 0.0)
+        if after := max(0.0, before + blocks):  # else nothing is remembered: each pod is an account
+            self.of[account] = after
+        self.total += after - before
 
 
 class AttachBounds:
