@@ -219,3 +219,17 @@ def test_a_process_that_dies_over_what_was_taken_first_never_keeps_it(tmp_path):
 
     beside.ends_well()
     assert len(beside.online.backed()) >= WANTED
+
+
+def test_a_stop_for_memory_that_moves_never_fails_unheeded(tmp_path):
+    """No service holds the GPU: the ladder goes by the books, and those hear of this hold late."""
+    beside = Beside(tmp_path, is_at_work=False)
+    gate = beside.world.gate
+
+    beside.rings()
+    gate.fail(0, MEMORY_SERVICE)
+    beside.world.clock.advance(2_000_000)
+
+    assert beside.world.events(EventKind.FROZEN)
+    gate.come_back(0, MEMORY_SERVICE)
+    beside.ends_well()
