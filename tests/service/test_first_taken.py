@@ -6,7 +6,7 @@ import pytest
 from memory_world import KvWorld
 from valve_abi import KvMode
 
-from valved.abi.kv_link import KvSpan
+from valved.abi.kv_link import KvNeed, KvSpan
 from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
 from valved.kv import reserve
@@ -141,6 +141,24 @@ def test_a_need_of_less_is_never_given_more(tmp_path):
     beside.ends_well()
 
 
+def test_nothing_is_ever_taken_for_a_wish_that_the_book_does_not_have(tmp_path):
+    """What is decided goes by the book. Such a ring took up to 32 handles each time, and no reclaim was counted."""
+    beside = Beside(tmp_path)
+    firsts = beside.foreseen.firsts
+    assert any(one.above_blocks < WANTED for one in firsts)
+    reclaims = beside.world.kv.log.counters.reclaims
+
+    for _ in range(5):
+        beside.online.book["used_blocks"] = beside.online.book["wanted_blocks"] = 0
+        beside.online.say(LinkType.KV_NEED, KvNeed(wanted_blocks=WANTED))
+        beside.world.run(5)
+
+    assert not any(one.orders for one in firsts)
+    assert beside.world.kv.log.counters.reclaims == reclaims
+    assert len(beside.offline.backed()) == 4 * COLUMNS
+    beside.ends_well()
+
+
 def test_nothing_is_ever_taken_from_work_that_runs(tmp_path):
     beside = Beside(tmp_path, is_at_work=False)
     assert beside.foreseen.firsts
@@ -219,3 +237,17 @@ def test_a_process_that_dies_over_what_was_taken_first_never_keeps_it(tmp_path):
 
     beside.ends_well()
     assert len(beside.online.backed()) >= WANTED
+
+
+def test_a_stop_for_memory_that_moves_never_fails_unheeded(tmp_path):
+    """No service holds the GPU: the ladder goes by the books, and those hear of this hold late."""
+    beside = Beside(tmp_path, is_at_work=False)
+    gate = beside.world.gate
+
+    beside.rings()
+    gate.fail(0, MEMORY_SERVICE)
+    beside.world.clock.advance(2_000_000)
+
+    assert beside.world.events(EventKind.FROZEN)
+    gate.come_back(0, MEMORY_SERVICE)
+    beside.ends_well()

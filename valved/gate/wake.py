@@ -187,9 +187,9 @@ class GateService:
 
     def ungated(self) -> frozenset[GpuIndex]:
         """GPUs that are held, and on which offline work may run all the same: the driver refuses, or hangs. All of one
-        moment: the stamps read between two single questions would change the answer to the first."""
+        moment: the stamps read between two single questions would change the answer to the first. One may ask this."""
         self.drain()
-        held = [gpu for gpu, account in self.gpus.items() if account.holders]
+        held = [gpu for gpu, account in self.gpus.items() if account.holders or gpu in self._unbooked[0]]
         return frozenset(gpu for gpu in held if not self._gate.is_stopped(gpu))
 
     def set_standing(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:

@@ -110,21 +110,21 @@ class Reserve:
 
     def rung(self, engine: Engine, wanted_blocks: int) -> None:
         """Its hook waits for memory. Offline work that must give is stopped before all else, by what the last look
-        foresaw."""
-        online = self.online.get(engine.service)
+        foresaw. Of what is wanted only that counts which the decision goes by, too."""
+        online, view = self.online.get(engine.service), engine.view()
         try:
             if online is not None and online.foreseen is not None and not self._rests(online):
-                self._growth.hurry_foreseen(online.foreseen, wanted_blocks)
-            self.serve(engine)
+                self._growth.hurry_foreseen(online.foreseen, min(wanted_blocks, view.wanted_blocks))
+            self.serve(engine, view)
         finally:
             self._growth.calm()
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: Engine, view: BookView | None = None) -> None:
         """One look at an online engine."""
         online = self.online.get(engine.service) or self._first(engine)
         if online.growing:
             return
-        view, now_ns = engine.view(), self._clock.now_ns()
+        view, now_ns = view or engine.view(), self._clock.now_ns()
         self._accept_offers(engine, online, view)
         self._let_parts_go(engine, online, now_ns)
         if self._rests(online):
