@@ -75,12 +75,19 @@ class FakeGrowth:
     def would_stop(self, engine, columns):
         return frozenset()
 
-    def stops_by(self, engine):
-        return None
-
     async def grow(self, engine, columns, rung_ns):
         engine.mapped += len(columns)
         return Grown(came=len(columns), has_cost=True)
+
+
+class FakeFirsts:
+    """Foresees nothing."""
+
+    def foreseen_by(self, engine):
+        return None
+
+    def foresee(self, engine, mapped, free, most):
+        return None
 
 
 def reserve_of(engines, settings):
@@ -99,7 +106,7 @@ def reserve_of(engines, settings):
     silent = SimpleNamespace(emit=lambda *_, **__: None, put=lambda change: None)
     rungs = SimpleNamespace(settings=lambda engine, usual: usual)
     uuids = {GpuIndex(0): b"a" * 16}
-    return Reserve(books, supply, FakeGrowth(), None, rungs, silent, clock, config, uuids, silent), clock
+    return Reserve(books, supply, FakeFirsts(), FakeGrowth(), None, rungs, silent, clock, config, uuids, silent), clock
 
 
 def run(uses, settings):

@@ -36,3 +36,16 @@ def test_a_process_that_offers_scratch_memory_in_a_loop_never_stops_the_gpu_each
     world.run(RETRY_NS // 1_000_000)
     [trial] = world.node.status().memory.trials
     assert trial.outcome == "passed"  # the last one counts
+
+
+def test_a_process_that_connects_anew_never_has_its_trials_anew(world):
+    """Regression: each link had as many at once."""
+    pid = 5000
+    for _ in range(4 * TRIALS_AT_ONCE):
+        hostile = world.shim("offline", gpus=(0,), pid=pid)
+        hostile.offer_scratch(0)
+        world.run(10)
+        world.register.leave(hostile.client, "its end")
+
+    tried = [event for event in world.events(EventKind.NOTED) if "taken from outside" in event.reason]
+    assert TRIALS_AT_ONCE <= len(tried) <= TRIALS_AT_ONCE + 1

@@ -108,7 +108,7 @@ class Outside:
     def _come_in(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, scratch: KvRangeBook, fd: int) -> bool:
         """Whether it is ours: now, or as soon as there is room for it."""
         key, now_ns = (entry.id, gpu), self._clock.now_ns()
-        if wait_ns := self._tried.wait_ns(key, now_ns):
+        if wait_ns := self._tried.wait_ns((entry.process, gpu), now_ns):  # also if it has connected anew
             if key in self._ways:
                 self._close(self._ways.pop(key))
             return self._wait(entry, scratch, uuid, fd, wait_ns)
@@ -120,7 +120,7 @@ class Outside:
             reason = f"memory of the process cannot be taken from outside it: {error.strerror}"
             self._told.tell(entry, reason, (gpu,))
             return False
-        self._tried.took(key, RETRY_NS, now_ns)
+        self._tried.took((entry.process, gpu), RETRY_NS, now_ns)
         before = self._ways.pop(key, None)
         if before is not None:
             self._close(before)
