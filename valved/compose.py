@@ -16,6 +16,7 @@ from valved.clients.exits import Reactor
 from valved.clients.identity import ClaimSource
 from valved.clients.register import Register
 from valved.clients.sharing import SharedWeights
+from valved.clients.welcomes import Welcomes
 from valved.config import Config
 from valved.gate.ending import Endings
 from valved.gate.freeze import Ladder
@@ -74,6 +75,9 @@ class Outer:
     pods: Pods | None = None  # on a Kubernetes node
     shares: Shares | None = None  # there, too
     is_ours: Callable[[], bool] = lambda: True  # whether the run folder is still this daemon's
+    kept_bytes: Callable[[], int | None] = lambda: (
+        None
+    )  # of valved's memory, by files that it gave away (machine/kept.py)
     files: Sequence[tuple[LineFile, bool]] = ()  # events are written there
 
 
@@ -114,7 +118,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     rooms = (gate, books, gating, journal, clock, processes)
     slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
     limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir, outer.prompt))
-    register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
+    register = Register(*rooms, *limits, outer.pods, _welcomes(outer), keeps_files=slices.is_on)
     endings = Endings(gating, journal, clock, processes, outer.signals, register.let_die)
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signals, processes, endings)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
@@ -186,6 +190,10 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         kv=kv,
         bystanders=bystanders,
     )
+
+
+def _welcomes(outer: Outer) -> Welcomes:
+    return Welcomes(outer.clock, outer.work, outer.kept_bytes)
 
 
 def _settings(config: Config) -> GateSettings:

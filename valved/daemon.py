@@ -25,6 +25,7 @@ from valved.machine.cards import CardReader
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Helpers, Prompt, Worker, heard
+from valved.machine.kept import kept_bytes
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
@@ -79,6 +80,7 @@ def _outer(
         stop=stop,
         version=_version(),
         is_ours=folder.is_ours,
+        kept_bytes=partial(kept_bytes, folder.path),
         files=_files(config, folder.path),
         pods=books.pods if books is not None else None,
         shares=books.offline.levels if books is not None else None,

@@ -8,12 +8,13 @@ from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
 from valved.clients.accounts import LinkAccount
 from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
+from valved.clients.welcomes import Welcomes
 from valved.config import QuotaTable
 from valved.fds import is_scarce
 from valved.gate.wake import GateService
 from valved.machine.ports import ProcessPort
 from valved.model.events import EventKind
-from valved.model.ids import ProcessId, Role
+from valved.model.ids import ProcessId, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.registry import Books
 
@@ -47,13 +48,20 @@ class Connection(Protocol):
 
 class Admission:
     def __init__(
-        self, books: Books, gating: GateService, journal: Journal, processes: ProcessPort, quota: QuotaTable
+        self,
+        books: Books,
+        gating: GateService,
+        journal: Journal,
+        processes: ProcessPort,
+        quota: QuotaTable,
+        welcomes: Welcomes,
     ) -> None:
         self._books = books
         self._gating = gating
         self._journal = journal
         self._processes = processes
         self._quota = quota
+        self.welcomes = welcomes
         self._refused: dict[ProcessId, str] = {}
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
@@ -91,8 +99,15 @@ class Admission:
         elif is_scarce:
             text = "the last descriptors are kept for online services"
         else:
+            text = self.welcomes.why_not(peer)
+        if not text:
             return None
         return NotAdmitted(code=Refusal.QUOTA, text=text)
+
+    def took(self, peer: Peer, service: ServiceId) -> None:
+        """It is welcomed now."""
+        if service not in self._gating.online:
+            self.welcomes.took(peer)
 
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
         connection.send(LinkType.REFUSED, RefusedMessage(code=why.code, text=why.text), seq)

@@ -33,6 +33,7 @@ from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
 from valved.clients.turns import Buckets, Postponed
 from valved.clients.useful import UsefulTokens
+from valved.clients.welcomes import Welcomes
 from valved.config import LinkTable, QuotaTable
 from valved.gate.ending import KILL
 from valved.gate.wake import GateService
@@ -102,6 +103,7 @@ class Register:
         prover: ProverPort,
         lived: Lived,
         pods: ClaimSource | None,
+        welcomes: Welcomes,
         *,
         keeps_files: bool,
     ) -> None:
@@ -110,15 +112,13 @@ class Register:
         self.useful = UsefulTokens()
         rooms = (gate, books, gating, journal, clock)
         self.channels = Channels(*rooms, quota, link, self.send, prover, self._changed, self._comes, keeps_files)
-        self._gate = gate
-        self._books = books
-        self._gating = gating
-        self._journal = journal
+        self._gate, self._books = gate, books
+        self._gating, self._journal = gating, journal
         self._clock = clock
         self._exits = Exits(reactor, processes, clock)
         left, counters = self.channels.leftovers, gating.counters
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
-        self.admission = Admission(books, gating, journal, processes, quota)
+        self.admission = Admission(books, gating, journal, processes, quota, welcomes)
         ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self.awaited = Awaited(books, lived, processes)
@@ -207,6 +207,7 @@ class Register:
             control_bytes=CONTROL_BYTES,
             region_bytes=REGION_BYTES,
         )
+        self.admission.took(peer, service)
         connection.send(LinkType.WELCOME, welcome, packet.seq, (fds.control, fds.region, fds.doorbell, fds.order))
         self._journal.emit(
             EventKind.JOINED,

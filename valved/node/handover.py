@@ -175,6 +175,7 @@ class Handover:
         for client in saved.clients:
             if client.service not in online:
                 self._register.awaited.expect(client.pid)
+                self._register.admission.welcomes.expect(client.pid)
         until_ns = self._clock.now_ns() + EXPECTED_NS  # those that ended meanwhile never say that they are back
         self._clock.call_at_ns(until_ns, self._register.awaited.expected.clear)
         unsaved = self._read_unsaved(with_older=saved.version == files.VERSION)

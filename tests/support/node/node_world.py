@@ -218,6 +218,7 @@ class World:
     """A daemon as main builds it, with the outside replaced. `folder` holds the state and the pause file."""
 
     is_scarce = False  # no descriptor is left to signal anybody with
+    kept_bytes: int | None = None  # of valved's memory, by links that have ended
     shim_features = Feature.GAPS | Feature.KV_STEP | Feature.KV_RUNS
 
     def __init__(
@@ -263,6 +264,7 @@ class World:
             boot=boot,
             stop=self._stop,
             version="test",
+            kept_bytes=lambda: self.kept_bytes,
             pods=pods,
             shares=shares,
         )

@@ -1,0 +1,69 @@
+"""Reads how much shared memory the kernel charges to valved that valved itself no longer uses: somebody else keeps it.
+
+Who makes a page of a shared file pays for it until nobody keeps the file. Nothing tells whether a certain file is kept,
+but the control group says how much all of them are. To read that may take milliseconds: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+OWN_MOST = 64 << 20  # pages that a client brought count as own, too, and would hide what is kept
+PROC = Path("/proc")
+
+
+def kept_bytes(folder: Path, own: Callable[[], int] | None = None, proc: Path = PROC) -> int | None:
+    """`folder`: valved's own files, which may lie in memory. None: nothing tells. There is no control group for memory,
+    or other processes have this one, too."""
+    try:
+        group = _group(proc)
+        if group is None or not all(_is_ours(int(pid), proc) for pid in (group / "cgroup.procs").read_text().split()):
+            return None
+        charged = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        shared = int(charged["total_shmem"] if "total_shmem" in charged else charged["shmem"])
+        return shared - (own or _mapped_bytes)() - sum(_file_bytes(folder))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _group(proc: Path) -> Path | None:
+    """Of version 1 where that has memory, else of version 2."""
+    groups = {names: path for _, names, path in (line.split(":", 2) for line in _lines(proc / "self/cgroup"))}
+    old = next((path for names, path in groups.items() if "memory" in names.split(",")), None)
+    path = groups.get("") if old is None else old
+    for line in _lines(proc / "self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        root, at = left.split(" ")[3:5]
+        is_it = kind == "cgroup2" if old is None else kind == "cgroup" and "memory" in options.split(",")
+        if is_it and path is not None and not (inside := os.path.relpath(path, root)).startswith(".."):
+            return Path(at) / inside
+    return None
+
+
+def _is_ours(pid: int, proc: Path) -> bool:
+    """valved, or what it started (letgo.py)."""
+    return pid == os.getpid() or _lines(proc / f"{pid}/stat")[-1].rpartition(")")[2].split()[1] == str(os.getpid())
+
+
+def _mapped_bytes() -> int:
+    """Pages of shared files that valved has mapped and made or seen: those of living clients, tables, books."""
+    status = dict(line.split(":", 1) for line in _lines(PROC / "self/status"))
+    return min(OWN_MOST, int(status["RssShmem"].split()[0]) << 10)
+
+
+def _file_bytes(folder: Path) -> Iterator[int]:
+    """Others may put files of their own there."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if (
+                entry.is_file(follow_symlinks=False)
+                and (about := entry.stat(follow_symlinks=False)).st_uid == os.geteuid()
+            ):
+                yield about.st_blocks * 512
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
