@@ -80,7 +80,7 @@ def _outer(
         stop=stop,
         version=_version(),
         is_ours=folder.is_ours,
-        kept_bytes=partial(kept_bytes, folder.path),
+        kept_bytes=partial(kept_bytes, folder.path, config.trace_file),
         files=_files(config, folder.path),
         pods=books.pods if books is not None else None,
         shares=books.offline.levels if books is not None else None,

@@ -104,6 +104,24 @@ def test_a_refusal_says_why_and_is_told_once_and_heals(world):
     assert keeper.knock()
 
 
+def test_an_honest_job_is_never_refused_for_what_nobody_keeps_any_more(world):
+    """It has used up its count while nothing was kept. Then a tenant kept pages and ended, and hours passed."""
+    kept = [0]
+    bound = Welcomes(world.clock, world.worker, lambda: kept[0])
+    for _ in range(2 * LINKS):
+        bound.took(peer_of())
+    kept[0] = KEPT_BYTES + 1
+    assert bound.why_not(peer_of()) == KEPT
+
+    world.worker.later = True  # as it is: a look is over after the judgement that asked for it
+    kept[0] = 0
+    for _ in range(3):
+        world.run(LOOK_NS / 1e6)
+        world.worker.finish()
+
+    assert not bound.why_not(peer_of())
+
+
 @pytest.mark.parametrize("text", [KEPT, BLIND])
 def test_what_a_refused_process_is_told_is_never_cut(text):
     message = RefusedMessage(code=Refusal.QUOTA, text=text)

@@ -34,8 +34,8 @@ def charge(machine: Path, group: str, stat: str, member_of: str, processes: tupl
     (folder / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in (os.getpid(), *processes)))
 
 
-def kept(machine: Path, own: int = 0) -> int | None:
-    return kept_bytes(machine / "run", lambda: own, machine / "proc")
+def kept(machine: Path, own: int = 0, trace: str = "") -> int | None:
+    return kept_bytes(machine / "run", trace, lambda: own, machine / "proc")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,26 @@ def test_what_valved_itself_uses_never_counts_as_kept(machine: Path, group: str,
     audit.write_bytes(b"x" * MIB)
 
     assert kept(machine, own=20 * MIB) == 30 * MIB - audit.stat().st_blocks * 512
+
+
+@pytest.mark.parametrize(
+    ("lies", "counts"), [("memory/trace", False), ("memory/disk/trace", True), ("disk/trace", True)]
+)
+def test_a_trace_in_memory_never_counts_as_kept(machine: Path, lies: str, counts: bool) -> None:
+    """One on a disk is none of the shared memory, and would hide as much."""
+    with (machine / "proc/self/mountinfo").open("a") as mounts:
+        mounts.write(
+            f"34 23 0:31 / {machine}/memory rw - tmpfs tmpfs rw\n35 34 8:1 / {machine}/memory/disk rw - ext4 a rw\n"
+        )
+    trace = machine / lies
+    trace.parent.mkdir(parents=True)
+    files = (trace, trace.with_name("trace.1"))
+    for file in files:
+        file.write_bytes(b"x" * MIB)
+    charge(machine, "v2/system.slice/valved.service", f"shmem {50 * MIB}\n", NEW)
+
+    mine = 0 if counts else sum(file.stat().st_blocks * 512 for file in files)
+    assert kept(machine, trace=str(trace)) == 50 * MIB - mine
 
 
 def test_a_container_that_sees_only_its_own_group_reads_that(machine: Path) -> None:

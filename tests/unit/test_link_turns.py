@@ -15,9 +15,12 @@ from valved.clients.turns import (
     ACCOUNT_BURST_NS,
     ACCOUNT_SHARE,
     KNOCKS_BURST_NS,
+    MOST_KEPT,
     PASS_NS,
     SECOND_NS,
     SHARE_OF_ALL,
+    Bucket,
+    Buckets,
     Knocks,
     Postponed,
     TurnLine,
@@ -284,3 +287,21 @@ def test_a_machine_that_stood_for_an_hour_while_it_read_one_never_keeps_anybody_
     waits_ns = [turns.wait_ns(who, 0, is_awaited=owes) for who in ("one", "another") for owes in (False, True)]
 
     assert max(waits_ns) < 61 * SECOND_NS
+
+
+def test_one_that_is_new_never_costs_a_look_at_all_that_are_not_full(monkeypatch):
+    """A link of a day's count is owed for more than a minute: thousands of accounts may be so at once."""
+    looks, fill = [], Bucket.taken_ns
+    monkeypatch.setattr(Bucket, "taken_ns", lambda bucket, now_ns: looks.append(1) or fill(bucket, now_ns))
+    buckets = Buckets(share=1.0, burst_ns=3600 * SECOND_NS)
+    accounts = MOST_KEPT + 500
+
+    for account in range(accounts):
+        buckets.took(account, SECOND_NS, account)
+
+    assert len(looks) <= 2 * accounts
+    assert len(buckets.of) == accounts, "none is full"
+    buckets.took("late", 1, 10**15)
+    for account in range(accounts):
+        buckets.took(("later", account), 1, 10**15)
+    assert len(buckets.of) <= 2 * accounts + 1

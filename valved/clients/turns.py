@@ -67,6 +67,7 @@ class Buckets:
     burst_ns: float
     most_owed_ns: float = float("inf")
     of: dict[Hashable, Bucket] = field(default_factory=dict)
+    most: int = MOST_KEPT  # beyond these the full ones are dropped
 
     def wait_ns(self, who: Hashable, now_ns: int) -> int:
         """0: it may be read now."""
@@ -80,8 +81,9 @@ class Buckets:
 
     def took(self, who: Hashable, ns: int, now_ns: int) -> None:
         if who not in self.of:
-            if len(self.of) > MOST_KEPT:  # one that is full says no more than none
+            if len(self.of) > self.most:  # one that is full says no more than none
                 self.of = {key: bucket for key, bucket in self.of.items() if bucket.taken_ns(now_ns) > 0}
+                self.most = max(MOST_KEPT, 2 * len(self.of))  # else each new one would cost a look at all
             self.of[who] = _full(self.share, self.burst_ns, now_ns)
             self.of[who].most_owed_ns = self.most_owed_ns
         self.of[who].take(ns, now_ns)

@@ -71,3 +71,5 @@ class Welcomes:
         """What was read before holds while it cannot be read: a command may run in valved's container for a moment."""
         self._is_looking = False
         self._kept = self._kept if kept is None or error is not None else kept
+        if self._kept is not None and self._kept > KEPT_BYTES:  # who comes in hours is not judged by this
+            self._clock.call_at_ns(self._looked_ns + LOOK_NS, lambda: self._look(self._clock.now_ns()))

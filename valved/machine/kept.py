@@ -6,7 +6,9 @@ but the control group says how much all of them are. To read that may take milli
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,16 +16,16 @@ OWN_MOST = 64 << 20  # pages that a client brought count as own, too, and would 
 PROC = Path("/proc")
 
 
-def kept_bytes(folder: Path, own: Callable[[], int] | None = None, proc: Path = PROC) -> int | None:
-    """`folder`: valved's own files, which may lie in memory. None: nothing tells. There is no control group for memory,
-    or other processes have this one, too."""
+def kept_bytes(folder: Path, trace: str = "", own: Callable[[], int] | None = None, proc: Path = PROC) -> int | None:
+    """`folder`, `trace`: valved's own files, which may lie in memory. None: nothing tells. There is no control group
+    for memory, or other processes have this one, too."""
     try:
         group = _group(proc)
         if group is None or not all(_is_ours(int(pid), proc) for pid in (group / "cgroup.procs").read_text().split()):
             return None
         charged = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
         shared = int(charged["total_shmem"] if "total_shmem" in charged else charged["shmem"])
-        return shared - (own or _mapped_bytes)() - sum(_file_bytes(folder))
+        return shared - (own or _mapped_bytes)() - sum(_file_bytes(folder, trace, proc))
     except (OSError, ValueError, KeyError):
         return None
 
@@ -54,15 +56,25 @@ def _mapped_bytes() -> int:
     return min(OWN_MOST, int(status["RssShmem"].split()[0]) << 10)
 
 
-def _file_bytes(folder: Path) -> Iterator[int]:
+def _file_bytes(folder: Path, trace: str, proc: Path) -> Iterator[int]:
     """Others may put files of their own there."""
-    with os.scandir(folder) as found:
-        for entry in found:
-            if (
-                entry.is_file(follow_symlinks=False)
-                and (about := entry.stat(follow_symlinks=False)).st_uid == os.geteuid()
-            ):
+    traces = (Path(trace), Path(f"{trace}.1")) if trace and _is_in_memory(trace, proc) else ()
+    for path in {*folder.iterdir(), *traces}:
+        with contextlib.suppress(FileNotFoundError):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
                 yield about.st_blocks * 512
+
+
+def _is_in_memory(trace: str, proc: Path) -> bool:
+    """By its name alone: its disk may hang."""
+    best, is_there = Path("/"), False
+    for line in _lines(proc / "self/mountinfo"):
+        left, _, kind = line.partition(" - ")
+        at = Path(left.split(" ")[4])
+        if Path(trace).is_relative_to(at) and at.is_relative_to(best):
+            best, is_there = at, kind.startswith("tmpfs ")
+    return is_there
 
 
 def _lines(path: Path) -> list[str]:
