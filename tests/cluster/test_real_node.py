@@ -79,10 +79,23 @@ def both(node: RealNode, suffix: str) -> tuple[OnlinePod, OfflinePod]:
     # Until its process had joined it was one that nobody hears, and the kubelet turns pods away from a guarded GPU.
     wait_for("the guard is off", lambda: not status(node).gpus[0].guarded_because)
     wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
-    offline = OfflinePod(node, f"batch-{suffix}", **placed(node))
-    node.pods.wait_phase(offline.name)
+    offline = wait_for("the kubelet gives the GPU", lambda: admitted(node, f"batch-{suffix}"))
     offline.wait_beating()
     return online, offline
+
+
+def admitted(node: RealNode, name: str) -> OfflinePod | None:
+    """The kubelet hears a moment later than `status` that the GPU is open. It turns pods away until then, and who owns
+    one makes another."""
+    pod = OfflinePod(node, name, **placed(node))
+    try:
+        node.pods.wait_phase(pod.name)
+    except AssertionError as ended:
+        if "UnexpectedAdmissionError" not in str(ended):
+            raise
+        node.pods.delete(pod.name)
+        return None
+    return pod
 
 
 def gates(node: RealNode, online: OnlinePod, offline: OfflinePod) -> bool:
