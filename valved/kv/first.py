@@ -13,7 +13,7 @@ from itertools import chain
 from valved.abi.kv_link import KvHow
 from valved.kv.books import KvBooks
 from valved.kv.engines import STALE_NS, Engine
-from valved.kv.moves import MovePlan, Moves
+from valved.kv.moves import Moves
 from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.kv.supply import Supply
@@ -24,10 +24,8 @@ from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Remap
 from valved.policy.eviction import EvictionSettings
 
-SIZES = (
-    32,
-    8,
-)  # handles of each GPU; to take the most of these that are needed lasts longer than to decide on the rest
+SIZES = (32, 8)
+"""Handles of each GPU. To take the most of these that are needed lasts longer than to decide on the rest."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,7 +35,6 @@ class First:
     above_blocks: int  # a wish for more takes all of it
     gpus: frozenset[GpuIndex]
     victims: list[Victims]
-    plans: list[MovePlan]
     handles: dict[GpuIndex, int]
     began_ns: int = 0
     told_ns: int = 0
@@ -97,10 +94,9 @@ class Firsts:
                 victims = choose(self._supply.losers(missing), missing, self._costs)
                 above_blocks = (mapped + columns - 1) * engine.blocks_per_column
                 handles = {gpu: sum(one.engine.handles_in(one.columns, gpu) for one in victims) for gpu in gpus}
-                plans = [self._moves.plan_taking(one.engine, one.columns, KvHow.AT_STEP) for one in victims]
-                seen.firsts.append(
-                    First(above_blocks=above_blocks, gpus=gpus, victims=victims, plans=plans, handles=handles)
-                )
+                for one in victims:
+                    one.plan = self._moves.plan_taking(one.engine, one.columns, KvHow.AT_STEP)  # in one stage
+                seen.firsts.append(First(above_blocks=above_blocks, gpus=gpus, victims=victims, handles=handles))
         seen.made_by = self._made_by(seen)
         return seen
 
@@ -121,7 +117,7 @@ class Firsts:
             for one in first.victims:
                 self._moves.lose(one.engine, one.columns)
             first.told_ns = self._clock.now_ns()
-            stages = chain(*(plan.stages for plan in first.plans))  # of one stage each
+            stages = chain(*(one.plan.stages for one in first.victims if one.plan is not None))
             try:
                 first.orders = self._moves.take(chain(*stages), KvHow.AT_ONCE)
             except Exception:
