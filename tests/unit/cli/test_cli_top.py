@@ -227,10 +227,11 @@ def test_each_key_of_several_is_obeyed_and_a_held_view_stays():
     assert "reversed, held" in screen.drawn[2]
 
 
+RESTS = "\n    while True: time.sleep(0.01)"  # in one sleep, a signal that comes just before it is never heard
 KEYS = """
 import signal, time; from rich.console import Console; from valved.cli.keys import keys
 for number in (signal.SIGHUP, signal.SIGQUIT): signal.signal(number, signal.SIG_DFL)  # the tests may ignore them
-with keys(Console()): time.sleep(1000)
+with keys(Console()):RESTS
 """
 
 
@@ -249,7 +250,7 @@ def test_a_view_that_is_killed_never_keeps_the_terminal(terminal, how):
     """Its shell would show nothing of what is typed."""
     _, end = terminal
     before = termios.tcgetattr(end)
-    view = subprocess.Popen([sys.executable, "-c", KEYS], stdin=end, stdout=end)
+    view = subprocess.Popen([sys.executable, "-c", KEYS.replace("RESTS", RESTS)], stdin=end, stdout=end)
     until(lambda: termios.tcgetattr(end) != before)
 
     view.send_signal(how)
@@ -261,10 +262,9 @@ SCREEN = """
 import os, signal, time; os.setpgrp(); signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # as a job of a shell
 from rich.live import Live; from valved.cli.keys import keys; from valved.cli.tables import Paper
 console = Paper()
-with keys(console), Live(console=console, auto_refresh=False, screen=True): WAITS
+with keys(console), Live(console=console, auto_refresh=False, screen=True):WAITS
 """
-WAITS = ["time.sleep(1000)"]
-WAITS += ["\n  with console: console.print('half a page'); os.write(1, b'drawing'); time.sleep(1000)"]
+WAITS = [RESTS, "\n  with console:\n    console.print('half a page'); os.write(1, b'drawing')" + RESTS]
 
 
 def reads(seen, *ends):
