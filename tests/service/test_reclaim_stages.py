@@ -1,4 +1,7 @@
-"""A reclaim goes in stages: who waits maps one while the next is being taken, and never more than is free."""
+"""A reclaim goes in stages: who waits maps one while the next is being taken, and never more than is free.
+
+What an order takes is passed on in the turn of its answer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from valved.abi.kv_link import KvHow, KvNeed, KvOp
 from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
 from valved.kv.engines import Engine
-from valved.kv.moves import CUT_FROM, CUTS
+from valved.kv.moves import CUT_FROM, CUTS, Moves
 from valved.kv.slots import NOTHING
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
@@ -379,3 +382,122 @@ def test_who_gives_the_last_stage_never_looks_at_every_cell_again(world, monkeyp
 
     assert looks
     assert all(looks)
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """Parts of plans that were to be passed on, and whether they were."""
+    found = []
+
+    def pass_on(moves, engine, part, *rest, then=Moves._pass_on):
+        then(moves, engine, part, *rest)
+        found.append(bool(part.given))
+
+    monkeypatch.setattr(Moves, "_pass_on", pass_on)
+    return found
+
+
+def helper(folder):
+    world = KvWorld(folder, config=Config(memory=replace(MEMORY, remap=Remap.HELPER, pool_mib=40)), handles=20)
+    return world, *beside(world)
+
+
+def test_a_stage_never_waits_for_the_books_of_what_was_taken(world, passed):
+    _, online = beside(world)
+    rings(online)
+    world.run(100)
+
+    assert passed
+    assert all(passed)
+    assert len(online.backed()) >= 56
+
+
+@pytest.mark.parametrize("remap", WAYS)
+def test_a_column_of_many_planes_is_never_passed_on_twice(tmp_path, passed, remap):
+    world, online = planes(tmp_path, remap)
+    before = len(online.shim.connection.sent)
+    rings(online, wanted=24)
+    for _ in range(300):
+        world.run(0.1)
+        world.kv.check_integrity()
+
+    assert any(passed)
+    given = [entry[1:3] for body in sent(online, KvOp.BACK, before) for entry in entries_of(body)]
+    assert len(given) == len(set(given))
+    assert len(online.backed()) >= 24
+    world.check()
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_what_an_order_did_not_take_never_goes_on(tmp_path, passed, done):
+    world, offline, online = helper(tmp_path)
+    begun(world, offline, online)
+    passed.clear()
+    offline.shim.fails.append((done, errno.EIO))
+    until(world, lambda: world.kv.books.orders.under_way(offline.shim.client) == [])
+
+    world.run(3000)
+    world.check()
+    assert len(online.backed()) + len(offline.backed()) <= 80
+
+
+def test_what_stood_in_a_range_that_was_deleted_is_never_passed_on(tmp_path, passed):
+    world, offline, online = helper(tmp_path)
+    begun(world, offline, online)
+    passed.clear()
+
+    for number in list(offline.shim.ranges):
+        offline.shim.free_range(number)
+    world.run(200)
+
+    assert not any(passed)
+    world.run(3000)
+    world.check()
+
+
+def test_nothing_is_ever_passed_on_to_an_engine_that_has_left(tmp_path, passed):
+    world, offline, online = helper(tmp_path)
+    begun(world, offline, online)
+    passed.clear()
+    [engine] = world.kv.books.engines_with(Role.ONLINE)
+
+    world.kv.books.engines.pop(engine.service)
+    world.run(0.2)
+    assert not any(passed)
+
+    world.kv.books.engines[engine.service] = engine
+    world.run(3000)
+    world.check()
+
+
+def test_of_two_needs_never_the_younger_is_passed_on_to_first(world, passed):
+    """Both plan with the same handles."""
+    offline, first = beside(world)
+    second = world.engine("online", columns=16, name="other")
+    world.run(500)
+    before = len(first.shim.connection.sent), len(second.shim.connection.sent)
+    offline.shim.at_step.clear()
+    rings(first, wanted=24)
+    rings(second, wanted=24)
+    for _ in range(3000):
+        world.run(0.01)
+        world.kv.check_integrity()
+        younger, older = sent(second, KvOp.BACK, before[1]), sent(first, KvOp.BACK, before[0])
+        assert not younger or older
+
+    assert min(len(first.backed()), len(second.backed())) >= 24
+    assert count(sent(second, KvOp.BACK, before[1]))
+
+
+def test_who_is_late_never_passes_anything_on(tmp_path, passed):
+    """The engine that waited has gone on without, and what comes then is free for all."""
+    world, _ = hung_at_the_last_stage(tmp_path)
+    world.run(200)
+    passed.clear()
+    world.hooks[0].shim.catch_up()
+    world.run(1)
+
+    assert passed
+    assert not any(passed)
+    world.run(3000)
+    world.check()

@@ -10,11 +10,11 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.first import Firsts, Foreseen
 from valved.kv.journey import Pause, all_of
-from valved.kv.moves import Moves
+from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
 from valved.kv.reclaim import Reclaimer
-from valved.kv.slots import Ints
-from valved.kv.supply import Supply
+from valved.kv.slots import NOTHING, Ints
+from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
 from valved.model.ids import GpuIndex
 
@@ -103,7 +103,7 @@ class Growth:
                 need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), over, rung_ns)
                 await need.begun
                 if not need.ready.is_set and self._books.is_attached(engine):
-                    plan = self._moves.plan_giving(engine, columns, need.coming)
+                    plan = self._plan(need, engine, columns, orders)
                 while not need.ready.is_set:
                     await need.partly
                     if plan is not None and not need.ready.is_set and self._books.is_attached(engine):
@@ -123,6 +123,18 @@ class Growth:
         # What seemed to be free was not: the next try asks for it, where an engine has some.
         may_ask = need is None and any(self._supply.takeable(gpu) for gpu in engine.gpus)
         return self._books.is_attached(engine) and (may_ask or any(order.done for order in orders))
+
+    def _plan(self, need: Need, engine: Engine, columns: Ints, orders: list[Order]) -> MovePlan:
+        """What is coming goes where it says: as soon as it is there, or in its stage."""
+
+        def given(more: list[Order]) -> None:
+            self._supply.note_given(need, more)
+            orders.extend(more)
+
+        rows = [np.concatenate([NOTHING, *(one.slots.standing() for one in stage)]) for stage in need.coming]
+        plan = self._moves.plan_giving(engine, columns, rows)
+        self._moves.pass_on(plan, need.coming, lambda: self._supply.may_pass_on(need), given)
+        return plan
 
     def _is_short(self, engine: Engine) -> bool:
         """It would use more than it has."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valved.abi.kv_link import KvHow, KvOp
 from valved.kv.books import KvBooks
@@ -49,9 +51,21 @@ class MovePlan:
     @property
     def gives(self) -> bool:
         """Just what its columns lack. What became of earlier stages meanwhile changes nothing of that, if it came."""
-        left = [part.slots for part in chain(*self.stages)]
-        are_bare = all((slots.standing() == NO_HANDLE).all() for slots in left)
-        return are_bare and all((slots.standing() != NO_HANDLE).all() for slots in self.given)
+        gone = [*self.given, *(part.slots for part in chain(*self.stages) if part.given)]
+        are_bare = all(_is_bare(part.slots) for part in self.left)
+        return are_bare and all((slots.standing() != NO_HANDLE).all() for slots in gone)
+
+    @property
+    def left(self) -> list[Packed]:
+        return [part for part in chain(*self.stages) if not part.given]
+
+
+Given = Callable[[list[Order]], object]
+_NONE = np.zeros(0, np.bool_)
+
+
+def _is_bare(slots: RangeSlots) -> bool:
+    return bool((slots.standing() == NO_HANDLE).all())
 
 
 @dataclass(eq=False, repr=False)
@@ -65,7 +79,7 @@ class Moves:
 
     def give_columns(self, engine: Engine, columns: Ints, plan: MovePlan | None = None) -> list[Order]:
         """As many of these as there is memory for, from the first on. `plan`: for what of them is left."""
-        parts = list(chain(*plan.stages)) if plan is not None else []
+        parts = plan.left if plan is not None else []
         if plan is not None and plan.gives and self._is_free(engine, parts):
             return self.give([part.slots for part in parts], drafted=parts)
         return self.give(engine.cells(columns[: self._supply.fitting(engine, columns)], backed=False))
@@ -73,12 +87,32 @@ class Moves:
     def give_ahead(self, plan: MovePlan) -> tuple[list[Order], MovePlan]:
         """All stages but the last, as far as their handles are free by now; and what is left of the plan."""
         orders: list[Order] = []
-        while len(plan.stages) > 1 and plan.gives and self._is_free(plan.engine, plan.stages[0]):
+        while len(plan.stages) > 1 and plan.gives:
             stage, *stages = plan.stages
-            slots = [part.slots for part in stage]
-            orders += self.give(slots, drafted=stage)
-            plan = replace(plan, stages=stages, given=(*plan.given, *slots))
+            left = [part for part in stage if not part.given]
+            if not self._is_free(plan.engine, left):
+                break
+            orders += self.give([part.slots for part in left], drafted=left)
+            plan = replace(plan, stages=stages, given=(*plan.given, *(part.slots for part in stage)))
         return orders, plan
+
+    def pass_on(self, plan: MovePlan, coming: list[list[Order]], may: Callable[[], bool], given: Given) -> None:
+        """A part goes in the turn of the loop in which the order is answered that takes the last of its handles, and
+        before anything else is done about that: `given` hears of it. `may`: looks at that moment."""
+        orders = list(chain(*coming))
+        for part in plan.left:
+            taken = ((order, np.isin(part.rows, order.slots.standing())) for order in reversed(orders))
+            order, comes = next(((one, rows) for one, rows in taken if rows.any()), (None, _NONE))
+            if order is not None and len(part.rows) == len(part.slots):
+                order.passes.append(partial(self._pass_on, plan.engine, part, comes, may, given))
+
+    def _pass_on(
+        self, engine: Engine, part: Packed, comes: NDArray[np.bool_], may: Callable[[], bool], given: Given
+    ) -> None:
+        is_so = may() and self._books.is_attached(engine) and _is_bare(part.slots)
+        if is_so and self._books.pool.pass_on(part.rows, part.names, comes):
+            part.given = self._books.orders.back(part.slots, part.rows, KvHow.AT_ONCE, part.drafts)
+            given(part.given)
 
     def _is_free(self, engine: Engine, stage: list[Packed]) -> bool:
         """For this engine, and now."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, MAX_RUNS, RUN, ZERO, KvDone, KvEntries, KvHow, KvOp, KvRuns
 from valved.abi.link import Body, LinkType, Malformed
+from valved.kv import journey
 from valved.kv.journey import Pause
 from valved.kv.pool import Pool
 from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots
@@ -72,6 +73,7 @@ class Order:
     arrived: Pause = field(default_factory=Pause)  # it lies in the client's socket
     settled: Pause = field(default_factory=Pause)  # no reclaim waits for it under a closed gate any more
     through: Pause = field(default_factory=Pause)  # its slots are what the books say
+    passes: list[Callable[[], None]] = field(default_factory=list)  # where what it takes goes, once that is all there
 
     @property
     def client(self) -> ClientId:
@@ -206,15 +208,15 @@ class Orders:
         if order.op is KvOp.BACK:
             self._backed(order, fds)
         else:
-            self._lift(order.slots[: order.done])
+            self._have_gone(order)
         self._settle(order)
 
     def taken(self, order: Order) -> None:
         """valved has made the slots of this order sparse."""
         if order.settled.is_set:
             return  # its client left first, and what it had is free, or kept until its process ends
-        self._lift(order.slots)
         order.done = len(order.slots)
+        self._have_gone(order)
         self._settle(order)
 
     def refused(self, order: Order, instead: Order) -> None:
@@ -258,6 +260,16 @@ class Orders:
         are_there = self.pool.is_there(done)
         if not are_there.all():  # their ranges were deleted meanwhile: nothing is mapped there
             self.pool.lift(done[~are_there])
+
+    def _have_gone(self, order: Order) -> None:
+        """All else can wait: who waits for them gets them first."""
+        passes, order.passes = order.passes, []
+        for pass_on in passes if order.done == len(order.slots) else ():
+            try:
+                pass_on()
+            except Exception as error:  # what this order has taken is taken
+                journey.failed(error)
+        self._lift(order.slots[: order.done])
 
     def _lift(self, slots: RangeSlots) -> None:
         """What a range that was deleted held is free already."""

@@ -56,6 +56,7 @@ class Packed:
     rows: Ints = field(default_factory=lambda: NOTHING)  # of the handles that will be mapped there ...
     names: Ints = field(default_factory=lambda: NOTHING)  # ... and their names
     runs: list[Runs] = field(default_factory=list)  # of each draft, where valved makes the memory sparse itself
+    given: list[Order] = field(default_factory=list)  # what they became when its handles were passed on
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

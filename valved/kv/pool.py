@@ -105,11 +105,17 @@ class Pool:
 
     def take_planned(self, rows: Ints, names: Ints) -> bool:
         """Just these, in whatever order they became free. False: one is not free, or not the handle that it was."""
-        if not ((self._place[rows] == Place.FREE).all() and np.array_equal(self._name[rows], names)):
+        return self.pass_on(rows, names, np.zeros(len(rows), np.bool_))
+
+    def pass_on(self, rows: Ints, names: Ints, comes: NDArray[np.bool_]) -> bool:
+        """The same, but those that come are not free yet: an order has taken them, and is about to be lifted."""
+        here = np.where(comes, Place.MAPPED, Place.FREE)
+        if not (np.array_equal(self._place[rows], here) and np.array_equal(self._name[rows], names)):
             return False
-        if len(rows):  # of one GPU and domain, as a handle stays there
-            self._free.take_out((GpuIndex(int(self._gpu[rows[0]])), int(self._domain[rows[0]])), rows.tolist())
-        self._place[rows] = Place.MOVING
+        if not comes.all():  # of one GPU and domain, as a handle stays there
+            place = GpuIndex(int(self._gpu[rows[0]])), int(self._domain[rows[0]])
+            self._free.take_out(place, rows[~comes].tolist())
+        self._home[rows], self._place[rows] = 0, Place.MOVING
         return True
 
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
@@ -144,10 +150,11 @@ class Pool:
         self.land(rows, slots)
 
     def lift(self, slots: RangeSlots) -> None:
-        """The client has unmapped what stood there: free from now on."""
+        """The client has unmapped what stood there: free from now on, if it was not passed on."""
         rows = slots.standing()
         slots.put(NO_HANDLE)
-        self.free(rows[rows >= 0])
+        rows = rows[rows >= 0]
+        self.free(rows[self._place[rows] == Place.MAPPED])
 
     def is_there(self, slots: RangeSlots) -> NDArray[np.bool_]:
         """Whether their ranges are."""

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
-import numpy as np
-
 from valved.abi.kv_link import KvHow
 from valved.kv.account import Reclaim, ReclaimTeller
 from valved.kv.beside import Beside
@@ -38,7 +36,7 @@ from valved.kv.first import First, Firsts
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import MovePlan, Moves
 from valved.kv.orders import Order
-from valved.kv.slots import NOTHING, Ints
+from valved.kv.slots import Ints
 from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
 from valved.kv.victims import choose
@@ -266,9 +264,9 @@ class Reclaimer:
 
     def _begun(self, reclaim: Reclaim, stages: list[list[Order]]) -> None:
         """The caller that waits prepares while the memory is taken, and maps one stage while the next is taken."""
-        open_ = [[order.slots.standing() for order in orders if not order.settled.is_set] for orders in stages]
+        open_ = [[order for order in orders if not order.settled.is_set] for orders in stages]
         for need in reclaim.needs if any(open_) else ():
-            need.coming = [np.concatenate([NOTHING, *rows]) for rows in open_]
+            need.coming = open_
             need.begun.set()
         for orders in stages[:-1]:
             all_of([order.settled for order in orders]).then(lambda: stage_came(reclaim.needs))

@@ -40,7 +40,7 @@ class Need:
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
     over: Pause  # whoever asked asks no more: several needs may be tries of one growth
     has_told: bool = False  # an engine was told of a loss for it
-    coming: list[Ints] = field(default_factory=list)  # handles that are being taken for it, stage by stage
+    coming: list[list[Order]] = field(default_factory=list)  # by them handles are being taken for it, stage by stage
     begun: Pause = field(default_factory=Pause)  # now is the time to prepare for them
     partly: Pause = field(default_factory=Pause)  # the next stage is free
     ready: Pause = field(default_factory=Pause)  # all that could be taken is free
@@ -104,6 +104,10 @@ class Supply:
         for order in orders:
             gpu = order.slots.owner.gpu
             need.promised[gpu] = max(0, need.promised[gpu] - len(order.slots))
+
+    def may_pass_on(self, need: Need) -> bool:
+        """What is taken is its own, whatever else is free."""
+        return self._needs[:1] == [need] and not need.ready.is_set
 
     def settle(self, need: Need | None) -> None:
         """What was asked for is there, or will not be."""
