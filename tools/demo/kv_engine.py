@@ -30,6 +30,7 @@ def kv_options(parser: argparse.ArgumentParser, prefill_us: float) -> None:
     option(parser, "--kv-blocks", 512, "The number of blocks of the KV cache.")
     option(parser, "--kv-planes", 4, "The pieces of a block: layers x (K, V).")
     option(parser, "--block-kib", 64, "The number of KiB that a block has in each plane.")
+    option(parser, "--tag-kib", 4, "The KiB from one page that is written and checked to the next.")
     option(parser, "--prefill-us", prefill_us, "The GPU time per prompt token, in microseconds.")
     option(parser, "--duration", 0.0, "The seconds after which no new request is begun. 0 stands for no limit.")
 
@@ -42,7 +43,11 @@ class KvEngine(ABC):
         self.device = Device()
         self.blocks: int = options.kv_blocks
         self.memory = TaggedMemory(
-            self.device, blocks=self.blocks, planes=options.kv_planes, block_kib=options.block_kib
+            self.device,
+            blocks=self.blocks,
+            planes=options.kv_planes,
+            block_kib=options.block_kib,
+            tag_kib=options.tag_kib,
         )
         self.used = np.zeros(self.blocks, dtype=bool)
         self.used[0] = True  # the null block, for padding

@@ -1,7 +1,8 @@
 """KV memory on the emulated card in which every block says whose it is: what is lost, shared or overwritten shows.
 
-Both ends of every page of a block hold a word that follows from its owner, its place among the owner's blocks and how
-many tokens are in it. The word differs on every page, so that a page in the wrong place is found, too.
+Both ends of every page of a block (or of one page in so many) hold a word that follows from its owner, its place among
+the owner's blocks and how many tokens are in it. The word differs on every page, so that a page in the wrong place is
+found, too.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class KvSequence:
 class TaggedMemory:
     """`planes` tensors of blocks, as an engine has one for the keys and one for the values of each layer."""
 
-    def __init__(self, device: Device, *, blocks: int, planes: int, block_kib: int) -> None:
-        if blocks < 2 or planes < 1 or block_kib < 4 or block_kib * 1024 % PAGE:
-            raise SystemExit("kv-blocks is above 1, kv-planes above 0, block-kib a multiple of 4")
+    def __init__(self, device: Device, *, blocks: int, planes: int, block_kib: int, tag_kib: int = 4) -> None:
+        """`tag_kib`: how far apart the pages are that say so; what lies between is never touched."""
+        if blocks < 2 or planes < 1 or tag_kib < 4 or tag_kib * 1024 % PAGE or block_kib < 4 or block_kib % tag_kib:
+            raise SystemExit("kv-blocks is above 1, kv-planes above 0, block-kib a multiple of tag-kib, that one of 4")
         self._device = device
         size = block_kib * 1024
         begin, end = shim_call("valve_kv_begin"), shim_call("valve_kv_end")
@@ -67,9 +69,10 @@ class TaggedMemory:
         if end is not None:
             end()
         self.tensors = [Tensor(base=address_of(array), block_stride=size, block_bytes=size) for array in arrays]
-        words = [np.frombuffer(array, np.uint64).reshape(blocks, size // PAGE, PAGE // 8) for array in arrays]
-        self._ends = [(plane[:, :, 0], plane[:, :, -1]) for plane in words]
-        self._pages = np.arange(size // PAGE, dtype=np.uint64) * PAGE
+        apart = tag_kib * 1024
+        words = [np.frombuffer(array, np.uint64).reshape(blocks, size // apart, apart // 8) for array in arrays]
+        self._ends = [(plane[:, :, 0], plane[:, :, PAGE // 8 - 1]) for plane in words]
+        self._pages = np.arange(size // apart, dtype=np.uint64) * apart
 
     def compute(self, sequences: Sequence[KvSequence], least_us: float) -> list[int]:
         """A step, as one kernel: writes what is new of each sequence, then looks at all of it. The words of each that

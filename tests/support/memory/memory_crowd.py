@@ -40,7 +40,7 @@ class MortalClock:
 
     def __init__(self, clock):
         self.clock, self.is_dead = clock, False
-        self.now_ns = clock.now_ns
+        self.now_ns, self.stay_awake = clock.now_ns, clock.stay_awake
 
     def call_at_ns(self, when_ns, call):
         return self.clock.call_at_ns(when_ns, lambda: self.is_dead or call())
