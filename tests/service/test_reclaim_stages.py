@@ -460,6 +460,32 @@ def test_what_stood_in_a_range_that_was_deleted_is_never_passed_on(tmp_path, pas
     world.check()
 
 
+def test_a_handle_that_stands_elsewhere_by_now_is_never_passed_on(tmp_path, passed):
+    """Its range was deleted, and who waits has got it already, for another column."""
+    world, offline, online = helper(tmp_path)
+    rings(online, wanted=32)
+    books, [engine] = world.kv.books, world.kv.books.engines_with(Role.ONLINE)
+    until(world, lambda: any(order.passes for order in books.orders.under_way(offline.shim.client)))
+    orders = books.orders.under_way(offline.shim.client)
+    [(_, part, *_)] = [passing.args for order in orders[-1:] for passing in order.passes]
+    offline.shim.coming.clear()
+    for number in list(offline.shim.ranges):
+        offline.shim.free_range(number)
+    [elsewhere] = engine.cells(engine.bare_columns()[-len(part.rows) :], backed=False)
+    assert books.pool.take_planned(part.rows, part.names)
+    books.orders.back(elsewhere, part.rows)
+    until(world, lambda: not books.orders.under_way(online.shim.client))
+
+    for order in orders:
+        done = KvDone(order=order.number, done=len(order.slots), status=0, cu_result=0)
+        offline.shim.say(LinkType.KV_DONE, done)
+        world.kv.check_integrity()
+    assert passed
+    assert not any(passed)
+    world.run(3000)
+    world.check()
+
+
 def test_nothing_is_ever_passed_on_to_an_engine_that_has_left(tmp_path, passed):
     world, offline, online = helper(tmp_path)
     begun(world, offline, online)

@@ -60,8 +60,8 @@ class MovePlan:
         return [part for part in chain(*self.stages) if not part.given]
 
 
+Flags = NDArray[np.bool_]
 Given = Callable[[list[Order]], object]
-_NONE = np.zeros(0, np.bool_)
 
 
 def _is_bare(slots: RangeSlots) -> bool:
@@ -99,18 +99,20 @@ class Moves:
     def pass_on(self, plan: MovePlan, coming: list[list[Order]], may: Callable[[], bool], given: Given) -> None:
         """A part goes in the turn of the loop in which the order is answered that takes the last of its handles, and
         before anything else is done about that: `given` hears of it. `may`: looks at that moment."""
-        orders = list(chain(*coming))
-        for part in plan.left:
-            taken = ((order, np.isin(part.rows, order.slots.standing())) for order in reversed(orders))
-            order, comes = next(((one, rows) for one, rows in taken if rows.any()), (None, _NONE))
-            if order is not None and len(part.rows) == len(part.slots):
-                order.passes.append(partial(self._pass_on, plan.engine, part, comes, may, given))
+        taken = [(order, order.slots.standing()) for order in reversed(list(chain(*coming)))]
+        for part in [one for one in plan.left if len(one.rows) == len(one.slots)]:
+            order, rows = next(((one, rows) for one, rows in taken if np.isin(part.rows, rows).any()), (None, NOTHING))
+            if order is not None:
+                comes, by_row = np.isin(part.rows, rows), np.argsort(rows)
+                at = by_row[np.searchsorted(rows, part.rows[comes], sorter=by_row)]
+                order.passes.append(partial(self._pass_on, plan.engine, part, comes, order.slots[at], may, given))
 
     def _pass_on(
-        self, engine: Engine, part: Packed, comes: NDArray[np.bool_], may: Callable[[], bool], given: Given
+        self, engine: Engine, part: Packed, comes: Flags, here: RangeSlots, may: Callable[[], bool], given: Given
     ) -> None:
+        """`here`: those of its handles stand that come."""
         is_so = may() and self._books.is_attached(engine) and _is_bare(part.slots)
-        if is_so and self._books.pool.pass_on(part.rows, part.names, comes):
+        if is_so and self._books.pool.pass_on(part.rows, part.names, comes, here):
             part.given = self._books.orders.back(part.slots, part.rows, KvHow.AT_ONCE, part.drafts)
             given(part.given)
 

@@ -105,17 +105,19 @@ class Pool:
 
     def take_planned(self, rows: Ints, names: Ints) -> bool:
         """Just these, in whatever order they became free. False: one is not free, or not the handle that it was."""
-        return self.pass_on(rows, names, np.zeros(len(rows), np.bool_))
-
-    def pass_on(self, rows: Ints, names: Ints, comes: NDArray[np.bool_]) -> bool:
-        """The same, but those that come are not free yet: an order has taken them, and is about to be lifted."""
-        here = np.where(comes, Place.MAPPED, Place.FREE)
-        if not (np.array_equal(self._place[rows], here) and np.array_equal(self._name[rows], names)):
+        if not ((self._place[rows] == Place.FREE).all() and np.array_equal(self._name[rows], names)):
             return False
-        if not comes.all():  # of one GPU and domain, as a handle stays there
-            place = GpuIndex(int(self._gpu[rows[0]])), int(self._domain[rows[0]])
-            self._free.take_out(place, rows[~comes].tolist())
-        self._home[rows], self._place[rows] = 0, Place.MOVING
+        if len(rows):  # of one GPU and domain, as a handle stays there
+            self._free.take_out((GpuIndex(int(self._gpu[rows[0]])), int(self._domain[rows[0]])), rows.tolist())
+        self._place[rows] = Place.MOVING
+        return True
+
+    def pass_on(self, rows: Ints, names: Ints, comes: NDArray[np.bool_], here: RangeSlots) -> bool:
+        """The same, but those that come stand here: an order has taken them, and is lifted in this turn of the loop."""
+        coming = rows[comes]
+        if not (np.array_equal(here.standing(), coming) and self.take_planned(rows[~comes], names[~comes])):
+            return False
+        self._home[coming], self._place[coming] = 0, Place.MOVING
         return True
 
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
