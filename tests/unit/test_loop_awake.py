@@ -44,6 +44,23 @@ def test_a_loop_that_awaits_something_never_sleeps(naps):
     assert not any(found)
 
 
+def test_a_loop_is_never_kept_awake_for_more_than_its_share_of_a_core(naps, monkeypatch):
+    """A client chooses how often something is awaited."""
+    loop, _ = naps
+    clock, now_ns = LoopClock(loop), 1_000_000_000_000
+    awake_ns = 0
+    monkeypatch.setattr(clock, "now_ns", lambda: now_ns)
+    clock.stay_awake(LONG_NS)
+    for _ in range(60_000):
+        clock.stay_awake(LONG_NS)
+        awake_ns += 1_000_000 if loop._ready else 0
+        now_ns += 1_000_000
+        for handle in [loop._ready.popleft() for _ in range(len(loop._ready))]:
+            handle._run()
+
+    assert 0.03 * 60e9 < awake_ns < 0.07 * 60e9
+
+
 @pytest.mark.parametrize("again", [1, 50])
 def test_a_loop_never_turns_twice_for_one_wait(naps, again):
     """However often it is asked to stay awake: else each would cost a turn of every later one."""

@@ -9,7 +9,8 @@
     open      the hold is dropped
 
 Taking and giving of a large one go in stages (kv/moves.py): all is told before any is taken, and the handles of a stage
-are given as soon as its orders are answered, while the next stage is taken.
+are given as soon as its orders are answered, while the next stage is taken. What the service has planned with is passed
+on in the turn of the answer, before it is booked as free.
 
 Where it was tried (kv/outside.py) valved makes the memory sparse itself instead of asking for it. A cooperative reclaim
 has no gate: the same orders wait for the next step of the engine, channels on; if a service waits, they are on once

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 CORES = len(os.sched_getaffinity(0))  # with one, it would be kept from those who are awaited
+AWAKE_MOST_NS = 50_000_000  # at once: others may need the core, and a client chooses how often something is awaited
+AWAKE_ONE_IN = 20  # of the time
 
 
 class TimerHandle(Protocol):
@@ -30,7 +32,8 @@ class LoopClock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._awake_until_ns = 0
+        self._awake_until_ns = self._seen_ns = 0
+        self._purse_ns = AWAKE_MOST_NS
         self._is_turning = False
 
     def now_ns(self) -> int:
@@ -46,7 +49,11 @@ class LoopClock:
 
     def _turn(self) -> None:
         """A loop that has something to do in its next turn asks for news without waiting for any."""
-        self._is_turning = self.now_ns() < self._awake_until_ns
+        now_ns = self.now_ns()
+        passed_ns, self._seen_ns = now_ns - self._seen_ns, now_ns
+        change_ns = -passed_ns if self._is_turning else passed_ns // AWAKE_ONE_IN
+        self._purse_ns = min(self._purse_ns + change_ns, AWAKE_MOST_NS)
+        self._is_turning = now_ns < self._awake_until_ns and self._purse_ns > 0
         if self._is_turning:
             os.sched_yield()  # what is awaited may need this very core
             self._loop.call_soon(self._turn)
