@@ -186,7 +186,7 @@ def test_a_range_that_is_backed_whole_never_gets_what_its_engine_was_given_meanw
     world.kv.supply.see_cards({})
     world.kv.supply.make(GPU, 4)
     shim.say(LinkType.KV_HELD, KvEntries(order=0, range=0, op=0, how=0, raw=raw), fds)
-    assert world.kv.supply.is_waited_for
+    assert world.kv.supply.oldest
     online = Hook(shim, 32)
     assert online.register([tensor()], (0,)) == 0
     assert online.attach() == 0
@@ -250,7 +250,7 @@ def test_a_service_that_does_not_map_what_it_was_sent_never_keeps_memory_from_ot
     online.shim.answers = False
     online.want(used=4, wanted=96)
     world.run(1000)
-    assert world.kv.supply.is_waited_for
+    assert world.kv.supply.oldest
     other = world.engine("online", columns=4, name="other")
     other.shim.die()
     held = len(offline.backed())

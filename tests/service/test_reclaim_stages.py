@@ -465,9 +465,9 @@ def test_a_handle_that_stands_elsewhere_by_now_is_never_passed_on(tmp_path, pass
     world, offline, online = helper(tmp_path)
     rings(online, wanted=32)
     books, [engine] = world.kv.books, world.kv.books.engines_with(Role.ONLINE)
-    until(world, lambda: any(order.passes for order in books.orders.under_way(offline.shim.client)))
+    until(world, lambda: any(order._passes for order in books.orders.under_way(offline.shim.client)))
     orders = books.orders.under_way(offline.shim.client)
-    [(_, part, *_)] = [passing.args for order in orders[-1:] for passing in order.passes]
+    [(_, part, *_)] = [passing.args for order in orders[-1:] for passing in order._passes]
     offline.shim.coming.clear()
     for number in list(offline.shim.ranges):
         offline.shim.free_range(number)

@@ -108,7 +108,7 @@ class Firsts:
         """Precondition: its GPUs are held for it, and no other reclaim is under way. Not where anything has changed, or
         something does not stand yet."""
         first = next((one for one in seen.firsts if wanted_blocks > one.above_blocks), None)
-        if first is None or self._supply.is_waited_for or not self._turn.are_proven(seen.gpus):
+        if first is None or self._supply.oldest is not None or not self._turn.are_proven(seen.gpus):
             return
         now_ns = self._clock.now_ns()
         if all(self._may_take(one.engine, now_ns) for one in first.victims) and seen.made_by == self._made_by(seen):

@@ -133,7 +133,7 @@ class Growth:
 
         rows = [np.concatenate([NOTHING, *(one.slots.standing() for one in stage)]) for stage in need.coming]
         plan = self._moves.plan_giving(engine, columns, rows)
-        self._moves.pass_on(plan, need.coming, lambda: self._supply.may_pass_on(need), given)
+        self._moves.pass_on(plan, need.coming, lambda: self._supply.oldest is need and not need.ready.is_set, given)
         return plan
 
     def _is_short(self, engine: Engine) -> bool:

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain, zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from valved.abi.kv_link import KvHow, KvOp
 from valved.kv.books import KvBooks
@@ -60,7 +59,6 @@ class MovePlan:
         return [part for part in chain(*self.stages) if not part.given]
 
 
-Flags = NDArray[np.bool_]
 Given = Callable[[list[Order]], object]
 
 
@@ -103,18 +101,20 @@ class Moves:
         for part in [one for one in plan.left if len(one.rows) == len(one.slots)]:
             order, rows = next(((one, rows) for one, rows in taken if np.isin(part.rows, rows).any()), (None, NOTHING))
             if order is not None:
-                comes, by_row = np.isin(part.rows, rows), np.argsort(rows)
-                at = by_row[np.searchsorted(rows, part.rows[comes], sorter=by_row)]
-                order.passes.append(partial(self._pass_on, plan.engine, part, comes, order.slots[at], may, given))
+                last, by_row = part.rows[np.isin(part.rows, rows)], np.argsort(rows)
+                here = order.slots[by_row[np.searchsorted(rows, last, sorter=by_row)]]
+                order.then_pass(partial(self._pass_on, plan.engine, part, here, last, may, given))
 
     def _pass_on(
-        self, engine: Engine, part: Packed, comes: Flags, here: RangeSlots, may: Callable[[], bool], given: Given
+        self, engine: Engine, part: Packed, here: RangeSlots, last: Ints, may: Callable[[], bool], given: Given
     ) -> None:
-        """`here`: those of its handles stand that come."""
-        is_so = may() and self._books.is_attached(engine) and _is_bare(part.slots)
-        if is_so and self._books.pool.pass_on(part.rows, part.names, comes, here):
-            part.given = self._books.orders.back(part.slots, part.rows, KvHow.AT_ONCE, part.drafts)
-            given(part.given)
+        """`last`: those of its handles that stand here, and come; unless they stand elsewhere by now."""
+        pool, is_so = self._books.pool, may() and self._books.is_attached(engine) and _is_bare(part.slots)
+        if is_so and np.array_equal(here.standing(), last):
+            pool.lift(here)
+            if pool.take_planned(part.rows, part.names):
+                part.given = self._books.orders.back(part.slots, part.rows, KvHow.AT_ONCE, part.drafts)
+                given(part.given)
 
     def _is_free(self, engine: Engine, stage: list[Packed]) -> bool:
         """For this engine, and now."""

@@ -73,7 +73,20 @@ class Order:
     arrived: Pause = field(default_factory=Pause)  # it lies in the client's socket
     settled: Pause = field(default_factory=Pause)  # no reclaim waits for it under a closed gate any more
     through: Pause = field(default_factory=Pause)  # its slots are what the books say
-    passes: list[Callable[[], None]] = field(default_factory=list)  # where what it takes goes, once that is all there
+    _passes: list[Callable[[], None]] = field(default_factory=list)
+
+    def then_pass(self, on: Callable[[], None]) -> None:
+        """Call it in the turn of its answer, if all that it takes has come."""
+        self._passes.append(on)
+
+    def pass_on(self) -> None:
+        """All else can wait: who waits for what it has taken gets that first."""
+        passes, self._passes = self._passes, []
+        for call in passes if self.done == len(self.slots) else ():
+            try:
+                call()
+            except Exception as error:  # what it has taken is taken
+                journey.failed(error)
 
     @property
     def client(self) -> ClientId:
@@ -208,7 +221,8 @@ class Orders:
         if order.op is KvOp.BACK:
             self._backed(order, fds)
         else:
-            self._have_gone(order)
+            order.pass_on()
+            self._lift(order.slots[: order.done])
         self._settle(order)
 
     def taken(self, order: Order) -> None:
@@ -216,7 +230,8 @@ class Orders:
         if order.settled.is_set:
             return  # its client left first, and what it had is free, or kept until its process ends
         order.done = len(order.slots)
-        self._have_gone(order)
+        order.pass_on()
+        self._lift(order.slots)
         self._settle(order)
 
     def refused(self, order: Order, instead: Order) -> None:
@@ -260,16 +275,6 @@ class Orders:
         are_there = self.pool.is_there(done)
         if not are_there.all():  # their ranges were deleted meanwhile: nothing is mapped there
             self.pool.lift(done[~are_there])
-
-    def _have_gone(self, order: Order) -> None:
-        """All else can wait: who waits for them gets them first."""
-        passes, order.passes = order.passes, []
-        for pass_on in passes if order.done == len(order.slots) else ():
-            try:
-                pass_on()
-            except Exception as error:  # what this order has taken is taken
-                journey.failed(error)
-        self._lift(order.slots[: order.done])
 
     def _lift(self, slots: RangeSlots) -> None:
         """What a range that was deleted held is free already."""

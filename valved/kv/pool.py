@@ -112,14 +112,6 @@ class Pool:
         self._place[rows] = Place.MOVING
         return True
 
-    def pass_on(self, rows: Ints, names: Ints, comes: NDArray[np.bool_], here: RangeSlots) -> bool:
-        """The same, but those that come stand here: an order has taken them, and is lifted in this turn of the loop."""
-        coming = rows[comes]
-        if not (np.array_equal(here.standing(), coming) and self.take_planned(rows[~comes], names[~comes])):
-            return False
-        self._home[coming], self._place[coming] = 0, Place.MOVING
-        return True
-
     def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
         rows = self._free.pick(place, most)
         self._place[rows] = Place.MOVING
@@ -152,11 +144,10 @@ class Pool:
         self.land(rows, slots)
 
     def lift(self, slots: RangeSlots) -> None:
-        """The client has unmapped what stood there: free from now on, if it was not passed on."""
+        """The client has unmapped what stood there: free from now on."""
         rows = slots.standing()
         slots.put(NO_HANDLE)
-        rows = rows[rows >= 0]
-        self.free(rows[self._place[rows] == Place.MAPPED])
+        self.free(rows[rows >= 0])
 
     def is_there(self, slots: RangeSlots) -> NDArray[np.bool_]:
         """Whether their ranges are."""

@@ -108,7 +108,7 @@ class KvService:
             case KvDone():
                 self._check_handles(fds)
                 self._books.orders.answered(entry.id, body, fds)
-                if not self._supply.is_waited_for:  # else the reclaim that waits for it looks when all are there
+                if self._supply.oldest is None:  # else the reclaim that waits for it looks when all are there
                     self._looks.look_soon()
             case KvRangeMessage():
                 self._ranges.add(entry, seq, body)

@@ -105,10 +105,6 @@ class Supply:
             gpu = order.slots.owner.gpu
             need.promised[gpu] = max(0, need.promised[gpu] - len(order.slots))
 
-    def may_pass_on(self, need: Need) -> bool:
-        """What is taken is its own, whatever else is free."""
-        return self._needs[:1] == [need] and not need.ready.is_set
-
     def settle(self, need: Need | None) -> None:
         """What was asked for is there, or will not be."""
         if need is not None:
@@ -121,8 +117,8 @@ class Supply:
         return any(not wanted.isdisjoint(need.handles) and not need.hangs(since_ns) for need in self._needs)
 
     @property
-    def is_waited_for(self) -> bool:
-        return bool(self._needs)
+    def oldest(self) -> Need | None:
+        return self._needs[0] if self._needs else None
 
     def _promised(self, gpu: GpuIndex, service: ServiceId | None) -> int:
         """Handles of this GPU that others asked for before this service did."""
