@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import struct
+import termios
+
 import pytest
+from link_peers import PATIENCE_S, hear
 from node_world import World, successor
 
-from valved.abi.link import LinkType, Refusal, RefusedMessage, build, parse
+from valved.abi.link import LinkType, Refusal, RefusedMessage, Schedule, build, parse
 from valved.clients import welcomes
 from valved.clients.accounts import account_of
+from valved.clients.connection import UNREAD_BYTES
 from valved.clients.identity import Peer
-from valved.clients.welcomes import BLIND, BLIND_LINKS, DAY_NS, KEPT, KEPT_BYTES, LINKS, LOOK_NS, Welcomes
+from valved.clients.welcomes import (
+    BLIND,
+    BLIND_LINKS,
+    DAY_NS,
+    KEPT,
+    KEPT_BYTES,
+    LINK_BYTES,
+    LINK_NS,
+    LINKS,
+    LOOK_NS,
+    Welcomes,
+)
 from valved.config import MIB, Config, QuotaTable
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -17,6 +35,7 @@ from valved.model.ids import ProcessId, Role
 PAGES = 8192  # what one link keeps
 HELLO_MS = 25  # a tenant has a tenth of the loop: 40 a second
 TENANT = f"/docker/{'a' * 64}"
+ASK = build(LinkType.SCHEDULE_WAIT, Schedule(h_client=0, h_object=0), seq=1, sent_ns=0)
 OTHER = f"/docker/{'b' * 64}"
 
 
@@ -32,7 +51,7 @@ class Keeper:
         connection = self.world.hello(self.pid)
         self.world.run(HELLO_MS)
         if connection.client is None:
-            assert self.world.refusal(connection) is Refusal.QUOTA
+            assert not connection.sent or self.world.refusal(connection) is Refusal.QUOTA
             return False
         self.world.register.leave(connection.client, "link closed")
         self.welcomes += 1
@@ -81,7 +100,48 @@ def test_many_tenants_that_keep_pages_never_have_more_than_their_counts(world):
         for keeper in keepers:
             keeper.knock()
 
-    assert all(LINKS <= keeper.welcomes < LINKS + 10 for keeper in keepers)
+    assert all(LINKS / 2 < keeper.welcomes < LINKS + 10 for keeper in keepers)
+
+
+def test_accounts_without_end_that_keep_pages_never_have_more_than_the_bound_together(world, monkeypatch):
+    """Of whoever may have users or pods at will: each makes one link."""
+    few, most = PAGES * LINKS // 2, PAGES * LINKS
+    monkeypatch.setattr(welcomes, "KEPT_BYTES", few)
+    monkeypatch.setattr(welcomes, "KEPT_MOST", most)
+
+    for at in range(3 * LINKS):
+        Keeper(world, 200 + at, f"/docker/{at:064x}").knock()
+
+    late = LOOK_NS // (HELLO_MS * 1_000_000)
+    assert few < world.kept_bytes <= most + late * PAGES
+
+
+def test_what_a_link_leaves_unread_counts_as_more_links(world):
+    world.kept_bytes = KEPT_BYTES + 1
+    bound, mine = world.register.admission.welcomes, peer_of().account
+    for _ in range(LINKS // 2):
+        bound.left_unread(mine, 2 * LINK_BYTES)
+        assert not bound.why_not(peer_of(300, OTHER))
+
+    assert bound.why_not(peer_of()) == KEPT
+
+
+@pytest.mark.parametrize("kept", [KEPT_BYTES + 1, None])
+def test_refusals_that_nobody_reads_are_never_sent_without_end(world, monkeypatch, kept):
+    monkeypatch.setattr(welcomes, "REFUSAL_NS", DAY_NS // 16)
+    world.kept_bytes = kept
+    pid = world.processes.add(200, cgroup=TENANT)
+
+    sent = sum(len(world.hello(pid, Role.ONLINE).sent) for _ in range(100))
+
+    assert 16 <= sent <= 18
+
+
+def test_who_is_refused_always_hears_of_it_while_nothing_is_kept(world):
+    world.kept_bytes = 0
+    bound, mine = world.register.admission.welcomes, peer_of().account
+
+    assert all(bound.may_tell(mine) for _ in range(100_000))
 
 
 def test_who_keeps_pages_never_uses_up_what_another_account_has(world):
@@ -254,3 +314,39 @@ def test_the_account_is_the_one_that_has_turns(world):
 
     assert world.hello(world.processes.add(900, cgroup=TENANT), uid=2).client is None
     assert not keeper.knock()
+
+
+def unread(peer):
+    """What lies in the socket of its client: valved pays for it."""
+    return struct.unpack("i", fcntl.ioctl(peer._sock, termios.TIOCOUTQ, bytes(4)))[0]
+
+
+def test_who_asks_and_never_reads_never_makes_valved_pay_for_more_than_32_kib(server):
+    sock, *_ = server.welcome()
+    [peer] = server.link._peers
+    sock.setblocking(False)
+    asked = 0
+    for _ in range(200):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock.send(ASK)
+                asked += 1
+        assert server.call(lambda: unread(peer)) <= UNREAD_BYTES + 1024
+    server.until(lambda: unread(peer) > UNREAD_BYTES)
+
+    sock.settimeout(PATIENCE_S)
+    for _ in range(asked):  # nothing is lost
+        assert hear(sock)[0].type is LinkType.ACK
+
+
+def test_what_lies_unread_as_a_link_ends_is_never_forgotten(server):
+    sock, *_ = server.welcome()
+    [peer] = server.link._peers
+    for _ in range(30):
+        sock.send(ASK)
+    server.until(lambda: unread(peer) > 2 * LINK_BYTES)
+    sock.send(b"this is no packet")
+    server.until(lambda: not server.link._peers)
+
+    taken_ns = server.world.register.admission.welcomes._made.taken_ns(peer.account, server.world.clock.now_ns())
+    assert taken_ns > 2.9 * LINK_NS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from valved.machine.kept import kept_bytes
+from valved.machine.kept import KERNEL_FILE, KERNEL_OWN, OLD_GROUP_OWN, kept_bytes
 
 MIB = 1 << 20
 OLD = "11:memory:/system.slice/valved.service\n1:cpu:/\n0::/\n"
@@ -75,6 +75,25 @@ def test_a_trace_in_memory_never_counts_as_kept(machine: Path, lies: str, counts
     assert kept(machine, trace=str(trace)) == 50 * MIB - mine
 
 
+def test_the_kernels_memory_of_what_others_keep_is_never_missed(machine: Path) -> None:
+    own = KERNEL_OWN + KERNEL_FILE * len(os.listdir("/proc/self/fd"))
+    slack = 64 * KERNEL_FILE  # a descriptor more or less
+    charge(machine, "v2/system.slice/valved.service", f"shmem {MIB}\nslab_unreclaimable {own + 5 * MIB}\n", NEW)
+    assert abs(kept(machine) - 11 * MIB) <= slack
+
+    charge(machine, "v1/system.slice/valved.service", f"shmem {MIB}\n", OLD)
+    assert kept(machine) == MIB
+    usage = machine / "v1/system.slice/valved.service/memory.kmem.usage_in_bytes"
+    usage.write_text(f"{own + OLD_GROUP_OWN + 5 * MIB}\n")
+    assert abs(kept(machine) - 6 * MIB) <= slack
+
+
+def test_what_valved_needs_of_the_kernels_memory_never_hides_pages_that_are_kept(machine: Path) -> None:
+    charge(machine, "v2/system.slice/valved.service", f"shmem {9 * MIB}\nslab_unreclaimable {MIB}\n", NEW)
+
+    assert kept(machine) == 9 * MIB
+
+
 def test_a_container_that_sees_only_its_own_group_reads_that(machine: Path) -> None:
     """As without a namespace of control groups: the mount begins at the container's own group."""
     (machine / "proc/self/mountinfo").write_text(f"32 23 0:29 /docker/1 {machine}/v1 rw - cgroup cgroup rw,memory\n")
@@ -114,3 +133,10 @@ def test_the_real_machine_is_read_without_a_failure(tmp_path: Path) -> None:
     found = kept_bytes(tmp_path)
 
     assert found is None or isinstance(found, int)
+
+
+def test_pages_that_clients_brought_never_hide_the_kernels_memory(machine: Path) -> None:
+    slab = KERNEL_OWN + KERNEL_FILE * len(os.listdir("/proc/self/fd")) + 20 * MIB
+    charge(machine, "v2/system.slice/valved.service", f"shmem 0\nslab_unreclaimable {slab}\n", NEW)
+
+    assert kept(machine, own=60 * MIB) > 39 * MIB

@@ -23,6 +23,7 @@ from valve_tools.hostile.link_ends import (
     packet_of,
     welcomed,
 )
+from valve_tools.hostile.remains import KeepsAnswers, KeepsBells, KeepsRefusals
 from valve_tools.hostile.strange_ends import IsOdd, is_another_since, leaves_words
 from valve_tools.hostile.threads import KeepsDeadThreads, die_with_parent
 
@@ -327,4 +328,7 @@ ATTACKS: dict[str, tuple[Attack, int, int, int]] = {
     "words of a process that has ended": (leaves_words, 2, 0, 0),
     "2,000 dead threads": (KeepsDeadThreads(_says_hello), 1, 0, 0),
     "100 processes at once": (_storms, 1, 0, 0),
+    "bells of links that have ended": (KeepsBells(), 2, 0, 0),
+    "answers of links that have ended": (KeepsAnswers(), 2, 0, 0),
+    "refusals that nobody reads": (KeepsRefusals(), 2, 0, 0),
 }

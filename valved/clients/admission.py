@@ -31,6 +31,9 @@ class Connection(Protocol):
     @property
     def uid(self) -> int: ...
 
+    @property
+    def account(self) -> LinkAccount: ...
+
     def send(
         self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
     ) -> bool: ...
@@ -74,7 +77,7 @@ class Admission:
             return peer
         except OSError as error:
             text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"
-            connection.send(LinkType.REFUSED, RefusedMessage(code=Refusal.QUOTA, text=text), seq)
+            self._tell(connection, seq, NotAdmitted(code=Refusal.QUOTA, text=text))
             self.count_refusal(Refusal.QUOTA)
             return None
 
@@ -110,13 +113,17 @@ class Admission:
             self.welcomes.took(peer)
 
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
-        connection.send(LinkType.REFUSED, RefusedMessage(code=why.code, text=why.text), seq)
+        self._tell(connection, seq, why)
         self._gating.counters.refuse(why.code.name.lower())
         if self._refused.pop(peer.process, None) != why.text:  # a refused process asks again, for life: told once
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
         self._refused[peer.process] = why.text
         if len(self._refused) > REFUSALS_KEPT:
             del self._refused[next(iter(self._refused))]
+
+    def _tell(self, connection: Connection, seq: int, why: NotAdmitted) -> None:
+        if self.welcomes.may_tell(connection.account):
+            connection.send(LinkType.REFUSED, RefusedMessage(code=why.code, text=why.text), seq)
 
     def count_refusal(self, code: Refusal) -> None:
         self._gating.counters.refuse(code.name.lower())

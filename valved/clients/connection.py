@@ -5,7 +5,10 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import fcntl
 import socket
+import struct
+import termios
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +33,10 @@ ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.si
 SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 
 
+# What a client leaves unread valved pays for, also when the link has ended. The 32 requests of a shim that can wait at
+# once have answers of 768 bytes; an order takes 4.4 KiB at most.
+UNREAD_BYTES, ORDER_BYTES = 32 << 10, 5 << 10
+FULL_NS, FULL_MOST_NS = 1_000_000, 512_000_000
 YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what they hold by then
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
 
@@ -55,6 +62,7 @@ class LinkConnection:
         self._ordered, self._answered = 0, 0  # packets that have one answer each, and how many of these have come
         self.was_awaited = False  # as it was let in last
         self.wanted = 0  # packets that cost it nothing
+        self._full_ns = FULL_NS  # for which it rested last as it reads nothing
         self._rests_until: asyncio.TimerHandle | None = None
         self.sender = self.pid  # the sender of the last packet: a socket can be passed on, or inherited
         self.belong(caller.lane_account)
@@ -101,7 +109,22 @@ class LinkConnection:
     @property
     def is_readable(self) -> bool:
         """Now, for one more packet."""
-        return self.is_open and not (self.is_fetching or self.is_behind)
+        return self.is_open and not (self.is_fetching or self.is_behind or self._is_full())
+
+    def unread(self) -> int:
+        """Bytes of the kernel's that lie in its socket."""
+        return int(struct.unpack("i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))[0])
+
+    def _is_full(self) -> bool:
+        """It asks and does not read. Online work is read all the same; orders it did not ask for."""
+        orders = max(0, self._ordered - self._answered)
+        return not self.is_online and self.unread() > UNREAD_BYTES + ORDER_BYTES * orders
+
+    def full_ns(self) -> int:
+        """How long it rests until it may have read: twice as long each time, as there may be thousands."""
+        is_full = self._is_full()
+        self._full_ns = min(2 * self._full_ns, FULL_MOST_NS) if is_full else FULL_NS
+        return self._full_ns if is_full else 0
 
     def heard(self, kind: LinkType) -> None:
         """A packet of it is handled next. Answers are free: one that answers nothing ends its link. So is what those
@@ -155,6 +178,8 @@ class LinkConnection:
         self.is_open = False
         self.end_rest()
         self._server.forget(self)
+        if self.client is not None and not self.is_online:
+            self._server.left_unread(self.account, self.unread())
         unsent = self.outbox.close()
         fds = [fd for _, fds in unsent for fd in fds]
         if self.lane.is_aside:

@@ -33,6 +33,7 @@ class OwingLine:
         wait_ns = wait(peer.pid, time.monotonic_ns(), is_online=peer.is_online, is_awaited=peer.was_awaited)
         if peer.is_behind:
             wait_ns = max(wait_ns, BEHIND_NS)
+        wait_ns = max(wait_ns, peer.full_ns())
         if wait_ns:
             peer.rest(wait_ns / SECOND_NS)
         elif owes and (self._line or self._wait_ns() or not self._server.later(peer).has_time()):

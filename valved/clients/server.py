@@ -94,6 +94,7 @@ class LinkServer:
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
+        self.left_unread = register.admission.welcomes.left_unread
         self._path = path
         self._listener: socket.socket | None = None
         self._peers: set[LinkConnection] = set()

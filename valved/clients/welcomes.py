@@ -1,9 +1,11 @@
-"""How many links an account may have made in a day, while somebody keeps the pages of links that have ended.
+"""How many links an account may have made in a day, while somebody keeps what valved pays for of links that have ended.
 
-Each welcome makes a few pages that valved pays for until nobody keeps their files, and a client may keep them for ever.
-Nothing proves of a single file that nobody does (DECISIONS.md). So welcomes count for a day, and the count refuses only
-while valved is charged for far more than it uses (machine/kept.py). Where that cannot be read, a larger count refuses
-always. Links of online services are not counted, nor those that come back to a valved that was started anew.
+That are pages and eventfds of each welcome until nobody keeps their files, and packets until the other end is read or
+closed. A client may keep them for ever. Nothing proves of a single file that nobody does (DECISIONS.md). So welcomes
+count for a day, and the count refuses only while valved is charged for far more than it uses (machine/kept.py). The
+more is kept, the less is the count of all: however many accounts there are, what they keep has a bound. Where it cannot
+be read, a larger count refuses always. Links of online services are not counted, nor those that come back to a valved
+that was started anew. Refusals count as well: nobody need read them.
 """
 
 from __future__ import annotations
@@ -11,18 +13,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from valved.clients.accounts import LinkAccount
 from valved.clients.identity import Peer
 from valved.clients.turns import Buckets
 from valved.machine.clock import Clock
 from valved.machine.ports import WorkPort
 
 DAY_NS = 24 * 3_600_000_000_000
-LINKS = 1024  # at once, and a day afterwards. Each costs about 10 KiB
+LINKS = 1024  # at once, and a day afterwards
+LINK_BYTES = 10 << 10  # of each, and what it leaves unread counts as more of them
 BLIND_LINKS = 8192  # where nothing tells what is kept
 LINK_NS, BLIND_LINK_NS = DAY_NS // LINKS, DAY_NS // BLIND_LINKS
-KEPT_BYTES = 16 << 20  # 4,096 links, with a page of valved each
+REFUSAL_NS = LINK_NS // 8  # 1 KiB
+KEPT_BYTES = 16 << 20  # from here on the counts refuse
+KEPT_MOST = 48 << 20  # here all are 0. In a cluster valved has 256 MiB
 LOOK_NS = 5_000_000_000
-KEPT = f"{LINKS} links in a day, and ended ones keep valved's memory: end who keeps it, or wait 2 min"
+ALL = "all"  # accounts together: they may be many, with a link or two each
+KEPT = "no more links of this account in a day while ended ones keep valved's memory: end who keeps it"
 BLIND = f"{BLIND_LINKS} links in a day, and valved cannot see whether ended ones keep its memory: wait"
 
 
@@ -34,6 +41,7 @@ class Welcomes:
         # In time, as all buckets. None owes more than one link: who was served beyond its count had done no harm.
         self._made = Buckets(share=1.0, burst_ns=DAY_NS, most_owed_ns=LINK_NS)
         self._made_blindly = Buckets(share=1.0, burst_ns=DAY_NS, most_owed_ns=BLIND_LINK_NS)
+        self._told = Buckets(share=1.0, burst_ns=DAY_NS, most_owed_ns=REFUSAL_NS)
         self._kept: int | None = None  # None: it could never be read
         self._looked_ns = clock.now_ns() - LOOK_NS
         self._is_looking = False
@@ -44,23 +52,52 @@ class Welcomes:
 
     def why_not(self, peer: Peer) -> str:
         """Empty: it may be welcomed."""
-        account, now_ns = peer.account, self._clock.now_ns()
+        account = peer.account
         if self._back[peer.process.pid] > 0:
             return ""
-        if self._made.taken_ns(account, now_ns) >= DAY_NS / 2:
-            self._look(now_ns)
+        self._look_if_used(self._made, account)
         if self._kept is None:
-            return BLIND if self._made_blindly.wait_ns(account, now_ns) else ""
-        return KEPT if self._kept > KEPT_BYTES and self._made.wait_ns(account, now_ns) else ""
+            return BLIND if self._made_blindly.wait_ns(account, self._clock.now_ns()) else ""
+        return KEPT if self._is_over(self._made, account) else ""
+
+    def may_tell(self, account: LinkAccount) -> bool:
+        """It is refused. Whether it hears of that: else its connection just ends, and a shim asks again."""
+        self._look_if_used(self._told, account)
+        is_over = self._told.wait_ns(account, self._clock.now_ns()) > 0
+        if is_over if self._kept is None else self._is_over(self._told, account):
+            return False
+        self._take(self._told, account, REFUSAL_NS)
+        return True
 
     def took(self, peer: Peer) -> None:
         """It is welcomed now."""
         if self._back[peer.process.pid] > 0:
             self._back[peer.process.pid] -= 1
             return
-        account = peer.account
-        self._made.took(account, LINK_NS, self._clock.now_ns())
-        self._made_blindly.took(account, BLIND_LINK_NS, self._clock.now_ns())
+        self._count(peer.account, 1.0)
+
+    def left_unread(self, account: LinkAccount, size: int) -> None:
+        """By a link that ends: it may keep its socket."""
+        self._count(account, size / LINK_BYTES)
+
+    def _count(self, account: LinkAccount, links: float) -> None:
+        self._take(self._made, account, round(links * LINK_NS))
+        self._take(self._made_blindly, account, round(links * BLIND_LINK_NS))
+
+    def _take(self, made: Buckets, account: LinkAccount, ns: int) -> None:
+        for who in (account, ALL):
+            made.took(who, ns, self._clock.now_ns())
+
+    def _is_over(self, made: Buckets, account: LinkAccount) -> bool:
+        if self._kept is None or self._kept <= KEPT_BYTES:
+            return False
+        part = (KEPT_MOST - self._kept) / (KEPT_MOST - KEPT_BYTES)
+        return made.taken_ns(account, self._clock.now_ns()) >= DAY_NS * part
+
+    def _look_if_used(self, made: Buckets, account: LinkAccount) -> None:
+        now_ns, both = self._clock.now_ns(), (account, ALL)
+        if any(made.taken_ns(who, now_ns) >= DAY_NS / 2 for who in both):
+            self._look(now_ns)
 
     def _look(self, now_ns: int) -> None:
         if not self._is_looking and now_ns - self._looked_ns >= LOOK_NS:

@@ -1,7 +1,8 @@
-"""Reads how much shared memory the kernel charges to valved that valved itself no longer uses: somebody else keeps it.
+"""Reads how much memory the kernel charges to valved that valved itself no longer uses: somebody else keeps it.
 
-Who makes a page of a shared file pays for it until nobody keeps the file. Nothing tells whether a certain file is kept,
-but the control group says how much all of them are. To read that may take milliseconds: call it in a thread.
+Who makes a page of a shared file pays for it until nobody keeps the file. The same holds for the kernel's own memory of
+a file, and of a packet until it is read. Nothing tells whether a certain one is kept, but the control group says how
+much all of them are. To read that may take milliseconds: call it in a thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 OWN_MOST = 64 << 20  # pages that a client brought count as own, too, and would hide what is kept
+KERNEL_OWN = 8 << 20  # of the kernel's memory: at rest 1.3 MB, and 1 KiB for each descriptor
+KERNEL_FILE = 1 << 10
+OLD_GROUP_OWN = 16 << 20  # more in version 1, where the figure has what the kernel could take back: names in /proc, say
 PROC = Path("/proc")
 
 
@@ -25,7 +29,8 @@ def kept_bytes(folder: Path, trace: str = "", own: Callable[[], int] | None = No
             return None
         charged = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
         shared = int(charged["total_shmem"] if "total_shmem" in charged else charged["shmem"])
-        return shared - (own or _mapped_bytes)() - sum(_file_bytes(folder, trace, proc))
+        pages = shared - (own or _mapped_bytes)() - sum(_file_bytes(folder, trace, proc))
+        return max(0, pages) + max(0, _kernel_bytes(group, charged))  # neither hides the other
     except (OSError, ValueError, KeyError):
         return None
 
@@ -43,6 +48,16 @@ def _group(proc: Path) -> Path | None:
         if is_it and path is not None and not (inside := os.path.relpath(path, root)).startswith(".."):
             return Path(at) / inside
     return None
+
+
+def _kernel_bytes(group: Path, charged: dict[str, str]) -> int:
+    """An eventfd takes 400 bytes. Half is its name, which version 2 counts as what could be taken back."""
+    own = KERNEL_OWN + KERNEL_FILE * len(os.listdir(PROC / "self/fd"))
+    if "slab_unreclaimable" in charged:
+        return 2 * (int(charged["slab_unreclaimable"]) - own)
+    with contextlib.suppress(FileNotFoundError):
+        return int((group / "memory.kmem.usage_in_bytes").read_text()) - own - OLD_GROUP_OWN
+    return 0
 
 
 def _is_ours(pid: int, proc: Path) -> bool:

@@ -14,6 +14,7 @@ from lent_fds import lend
 from virtual import VirtualClock
 
 from valved.abi.link import Channel, EndingMessage, Feature, Hello, LinkType, Packet, RefusedMessage, RmClient, Schedule
+from valved.clients.accounts import account_of
 from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
@@ -145,6 +146,7 @@ class FakePrompt:
 class FakeConnection:
     def __init__(self, pid, uid=1000):
         self.pid, self.uid = pid, uid
+        self.account = account_of(uid, "")
         self.sent = []
         self.is_open = True
         self.on_send = lambda kind, body, seq, fds: None  # the peer hears at once
@@ -163,7 +165,7 @@ class FakeConnection:
         return False
 
     def belong(self, account):
-        pass
+        self.account = account
 
     def flush(self):
         while self.queue:
