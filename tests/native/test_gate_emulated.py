@@ -78,8 +78,9 @@ class World:
 
     def wake(self, *gpus: int) -> None:
         assert self.gate.wake(SERVICE) is WakeOutcome.WOKEN
-        for gpu in gpus:
-            wait_until(lambda gpu=gpu: not self.gate.is_gated(GpuIndex(gpu)), "the GPU runs")
+        for gpu in gpus:  # whose issuer may be half way through the stop that is over already
+            wait_until(lambda gpu=gpu: not lib.valve_gate_settle(self.gate._gate, 0) >> gpu & 1, "it has seen this")
+            assert not self.gate.is_gated(GpuIndex(gpu))
 
     def stamp(self, wanted: Callable[[Stamp], bool]) -> Stamp:
         def found() -> bool:

@@ -9,7 +9,7 @@ import json
 import signal
 
 import pytest
-from node_rig import service, settled
+from node_rig import nothing_left_off, service, settled
 from valve.v1 import node_pb2
 
 LINKS, HANGS, DEATHS = 10, 5, 10
@@ -127,6 +127,7 @@ def test_a_job_that_reads_late_that_it_may_run_never_runs_beside_a_service_that_
     offline.process.send_signal(signal.SIGSTOP)
     online.hint(0)
     node.wait_for(lambda: not service(node, "chat").busy, "the service lets go, and valved answers")
+    node.wait_for(lambda: nothing_left_off(node), "the card has heard of it, too")
     online.hint(1)
     online.launch(us=100)
     offline.wait_off()

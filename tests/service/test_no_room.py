@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from node_world import World
 
+from valved.machine import helpers
 from valved.model.events import EventKind
 from valved.model.ids import Mode
 from valved.state import saved
@@ -86,6 +87,31 @@ def test_an_order_that_a_file_holds_by_now_is_never_called_unwritten(world, monk
 
     assert not world.node.status().unwritten
     assert world.brake.paused_by == "bob"
+
+
+class Late:
+    """A disk on which each job is done after its caller has gone on."""
+
+    def do(self, job):
+        job()
+        raise TimeoutError(errno.ETIMEDOUT, helpers.NO_ANSWER)
+
+    ask = do
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_an_order_never_comes_again_after_a_resume_because_its_disk_was_slow(world, name, monkeypatch):
+    with monkeypatch.context() as trouble:
+        trouble.setattr(world.brake, "_files", Late())
+        getattr(world.brake, name)("alice")
+        with pytest.raises(TimeoutError):
+            world.node.resume()
+    assert world.brake.is_unsure, "the upkeep looks again"
+
+    world.brake.look_at_file()
+
+    assert not world.brake.switches.is_closed
+    assert not (world.folder / name).exists()
 
 
 def test_a_setting_that_a_restart_would_forget_is_never_reported_without_that(world, monkeypatch):

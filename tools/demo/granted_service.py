@@ -218,12 +218,12 @@ def main(argv: list[str] | None = None) -> int:
     service.device.spin(1)
     threading.Thread(target=service.arrive, daemon=True).start()
     service.serve()
-    is_told = threading.Event()
+    told: list[int] = []
     if options.stay:
-        signal.signal(signal.SIGTERM, lambda *_: is_told.set())
+        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     print(json.dumps(service.summary()), flush=True)
-    if options.stay:
-        is_told.wait()
+    while options.stay and not told:
+        time.sleep(0.01)  # in one wait without end, a signal that comes just before it is never heard
     return 0
 
 

@@ -98,7 +98,12 @@ class Brake:
         self.look_at_file()
 
     def resume(self) -> None:
-        self._files.do(partial(_remove, self._pause_file, self._drain_file))
+        try:
+            self._files.do(partial(_remove, self._pause_file, self._drain_file))
+        except TimeoutError:  # it goes once its disk answers: an order that was not written by now is over, too
+            self._unwritten.clear()
+            self.is_unsure = True
+            raise
         self._unwritten.clear()
         self.look_at_file()
         self._end_drain()
