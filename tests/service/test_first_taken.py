@@ -8,10 +8,11 @@ from valve_abi import KvMode
 
 from valved.abi.kv_link import KvNeed, KvSpan
 from valved.abi.link import LinkType
-from valved.config import Config, MemoryTable
+from valved.config import MIB, Config, MemoryTable
 from valved.kv import reserve
 from valved.kv.engines import STALE_NS
 from valved.kv.first import SIZES
+from valved.machine.cards import CardUse
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
 from valved.model.memory import ReservationAction
@@ -24,17 +25,19 @@ WANTED = 150  # blocks, four in a column
 class Beside:
     """All memory is lent, and the card stands already: the service is at work when it needs more."""
 
-    def __init__(self, folder, *, remap=Remap.HELPER, is_at_work=True, has_others=False, sizes=SIZES, **settings):
+    def __init__(
+        self, folder, *, remap=Remap.HELPER, is_at_work=True, has_others=False, sizes=SIZES, room=0, **settings
+    ):
         memory = MemoryTable(
             handle_mib=2,
             remap=remap,
             headroom_min_mib=2,
             headroom_max_mib=2,
-            pool_mib=2 * (COLUMNS + 1 + has_others),
+            pool_mib=2 * (COLUMNS + 1 + has_others + room),
             order_s=0.05,
             **settings,
         )
-        self.world = KvWorld(folder, config=Config(memory=memory), handles=COLUMNS + 1 + has_others)
+        self.world = KvWorld(folder, config=Config(memory=memory), handles=COLUMNS + 1 + has_others + room)
         self.firsts.sizes = sizes
         columns = COLUMNS // (1 + has_others)
         self.offline, *_ = [self.lends(columns) for _ in range(1 + has_others)]
@@ -250,4 +253,31 @@ def test_a_stop_for_memory_that_moves_never_fails_unheeded(tmp_path):
 
     assert beside.world.events(EventKind.FROZEN)
     gate.come_back(0, MEMORY_SERVICE)
+    beside.ends_well()
+
+
+def card(has_left):
+    """Handles."""
+    used = (1 << 40) - MemoryTable().spare_mib * MIB - 2 * MIB * has_left
+    return {bytes([1]) * 16: CardUse(total_bytes=1 << 40, used_bytes=used, by_pid={}, is_mig=False)}
+
+
+def test_a_card_that_has_room_again_since_a_look_never_costs_offline_work_anything(tmp_path):
+    """What the driver said of it counts for a second. Nobody has looked since, and the need can be met without."""
+    beside = Beside(tmp_path, room=COLUMNS)
+    kv, service = beside.world.kv, beside.online.shim.entry.service
+    kv.books.pool.trim(0, kv.books.pool.free_handles(0))  # what is needed next must be made
+    kv.service.see_cards(card(0))
+    beside.world.run(1025)  # between two ticks
+    kv.supply.full.hear(0, service, is_short=True)
+    kv.service.see_cards(card(COLUMNS))
+    while kv.supply.full.is_full_for(0, service):
+        beside.world.clock.advance(1_000_000)
+    assert beside.foreseen.firsts
+
+    assert not beside.rings()
+
+    beside.world.run(100)
+    assert len(beside.offline.backed()) == 4 * COLUMNS
+    assert len(beside.online.backed()) >= WANTED
     beside.ends_well()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from memory_walk import WALKS, Attacked, Node
 
 from valved.config import Config, MemoryTable, QuotaTable
@@ -69,7 +69,23 @@ class PlanesWalk(Lent, Node):
     layers = 3
 
 
-@pytest.mark.parametrize("walk", [HelperWalk, SparseWalk, PlanesWalk])
+class GpusWalk(Lent, Attacked):
+    """Engines of one to four GPUs, which they share in part."""
+
+    config = config(Remap.HELPER)
+    gpus = 4
+
+    @precondition(lambda self: len(self.hooks) < 4)
+    @rule(
+        role=st.sampled_from(["online", "offline"]),
+        columns=st.integers(2, 16),
+        gpus=st.sampled_from([(0,), (1,), (0, 1), (1, 2), (0, 1, 2, 3)]),
+    )
+    def come(self, role, columns, gpus=(0, 1)):
+        super().come(role, columns, gpus)
+
+
+@pytest.mark.parametrize("walk", [HelperWalk, SparseWalk, PlanesWalk, GpusWalk])
 def test_whatever_happens_while_it_is_under_way_books_and_card_never_differ(walk, monkeypatch):
     sent, send = [], Firsts.send
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from memory_world import KvWorld
+from memory_world import BASE, Hook, KvWorld
 
-from valved.config import Config, MemoryTable
+from valved.config import MIB, Config, MemoryTable
 from valved.kv.outside import RETRY_NS, TRIALS_AT_ONCE
 from valved.model.events import EventKind
 from valved.model.ids import Remap
+from valved.model.memory import KvTensor
 
 SECONDS = 10
 
@@ -49,3 +50,20 @@ def test_a_process_that_connects_anew_never_has_its_trials_anew(world):
 
     tried = [event for event in world.events(EventKind.NOTED) if "taken from outside" in event.reason]
     assert TRIALS_AT_ONCE <= len(tried) <= TRIALS_AT_ONCE + 1
+
+
+@pytest.mark.parametrize("role", ["online", "offline"])
+def test_an_engine_that_attaches_in_a_loop_never_leaves_the_operator_without_what_else_happened(world, role):
+    """Each time is up to four events, and the kept ones were its alone after seconds."""
+    world.journal.emit(EventKind.PAUSED, reason="by alice")
+    hook = world.engine(role)
+
+    for _ in range(100):
+        world.register.leave(hook.client, "link closed")
+        hook = Hook(hook.shim, hook.blocks)
+        assert hook.register([KvTensor(base_addr=BASE, block_stride_bytes=MIB // 2, block_bytes=MIB // 2)]) == 0
+        hook.attach()  # an offline one soon too often
+        world.run(10)
+
+    assert len(world.events(EventKind.JOINED)) > 20
+    assert world.events(EventKind.PAUSED)

@@ -78,7 +78,7 @@ class Firsts:
         """What that goes by, beside the columns that are free. To be compared."""
         losers = self._supply.losers(engine.gpus)
         ways = [(one.gpus, one.changes, one.queue, self._ways.way_of([one])) for one in losers]
-        return engine.changes, self._supply.left(engine.gpus), ways
+        return engine.changes, self._supply.within_reach(engine), ways
 
     def foresee(self, engine: Engine, mapped: int, free: int, most: int) -> Foreseen | None:
         """For a need of more columns than are mapped and free. `most`: that it could get."""
@@ -102,7 +102,7 @@ class Firsts:
 
     def _made_by(self, seen: Foreseen) -> object:
         ways = [(one.changes, self._ways.way_of([one])) for one in seen.losers]
-        return seen.engine.changes, self._supply.left(seen.gpus), ways
+        return seen.engine.changes, self._supply.within_reach(seen.engine), ways
 
     def send(self, seen: Foreseen, wanted_blocks: int) -> None:
         """Precondition: its GPUs are held for it, and no other reclaim is under way. Not where anything has changed, or

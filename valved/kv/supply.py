@@ -142,9 +142,6 @@ class Supply:
             kept = self._room[gpu]
         return max(0, self._at_hand(gpu, kept) - lost - self._promised(gpu, service))
 
-    def left(self, gpus: Iterable[GpuIndex]) -> object:  # of all that is free and may be made; to be compared
-        return [(self._books.pool.free_handles(gpu), self._room[gpu]) for gpu in gpus]
-
     def _at_hand(self, gpu: GpuIndex, kept: int = 0) -> int:
         pool, room = self._books.pool, self._room[gpu] - kept
         free = pool.free_handles(gpu)

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +36,18 @@ QUIET = frozenset(
         EventKind.CHANNEL_GONE,
     }
 )
+# Whoever comes and goes in a loop, or attaches an engine anew, makes these without end.
+COMINGS = frozenset(
+    {
+        EventKind.JOINED,
+        EventKind.LEFT,
+        EventKind.ENDED,
+        EventKind.ATTACHED,
+        EventKind.RESERVED,
+        EventKind.RETURNED,
+        EventKind.LENT,
+    }
+)
 LOUD = frozenset({EventKind.GATE_FAILED, EventKind.BREAKER, EventKind.KILLED, EventKind.FROZEN, EventKind.MALFORMED})
 
 
@@ -57,6 +69,7 @@ class Watcher:
     def begin(self, kept: list[Event]) -> None:
         """What happened before: there is room for all of it, and the reader has not come yet."""
         self.kept = len(kept)
+        self._limit += len(kept)
         self._queue.extend(kept)
         if kept:
             self._wake()
@@ -89,7 +102,8 @@ class Journal:
         self._clock = clock
         self._ring_events = ring_events
         self._edges: deque[Event | tuple[Any, ...]] = deque(maxlen=ring_events)  # hundreds a second: see put_unmade
-        self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
+        self._comings: deque[Event] = deque(maxlen=ring_events)
+        self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of those must not push out
         self._files = EventFiles(clock, files, disk)
         self._watchers: set[Watcher] = set()
         self._writes_all = self._has_readers = self._files.take_all
@@ -151,7 +165,7 @@ class Journal:
 
     def _pass_on(self, event: Event) -> Event:
         is_quiet = event.kind in QUIET
-        (self._edges if is_quiet else self._rest).append(event)
+        (self._edges if is_quiet else self._comings if event.kind in COMINGS else self._rest).append(event)
         for watcher in self._watchers:
             watcher.offer(event)
         self._files.put(event)
@@ -162,7 +176,8 @@ class Journal:
 
     def recent(self, matches: Callable[[Event], bool], most: int) -> list[Event]:
         """The newest events that match, oldest first."""
-        newest = heapq.merge(self._newest_edges(), reversed(self._rest), key=lambda event: -event.seq)
+        rings = self._newest_edges(), reversed(self._comings), reversed(self._rest)
+        newest = heapq.merge(*rings, key=lambda event: -event.seq)
         return list(itertools.islice(filter(matches, newest), most))[::-1]
 
     def _newest_edges(self) -> Iterator[Event]:
@@ -183,7 +198,8 @@ class Journal:
         since_seq: int | None = None,
         epoch: int | None = None,
     ) -> Watcher:
-        """Events from now on; with `since_seq` those before that are still kept and came after it, first.
+        """Events from now on; with `since_seq` those before that are still kept and came after it, first:
+        `limit` of each ring at most.
 
         A number of another epoch, or one without an epoch that is not reached yet, is of another start of valved: then
         all that is kept. One without an epoch that is reached may be of another start, too: nobody knows what is
@@ -193,9 +209,9 @@ class Journal:
         if since_seq is not None:
             is_other = since_seq > self._seq if epoch is None else epoch != self.epoch
             first = 0 if is_other else min(since_seq, self._seq)
-            after = self.recent(lambda event: event.seq > first, 2 * self._ring_events)
+            after = self.recent(lambda event: event.seq > first, 3 * self._ring_events)
             wanted = [event for event in after if watcher.wants(event)]
-            watcher.begin(wanted[-limit:])
+            watcher.begin(_newest(wanted, limit))
             is_known = not is_other and (epoch is not None or not since_seq)
             watcher.missed = self._seq - first - len(after) + len(wanted) - watcher.kept if is_known else None
         self._watchers.add(watcher)
@@ -211,3 +227,14 @@ class Journal:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _newest(events: list[Event], most: int) -> list[Event]:
+    """So many of each ring: none pushes out what matters."""
+    of, chosen = Counter[object](), list[Event]()
+    for event in reversed(events):
+        ring = event.kind in QUIET, event.kind in COMINGS
+        of[ring] += 1
+        if of[ring] <= most:
+            chosen.append(event)
+    return chosen[::-1]

@@ -65,11 +65,12 @@ class Node(RuleBasedStateMachine):
     config: Config
     features = World.shim_features  # of its shims
     layers = 1
+    gpus = 2
 
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers)
+        self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers, gpus=self.gpus)
         self.world.shim_features = self.features
         self.world.kv.reserve._firsts.sizes = (4 * self.layers, self.layers)
         self.hooks = []
@@ -92,8 +93,9 @@ class Node(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.hooks) < 4)
     @rule(role=st.sampled_from(["online", "offline"]), columns=st.integers(2, 16))
-    def come(self, role, columns):
-        hook = self.world.engine(role, columns=columns, layers=self.layers, name=f"{role}{len(self.world.shims)}")
+    def come(self, role, columns, gpus=(0,)):
+        name = f"{role}{len(self.world.shims)}"
+        hook = self.world.engine(role, columns=columns, layers=self.layers, gpus=gpus, name=name)
         if hook is not None:
             self.hooks.append(hook)
             hook.book["steps"] = 1
