@@ -18,8 +18,8 @@ from valved.model.ids import Remap
 PRODUCT = str(Path(valved.__file__).parent)
 COLUMNS = 32
 WANTED = 100  # blocks, four in a column
-TO_TAKE = {Remap.HELPER: 102, Remap.SPARSE: 117}
-"""Calls from KV_NEED to the first order: 98 and 113."""
+TO_TAKE = {Remap.HELPER: 110, Remap.SPARSE: 125}
+"""Calls from KV_NEED to the first order: 106 and 121."""
 TO_GIVE = 108  # from the last answer of the offline process to the order that gives it: 104
 
 

@@ -65,9 +65,6 @@ class VirtualClock:
         heapq.heappush(self._queue, (when_ns, self._count, timer))
         return timer
 
-    def stay_awake(self, for_ns: int) -> None:
-        """It is never asleep."""
-
     def run_to(self, until_ns: int) -> None:
         while self._queue and self._queue[0][0] <= until_ns:
             when_ns, _, timer = heapq.heappop(self._queue)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 import numpy as np
 
@@ -97,13 +97,18 @@ class Moves:
     def pass_on(self, plan: MovePlan, coming: list[list[Order]], may: Callable[[], bool], given: Given) -> None:
         """A part goes in the turn of the loop in which the order is answered that takes the last of its handles, and
         before anything else is done about that: `given` hears of it. `may`: looks at that moment."""
-        taken = [(order, order.slots.standing()) for order in reversed(list(chain(*coming)))]
-        for part in [one for one in plan.left if len(one.rows) == len(one.slots)]:
-            order, rows = next(((one, rows) for one, rows in taken if np.isin(part.rows, rows).any()), (None, NOTHING))
-            if order is not None:
-                last, by_row = part.rows[np.isin(part.rows, rows)], np.argsort(rows)
-                here = order.slots[by_row[np.searchsorted(rows, last, sorter=by_row)]]
-                order.then_pass(partial(self._pass_on, plan.engine, part, here, last, may, given))
+        orders = list(chain(*coming))
+        rows = np.concatenate([NOTHING, *(order.slots.standing() for order in orders)])
+        ends = np.array([0, *accumulate(len(order.slots) for order in orders)])
+        by_row = rows.argsort()
+        for part in plan.left if rows.size else ():
+            found = by_row[np.minimum(rows[by_row].searchsorted(part.rows), rows.size - 1)]
+            places = found[rows[found] == part.rows]
+            if len(part.rows) == len(part.slots) and places.size:
+                number = int(ends.searchsorted(places.max(), "right")) - 1
+                here = places[places >= ends[number]]
+                slots = orders[number].slots[here - ends[number]]
+                orders[number].then_pass(partial(self._pass_on, plan.engine, part, slots, rows[here], may, given))
 
     def _pass_on(
         self, engine: Engine, part: Packed, here: RangeSlots, last: Ints, may: Callable[[], bool], given: Given

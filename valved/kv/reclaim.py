@@ -46,7 +46,6 @@ from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.policy.eviction import EvictionSettings
 
-AWAKE_NS = 3_000_000  # from each step of a reclaim on: as a rule the next one can be made by then
 BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
 
 
@@ -88,7 +87,6 @@ class Reclaimer:
             is_waited_for=is_waited_for,
             over=over,
         )
-        self._clock.stay_awake(AWAKE_NS)
         self._needs.append(need)
         self._supply.open(need)
         if not self._is_running:
@@ -267,7 +265,6 @@ class Reclaimer:
 
     def _begun(self, reclaim: Reclaim, stages: list[list[Order]]) -> None:
         """The caller that waits prepares while the memory is taken, and maps one stage while the next is taken."""
-        self._clock.stay_awake(AWAKE_NS)
         open_ = [[order for order in orders if not order.settled.is_set] for orders in stages]
         for need in reclaim.needs if any(open_) else ():
             need.coming = open_
@@ -276,7 +273,6 @@ class Reclaimer:
             all_of([order.settled for order in orders]).then(lambda: stage_came(reclaim.needs))
 
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
-        self._clock.stay_awake(AWAKE_NS)
         reclaim.taken_ns = self._clock.now_ns()
         reclaim.freed = sum(order.done for order in orders)
         for victims in reclaim.victims:
@@ -294,7 +290,6 @@ class Reclaimer:
         await until(all_of([need.given for need in reclaim.needs]), self._clock, deadline_ns)
 
     def _end(self, reclaim: Reclaim) -> None:
-        self._clock.stay_awake(0)
         reclaim.given_ns = self._clock.now_ns()
         set_ready(reclaim.needs)
         self._teller.end(reclaim)

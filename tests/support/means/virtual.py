@@ -22,9 +22,6 @@ class VirtualClock:
         heapq.heappush(self._queue, (when_ns, next(self._order), timer))
         return timer
 
-    def stay_awake(self, for_ns):
-        """It is never asleep."""
-
     def advance(self, ns):
         """Run everything that falls due, in order."""
         until = self._now_ns + ns

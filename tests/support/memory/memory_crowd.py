@@ -40,7 +40,7 @@ class MortalClock:
 
     def __init__(self, clock):
         self.clock, self.is_dead = clock, False
-        self.now_ns, self.stay_awake = clock.now_ns, clock.stay_awake
+        self.now_ns = clock.now_ns
 
     def call_at_ns(self, when_ns, call):
         return self.clock.call_at_ns(when_ns, lambda: self.is_dead or call())
@@ -367,7 +367,7 @@ class Crowd:
             world.run(250)
             for hook in self.hooks:
                 hook.shim.fails.clear()
-        assert not kv.supply.oldest, "a need never ends"
+        assert not kv.supply.is_waited_for, "a need never ends"
         assert kv.turn._turn is None, "the gate is never given back"
         for engine in kv.books.engines_with(Role.ONLINE):
             online = kv.reserve.online[engine.service]
