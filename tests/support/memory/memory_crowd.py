@@ -367,7 +367,7 @@ class Crowd:
             world.run(250)
             for hook in self.hooks:
                 hook.shim.fails.clear()
-        assert not kv.supply.is_waited_for, "a need never ends"
+        assert not kv.supply.oldest, "a need never ends"
         assert kv.turn._turn is None, "the gate is never given back"
         for engine in kv.books.engines_with(Role.ONLINE):
             online = kv.reserve.online[engine.service]
