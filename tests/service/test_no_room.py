@@ -114,6 +114,19 @@ def test_an_order_never_comes_again_after_a_resume_because_its_disk_was_slow(wor
     assert not (world.folder / name).exists()
 
 
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_an_order_that_a_slow_disk_took_never_waits_for_the_next_look(world, name, monkeypatch):
+    """It took the file, and is late with what it says."""
+    for order, is_closed in ((name, True), ("resume", False)):
+        with monkeypatch.context() as trouble:
+            trouble.setattr(type(world.brake._files), "ask", Late().do)
+            getattr(world.brake, order)(*["alice"] * is_closed)
+        assert world.brake.switches.is_closed is is_closed
+        assert world.brake.is_unsure, "the upkeep looks again"
+        world.brake.look_at_file()
+        assert world.brake.switches.is_closed is is_closed
+
+
 def test_a_setting_that_a_restart_would_forget_is_never_reported_without_that(world, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from memory_world import BASE, Hook, KvWorld
 
+from valved.abi.link import LinkType, Note, NoteMessage
 from valved.config import MIB, Config, MemoryTable
 from valved.kv.outside import RETRY_NS, TRIALS_AT_ONCE
 from valved.model.events import EventKind
@@ -66,4 +67,31 @@ def test_an_engine_that_attaches_in_a_loop_never_leaves_the_operator_without_wha
         world.run(10)
 
     assert len(world.events(EventKind.JOINED)) > 20
+    assert world.events(EventKind.PAUSED)
+
+
+def test_a_process_that_is_refused_in_a_loop_never_leaves_the_operator_without_what_else_happened(world):
+    """Each time for another reason, or another process each time: all of these are told."""
+    world.journal.emit(EventKind.PAUSED, reason="by alice")
+    pid = world.processes.add(4000)
+
+    for version in range(200):
+        assert world.hello(pid, abi=(1000 + version, 2000)).client is None
+
+    assert len(world.events(EventKind.REFUSED)) == 100
+    assert world.events(EventKind.PAUSED)
+
+
+def test_a_process_that_comes_with_other_notes_each_time_never_leaves_the_operator_without_what_else_happened(world):
+    world.journal.emit(EventKind.PAUSED, reason="by alice")
+    pid = world.processes.add(4000)
+
+    for number in range(200):
+        client = world.hello(pid).client
+        note = NoteMessage(code=Note.UNKNOWN_SUBMIT, h_client=0, h_channel=0, text=f"cuLaunch{number}")
+        world.register.handle(client, world.packet(LinkType.NOTE, note), [])
+        assert world.books.clients[client].notes
+        world.register.leave(client, "its end")
+
+    assert 0 < len(world.events(EventKind.NOTED)) < 100
     assert world.events(EventKind.PAUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,15 @@ def test_pages_that_clients_brought_never_hide_the_kernels_memory(machine: Path)
     charge(machine, "v2/system.slice/valved.service", f"shmem 0\nslab_unreclaimable {slab}\n", NEW)
 
     assert kept(machine, own=60 * MIB) > 39 * MIB
+
+
+def test_what_living_links_leave_unread_never_counts_as_kept(machine: Path) -> None:
+    """Of one account with thousands: all others would be refused."""
+    slab = KERNEL_OWN + KERNEL_FILE * len(os.listdir("/proc/self/fd")) + 20 * MIB
+    charge(machine, "v2/system.slice/valved.service", f"shmem 0\nslab_unreclaimable {slab}\n", NEW)
+    valved, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with valved, client:
+        before = kept(machine)
+        for _ in range(64):
+            valved.send(bytes(32))
+        assert before - 2 * MIB < kept(machine) <= before - 2 * 64 * 512

@@ -25,6 +25,7 @@ from valved.abi.link import (
     RmClient,
     Schedule,
 )
+from valved.clients.complaints import Complaints
 from valved.clients.lease import LeaseFlags
 from valved.clients.leftovers import Leftovers
 from valved.clients.possession import Possession
@@ -80,7 +81,7 @@ class Channels:
         self._port = gate.channels
         self._books = books
         self._gating = gating
-        self._journal = journal
+        self._journal, self._told = journal, Complaints(books, journal, clock)
         self._clock = clock
         self._quota = quota
         self._send = send
@@ -297,7 +298,7 @@ class Channels:
         if not text or len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)
-        self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=text, pid=entry.process.pid)
+        self._told.tell(entry, text)
 
     def _app_switched(self, entry: ClientEntry, key: tuple[int, int], disabled: bool) -> None:
         """The application switched a channel itself: from now on that is its business."""

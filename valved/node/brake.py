@@ -16,10 +16,11 @@ cannot be made is in force, and lost if valved ends before it can; the status sa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
@@ -95,7 +96,7 @@ class Brake:
     def pause(self, by: str) -> None:
         """Write the file; what follows is the same as if a user had written it."""
         self._put(self._pause_file, by, is_first=True)
-        self.look_at_file()
+        self.look_at_file({self._pause_file: self.paused_by if self.is_paused else by})
 
     def resume(self) -> None:
         try:
@@ -105,19 +106,20 @@ class Brake:
             self.is_unsure = True
             raise
         self._unwritten.clear()
-        self.look_at_file()
+        self.look_at_file({self._pause_file: None, self._drain_file: None})
         self._end_drain()
 
-    def look_at_file(self) -> None:
-        """Do what the files in the run folder say."""
+    def look_at_file(self, said: Mapping[Path, str | None] = MappingProxyType({})) -> None:
+        """Do what the files in the run folder say. `said`: what was just written there, should the disk answer no
+        more."""
         self.is_unsure = False
-        drained_by = self._order(self._drain_file, "a file" if self._is_drained_by_file else None)
+        drained_by = self._order(self._drain_file, "a file" if self._is_drained_by_file else None, said)
         if drained_by is not None and not self._is_drained_by_file:
             self._is_drained_by_file = True
             self._begin_drain()
         elif drained_by is None and self._is_drained_by_file:
             self._end_drain()
-        by = self._order(self._pause_file, self.paused_by if self.is_paused else None)
+        by = self._order(self._pause_file, self.paused_by if self.is_paused else None, said)
         is_paused = by is not None
         self.paused_by = by or ""
         if is_paused == self.is_paused:
@@ -134,7 +136,7 @@ class Brake:
             self._put(self._drain_file, by)
         self._journal.emit(EventKind.POLICY, reason="drain", by=by)
         if then is None:
-            self.look_at_file()
+            self.look_at_file({self._drain_file: by})
         else:
             self._then.append(then)
             self._begin_drain()
@@ -154,14 +156,14 @@ class Brake:
         except OSError as error:
             self._unwritten[path] = by, error.strerror or str(error)
 
-    def _order(self, path: Path, known: str | None) -> str | None:
+    def _order(self, path: Path, known: str | None, said: Mapping[Path, str | None]) -> str | None:
         """By whom; None: there is none. A file says it, else what no file took: that is tried again at each look. A
         disk that hangs changes nothing."""
         try:
             by = self._files.ask(partial(_first_line, path))
         except TimeoutError:
             self.is_unsure = True
-            return self._unwritten[path][0] if path in self._unwritten else known
+            return self._unwritten[path][0] if path in self._unwritten else said.get(path, known)
         if by is not None:
             self._unwritten.pop(path, None)
         elif path in self._unwritten:

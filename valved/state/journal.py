@@ -36,9 +36,10 @@ QUIET = frozenset(
         EventKind.CHANNEL_GONE,
     }
 )
-# Whoever comes and goes in a loop, or attaches an engine anew, makes these without end.
+# Whoever comes and goes in a loop, is refused, or attaches an engine anew, makes these without end.
 COMINGS = frozenset(
     {
+        EventKind.REFUSED,
         EventKind.JOINED,
         EventKind.LEFT,
         EventKind.ENDED,
