@@ -281,3 +281,40 @@ def test_a_card_that_has_room_again_since_a_look_never_costs_offline_work_anythi
     assert len(beside.offline.backed()) == 4 * COLUMNS
     assert len(beside.online.backed()) >= WANTED
     beside.ends_well()
+
+
+def test_what_stood_in_a_range_that_was_deleted_is_never_planned_with(tmp_path):
+    """The driver stops one GPU after the other. Something is taken from the first one already, and its process deletes
+    its range before the second one stands: nothing, as a number, was the last handle of a pool without a gap."""
+    count = 64  # handles of each GPU: twice as many fill the arrays of the pool
+    memory = MemoryTable(
+        handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=2, pool_mib=2 * count, order_s=0.05
+    )
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=count, gpus=2)
+    world.kv.reserve._firsts.sizes = (24,)
+    world.engine("offline", columns=count - 17, gpus=(1,), name="stays").hold(0, [4])
+    world.run(3000)
+    goes = world.engine("offline", columns=count - 1, name="goes")
+    world.run(3000)
+    goes.hold(0, [4])
+    online = world.engine("online", columns=count - 2, gpus=(0, 1))
+    world.run(5000)
+    books, shim = world.kv.books, goes.shim
+    [book] = books.pool.of_client(shim.client)
+    assert {books.pool.total, len(books.pool._place), int(book.at.max()) + 1} == {2 * count}
+
+    world.gate.launch(online.shim.client)
+    world.gate.stops[1] += 100_000
+    world.clock.advance(450_000)
+    online.want(used=4, wanted=120)
+    [order] = books.orders.under_way(shim.client)
+    shim.free_range(book.key.number)
+    [need] = world.kv.supply._needs
+    assert not need.coming
+    for _ in range(300):
+        world.run(0.1)
+        world.kv.check_integrity()
+
+    assert order in need.coming[0]
+    assert len(online.backed()) >= 120
+    world.check()

@@ -319,6 +319,8 @@ class PlannedRows:
         self.count = self._free.count
 
     def come(self, rows: Ints) -> None:
+        """`rows`: as they stand at slots. What stood in a range that was deleted is free already."""
+        rows = rows[rows >= 0]
         self._free.add(rows, self._pool._gpu[rows], self._pool._domain[rows])
 
     def pick(self, gpu: GpuIndex, domain: str, most: int) -> Ints:
