@@ -31,7 +31,7 @@ class OfflinePod:
     def __init__(self, node: RealNode, name: str, **pod: Any) -> None:
         self.node, self.name = node, name
         shared = node.folder / name
-        shared.mkdir()
+        shared.mkdir(exist_ok=True)  # by a pod of this name that the kubelet turned away
         page = shared / "page"
         page.write_bytes(bytes(4096))
         with page.open("r+b") as file:
