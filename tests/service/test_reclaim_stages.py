@@ -402,6 +402,21 @@ def helper(folder):
     return world, *beside(world)
 
 
+def deletes_its_ranges(engine):
+    """And does no order that it has."""
+    engine.shim.coming.clear()
+    for number in list(engine.shim.ranges):
+        engine.shim.free_range(number)
+
+
+def says_all_done(world, engine, orders):
+    """Whether it is or not."""
+    for order in orders:
+        done = KvDone(order=order.number, done=len(order.slots), status=0, cu_result=0)
+        engine.shim.say(LinkType.KV_DONE, done)
+        world.kv.check_integrity()
+
+
 def test_a_stage_never_waits_for_the_books_of_what_was_taken(world, passed):
     _, online = beside(world)
     rings(online)
@@ -447,12 +462,8 @@ def test_what_stood_in_a_range_that_was_deleted_is_never_passed_on(tmp_path, pas
     passed.clear()
 
     orders = world.kv.books.orders.under_way(offline.shim.client)
-    offline.shim.coming.clear()
-    for number in list(offline.shim.ranges):
-        offline.shim.free_range(number)
-    for order in orders:
-        done = KvDone(order=order.number, done=len(order.slots), status=0, cu_result=0)
-        offline.shim.say(LinkType.KV_DONE, done)
+    deletes_its_ranges(offline)
+    says_all_done(world, offline, orders)
 
     assert passed
     assert not any(passed)
@@ -468,18 +479,14 @@ def test_a_handle_that_stands_elsewhere_by_now_is_never_passed_on(tmp_path, pass
     until(world, lambda: any(order._passes for order in books.orders.under_way(offline.shim.client)))
     orders = books.orders.under_way(offline.shim.client)
     [(_, part, *_)] = [passing.args for order in orders[-1:] for passing in order._passes]
-    offline.shim.coming.clear()
-    for number in list(offline.shim.ranges):
-        offline.shim.free_range(number)
+    deletes_its_ranges(offline)
     [elsewhere] = engine.cells(engine.bare_columns()[-len(part.rows) :], backed=False)
     assert books.pool.take_planned(part.rows, part.names)
     books.orders.back(elsewhere, part.rows)
     until(world, lambda: not books.orders.under_way(online.shim.client))
 
-    for order in orders:
-        done = KvDone(order=order.number, done=len(order.slots), status=0, cu_result=0)
-        offline.shim.say(LinkType.KV_DONE, done)
-        world.kv.check_integrity()
+    says_all_done(world, offline, orders)
+
     assert passed
     assert not any(passed)
     world.run(3000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -131,9 +132,12 @@ class Growth:
             self._supply.note_given(need, more)
             orders.extend(more)
 
+        def may() -> bool:
+            return self._supply.oldest is need and not need.ready.is_set
+
         rows = [np.concatenate([NOTHING, *(one.slots.standing() for one in stage)]) for stage in need.coming]
         plan = self._moves.plan_giving(engine, columns, rows)
-        self._moves.pass_on(plan, need.coming, lambda: self._supply.oldest is need and not need.ready.is_set, given)
+        self._moves.pass_on(plan, list(chain(*need.coming)), np.concatenate([NOTHING, *rows]), may, given)
         return plan
 
     def _is_short(self, engine: Engine) -> bool:

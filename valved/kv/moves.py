@@ -94,15 +94,15 @@ class Moves:
             plan = replace(plan, stages=stages, given=(*plan.given, *(part.slots for part in stage)))
         return orders, plan
 
-    def pass_on(self, plan: MovePlan, coming: list[list[Order]], may: Callable[[], bool], given: Given) -> None:
+    def pass_on(self, plan: MovePlan, orders: list[Order], rows: Ints, may: Callable[[], bool], given: Given) -> None:
         """A part goes in the turn of the loop in which the order is answered that takes the last of its handles, and
-        before anything else is done about that: `given` hears of it. `may`: looks at that moment."""
-        orders = list(chain(*coming))
-        rows = np.concatenate([NOTHING, *(order.slots.standing() for order in orders)])
+        before anything else is done about that: `given` hears of it. `rows`: what stands at the slots of the orders.
+        `may`: looks at that moment."""
         ends = np.array([0, *accumulate(len(order.slots) for order in orders)])
         by_row = rows.argsort()
+        in_order = rows[by_row]
         for part in plan.left if rows.size else ():
-            found = by_row[np.minimum(rows[by_row].searchsorted(part.rows), rows.size - 1)]
+            found = by_row[np.minimum(in_order.searchsorted(part.rows), rows.size - 1)]
             places = found[rows[found] == part.rows]
             if len(part.rows) == len(part.slots) and places.size:
                 number = int(ends.searchsorted(places.max(), "right")) - 1
