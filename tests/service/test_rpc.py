@@ -18,10 +18,11 @@ from valved.cli.client import explain_error
 from valved.cli.tune import has_valved
 from valved.config import Config, check
 from valved.errors import ConfigError
+from valved.machine import helpers
 from valved.metrics import render
 from valved.model.events import EventKind
 from valved.paths import grpc_address
-from valved.rpc import convert
+from valved.rpc import convert, node
 from valved.rpc.server import serve, serve_view
 from valved.scraping import serve_metrics
 
@@ -185,6 +186,67 @@ def test_pause_resume_and_drain_answer_with_the_new_state(tmp_path):
     assert not resumed.paused
     assert drained.draining
     assert stopped
+
+
+class BusyDisk:
+    """Takes each job when it is told to, which is later than its caller waits."""
+
+    def __init__(self):
+        self.left = []
+
+    def do(self, job):
+        self.left.append(job)
+        raise TimeoutError(errno.ETIMEDOUT, helpers.NO_ANSWER)
+
+    def ask(self, question):
+        if self.left:
+            raise TimeoutError(errno.ETIMEDOUT, helpers.NO_ANSWER)
+        return question()
+
+    def take(self):
+        while self.left:
+            self.left.pop(0)()
+
+
+@pytest.mark.parametrize(
+    ("order", "is_closed"),
+    [(node_pb2.PauseRequest(by="me"), True), (node_pb2.DrainRequest(), True), (node_pb2.ResumeRequest(), False)],
+)
+def test_no_operator_is_ever_told_of_a_failure_for_an_order_that_its_disk_takes_a_moment_later(
+    tmp_path, monkeypatch, order, is_closed
+):
+    monkeypatch.setattr(node, "LATE_S", PATIENCE_S)
+
+    async def story(api):
+        method = type(order).__name__.removesuffix("Request")
+        if not is_closed:
+            api.world.node.pause("me")
+        api.world.brake._files = disk = BusyDisk()
+        asked = asyncio.ensure_future(getattr(api.stub, method)(order))
+        while not disk.left:
+            await asyncio.sleep(0.001)
+        disk.take()
+        return await asked, api.world.brake.switches
+
+    status, switches = with_api(tmp_path, story)
+
+    assert not status.unwritten
+    assert (status.paused or status.draining) is is_closed
+    assert switches.is_closed is is_closed
+
+
+@pytest.mark.parametrize("order", [node_pb2.PauseRequest(by="me"), node_pb2.ResumeRequest()])
+def test_no_order_is_ever_said_to_be_done_while_its_disk_hangs(tmp_path, monkeypatch, order):
+    monkeypatch.setattr(node, "LATE_S", 0.01)
+
+    async def story(api):
+        api.world.brake._files = BusyDisk()
+        return await getattr(api.stub, type(order).__name__.removesuffix("Request"))(order)
+
+    with contextlib.ExitStack() as refused:
+        if isinstance(order, node_pb2.ResumeRequest):
+            refused.enter_context(pytest.raises(grpc.RpcError, match="does not answer"))
+        assert with_api(tmp_path, story).unwritten
 
 
 def test_events_are_watched_as_they_happen(tmp_path):

@@ -151,6 +151,14 @@ class Node:
     def resume(self) -> None:
         self._brake.resume()
 
+    @property
+    def is_sure(self) -> bool:
+        """The files say what is ordered; False: their disk has not answered yet."""
+        return not self._brake.is_unsure
+
+    def look(self) -> None:
+        self._brake.look_at_file()
+
     def drain(self, by: str, *, stop: bool) -> None:
         """Returns at once: offline processes may take their time to end."""
         self._brake.drain(plain(by) or "an unnamed caller", self.stop if stop else None)

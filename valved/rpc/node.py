@@ -42,6 +42,7 @@ COOLDOWN_FIELDS = {
 WATCHERS = Places(per_user=4, others=32, own=32)  # each costs some 0.1 ms of the loop for every event that it reads
 CALLS = Rate(per_user=25.0, others=100.0, burst_s=2.0)  # `valve record` asks 20 times a second
 ROWS = 16  # made in one turn of the loop, in less than 1 ms
+LATE_S, LOOK_S = 1.0, 0.05  # a file takes an order as late as this where others have the cores; looked at so often
 SLOW_S = 10.0  # a reader that takes nothing for so long is ended; it can go on from the last event it has
 
 
@@ -54,6 +55,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         self._pace = CallPace(calls, self._watchers.own, time.monotonic)
         self._slow_s = slow_s
         self._turn = asyncio.Lock()
+        self._next_look_s = 0.0
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         """Looked at in one go, as its rows must agree. To make a message of them takes as long, and can wait."""
@@ -186,18 +188,48 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         return answer
 
     async def _order(self, context: Any, call: Callable[[], Any]) -> Any:
-        await self._change(context, call)
-        return convert.fill(node_pb2.Status(), self._node.status())
+        """Nobody is told of a failure for what a file takes a moment later."""
+        late: list[TimeoutError] = []  # of a resume alone
+
+        def order() -> None:
+            try:
+                call()
+            except TimeoutError as error:
+                late.append(error)
+
+        def told() -> Any:
+            status = self._node.status()
+            if late and (status.paused or status.draining or not self._node.is_sure):
+                raise late[0]
+            return convert.fill(node_pb2.Status(), status)
+
+        await self._answer(context, order)
+        await asyncio.gather(heard(partial(self._node.when_saved, within_ns=ANSWER_NS)), self._sure())
+        return await self._told(context, told)
+
+    async def _sure(self) -> None:
+        """Until the files have said what is ordered, or not in time. All who wait have one look among them: each may
+        keep the loop waiting."""
+        ends_s = time.monotonic() + LATE_S
+        while not self._node.is_sure and (now_s := time.monotonic()) < ends_s:
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + LOOK_S
+                self._node.look()
+            await asyncio.sleep(LOOK_S)
 
     async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:
         """Users other than root and valved's own are answered one at a time, and others of the loop come between."""
         who = await self._caller(context)
+        if who.uid in self._watchers.own:
+            return await self._told(context, call)
+        async with self._turn:
+            await asyncio.sleep(0)
+            return await self._told(context, call)
+
+    async def _told(self, context: Any, call: Callable[[], Any]) -> Any:
+        """What it returns; an error in the words of this API."""
         try:
-            if who.uid in self._watchers.own:
-                return call()
-            async with self._turn:
-                await asyncio.sleep(0)
-                return call()
+            return call()
         except OSError as error:
             if is_scarce(error):
                 text = f"valved cannot look now: {error.strerror}"
