@@ -24,6 +24,7 @@ MOST_LINES = 4096
 MOST_BYTES = 16 << 20  # of the file that `valve up` makes, in a folder that is in memory on most machines
 PARTING_S = 1.0  # how long the end of the process waits for a reader
 BURST, PER_SECOND = 20.0, 2.0  # lines of one kind that one user may cause
+MOST_SHARES = 1024  # a process of root's may be a user after the other, without end
 CAUSED_BY_PEERS = frozenset({EventKind.MALFORMED, EventKind.REFUSED})
 CLIENT_FACTS = ("path", "error")  # of the API client, which valved shares with the scheduler
 
@@ -57,12 +58,17 @@ class Limiter:
 
     def __init__(self) -> None:
         self._shares: dict[tuple[EventKind, object], _Share] = {}
+        self._most = MOST_SHARES
 
     def filter(self, record: logging.LogRecord) -> bool:
         event = getattr(record, "event", None)
         if not isinstance(event, Event) or event.kind not in CAUSED_BY_PEERS:
             return True
         now_s = time.monotonic()
+        if len(self._shares) > self._most:  # one that is full again says no more than none
+            since_s = now_s - BURST / PER_SECOND
+            self._shares = {who: share for who, share in self._shares.items() if share.seen_s > since_s}
+            self._most = max(MOST_SHARES, 2 * len(self._shares))  # else each new one would cost a look at all
         share = self._shares.setdefault((event.kind, event.detail.get("uid")), _Share(BURST, now_s))
         share.left = min(BURST, share.left + (now_s - share.seen_s) * PER_SECOND)
         share.seen_s = now_s

@@ -9,7 +9,9 @@ from node_world import World
 
 from valved.abi.link import LinkType, Note, NoteMessage, Refusal
 from valved.clients import admission
+from valved.clients.complaints import AT_ONCE, TELL_NS
 from valved.config import Config, QuotaTable
+from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
 
 QUOTA = QuotaTable(clients_per_process=4, clients_per_uid=6, root_clients=1000, kept_for_online=10)
@@ -147,3 +149,20 @@ def test_a_stranger_never_keeps_the_thread_that_gives_it_an_order(world):
     stranger, near = world.hello(200).client, world.hello(201).client
 
     assert [world.gate.clients[one].at_once for one in (stranger, near)] == [False, True]
+
+
+def test_who_is_refused_in_a_loop_never_pushes_a_pause_out_of_the_audit_file(world):
+    """It holds 32 MiB, which one program of four processes filled within minutes: each is told of once."""
+    for pid in range(1000, 1000 + 10 * AT_ONCE):
+        world.processes.add(pid)
+        assert world.refusal(world.hello(pid, abi=(9, 9))) is Refusal.VERSION
+    told = world.events(EventKind.REFUSED)
+    assert len(told) == AT_ONCE
+    assert world.gating.counters.refusals["version"] == 10 * AT_ONCE
+
+    world.processes.add(500)
+    world.hello(500, abi=(9, 9), uid=2000)
+    assert world.events(EventKind.REFUSED)[-1].detail["pid"] == 500, "another account is told of"
+    world.run(TELL_NS // 1_000_000)
+    world.hello(pid, abi=(9, 9))
+    assert world.events(EventKind.REFUSED)[-1].detail["pid"] == pid, "who asks again is told of when it may be"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from valved.logs import BURST, JsonFormatter, Limiter, Writer
+from valved import logs
+from valved.logs import BURST, MOST_SHARES, JsonFormatter, Limiter, Writer
 from valved.model.events import Event, EventKind
 
 LINES = 20_000  # far more than a pipe and the queue hold
@@ -78,3 +81,17 @@ def test_one_user_never_fills_the_log(logger, capsys):
     of_one = [line for line in seen if line["detail"]["uid"] == 1000]
     assert BURST <= len(of_one) < 100
     assert [line["detail"]["uid"] for line in seen if line["detail"]["uid"] != 1000] == [1001]
+
+
+def test_a_process_that_is_one_user_after_another_never_takes_memory_without_end(logger, monkeypatch):
+    clock = itertools.count(step=0.01)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    limiter = Limiter()
+    handler = logging.NullHandler()
+    handler.handle = limiter.filter
+    logger.addHandler(handler)
+
+    for uid in range(10 * MOST_SHARES):
+        refused(logger, uid=uid)
+
+    assert len(limiter._shares) <= 2 * MOST_SHARES

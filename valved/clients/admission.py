@@ -6,12 +6,15 @@ from typing import Protocol
 
 from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
 from valved.clients.accounts import LinkAccount
+from valved.clients.complaints import AT_ONCE, TELL_NS
 from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
+from valved.clients.turns import Buckets
 from valved.clients.welcomes import Welcomes
 from valved.config import QuotaTable
 from valved.fds import is_scarce
 from valved.gate.wake import GateService
+from valved.machine.clock import Clock
 from valved.machine.ports import ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role, ServiceId
@@ -55,6 +58,7 @@ class Admission:
         books: Books,
         gating: GateService,
         journal: Journal,
+        clock: Clock,
         processes: ProcessPort,
         quota: QuotaTable,
         welcomes: Welcomes,
@@ -62,10 +66,12 @@ class Admission:
         self._books = books
         self._gating = gating
         self._journal = journal
+        self._clock = clock
         self._processes = processes
         self._quota = quota
         self.welcomes = welcomes
         self._refused: dict[ProcessId, str] = {}
+        self._told = Buckets(share=1.0, burst_ns=AT_ONCE * TELL_NS)
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
         """The process at the other end. None: it is gone, or it was refused because it could not be looked at."""
@@ -113,9 +119,14 @@ class Admission:
             self.welcomes.took(peer)
 
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
+        """Each is counted. What processes of an account cause in a loop never pushes a pause out of the audit file."""
         self._tell(connection, seq, why)
         self._gating.counters.refuse(why.code.name.lower())
+        now_ns = self._clock.now_ns()
         if self._refused.pop(peer.process, None) != why.text:  # a refused process asks again, for life: told once
+            if self._told.wait_ns(peer.account, now_ns):
+                return
+            self._told.took(peer.account, TELL_NS, now_ns)
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
         self._refused[peer.process] = why.text
         if len(self._refused) > REFUSALS_KEPT:

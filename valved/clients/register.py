@@ -118,7 +118,7 @@ class Register:
         self._exits = Exits(reactor, processes, clock)
         left, counters = self.channels.leftovers, gating.counters
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
-        self.admission = Admission(books, gating, journal, processes, quota, welcomes)
+        self.admission = Admission(books, gating, journal, clock, processes, quota, welcomes)
         ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self.awaited = Awaited(books, lived, processes)
