@@ -24,7 +24,7 @@ from valve.v1 import node_pb2, node_pb2_grpc
 from valved.model.events import EventKind
 from valved.paths import grpc_address
 from valved.rpc import aside, convert, front
-from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
+from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Front, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 from valved.rpc.pace import CallPace, Rate
 from valved.rpc.server import CONNECTIONS, GrpcServer, start
@@ -332,6 +332,47 @@ def test_what_packets_of_a_caller_cost_is_never_paid_by_the_loop(monkeypatch, tm
 
     assert served_by
     assert threading.current_thread() not in served_by
+
+
+def test_what_a_caller_asks_for_and_never_reads_never_piles_up(tmp_path):
+    """Each of 64 connections that sent pings or calls and read nothing cost valved 3 MB."""
+    many = 16 << 20
+
+    async def story():
+        heard = 0
+
+        async def answer(reader, writer):  # as gRPC does: whether the caller reads or not
+            nonlocal heard
+            while asked := await reader.read(1 << 16):
+                heard += len(asked)
+                writer.write(asked)
+
+        behind = await asyncio.start_unix_server(answer, tmp_path / "behind")
+        there = Front(tmp_path / "front", tmp_path / "behind", Crowd("connections", TINY, NO_OWN))
+        await there.start(0o666, -1)
+        sent = turns = 0  # turns of the loop in which it is not read
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "front"))
+            caller.setblocking(False)
+            await until(lambda: all(one.other for one in there._open) and there._open)
+            (outer,) = there._open
+            while heard < many and turns < 1000:
+                turns = 0 if outer.transport.is_reading() else turns + 1
+                with contextlib.suppress(BlockingIOError):
+                    sent += caller.send(bytes(1 << 16))
+                await asyncio.sleep(0)
+            piled_up, read = heard, 0
+            while read < sent:
+                read += len(await asyncio.get_running_loop().sock_recv(caller, 1 << 16))
+        await there.close()
+        await there.stop_listening()
+        behind.close()
+        return piled_up, read == sent
+
+    piled_up, is_all_answered = run(story)
+
+    assert piled_up < many
+    assert is_all_answered, "one that reads again is read again"
 
 
 def test_a_front_that_callers_hold_up_never_keeps_valved_from_leaving(monkeypatch, tmp_path):

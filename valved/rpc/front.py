@@ -177,7 +177,7 @@ class Front:
         else:
             self._turned_away -= 1
 
-    async def connect(self, outer: _Outer) -> asyncio.Transport:
+    async def connect(self, outer: _Outer) -> _Half:
         """Binds the connection to a name that gRPC then reports as its peer. No user can guess the name and take it."""
         loop = asyncio.get_running_loop()
         welcome = WELCOME if outer.is_welcome else TURNED_AWAY
@@ -185,40 +185,49 @@ class Front:
             inner = fds.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             inner.bind(f"\0{PEER_NAME}{outer.uid}-{welcome}-{secrets.token_hex(16)}")
             await loop.sock_connect(inner, str(self._behind))
-            transport, _ = await loop.create_unix_connection(lambda: _Half(outer.transport), sock=inner)
+            _, half = await loop.create_unix_connection(lambda: _Half(outer), sock=inner)
             fds.keep()
-        return transport
+        return half
 
 
 class _Half(asyncio.Protocol):
     """One side of a connection: what it receives is written to the other; it reads no faster than the other takes."""
 
-    def __init__(self, other: asyncio.Transport | None = None) -> None:
+    def __init__(self, other: _Half | None = None) -> None:
         self.other = other
+        self.is_full = False  # nobody takes what it writes
+
+    @property
+    def may_read(self) -> bool:
+        return self.other is None or not self.other.is_full
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self.other is not None:
-            self.other.write(data)
+            self.other.transport.write(data)
 
     def pause_writing(self) -> None:
-        if self.other is not None:
-            self.other.pause_reading()
+        self._fill(True)
 
     def resume_writing(self) -> None:
-        if self.other is not None:
-            self.other.resume_reading()
+        self._fill(False)
+
+    def _fill(self, is_full: bool) -> None:
+        self.is_full = is_full
+        for half in filter(None, (self, self.other)):
+            (half.transport.resume_reading if half.may_read else half.transport.pause_reading)()
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
         if self.other is not None:
-            self.other.close()
+            self.other.transport.close()
 
 
 class _Outer(_Half):
-    """The caller's side."""
+    """The caller's side. One that takes no answers is not read: what it asks for would pile up in gRPC, megabytes of
+    each connection."""
 
     def __init__(self, front: Front) -> None:
         super().__init__()
@@ -227,6 +236,10 @@ class _Outer(_Half):
         self._front = front
         self._joining: asyncio.Task[None] | None = None
         self._early = b""  # Python before 3.11.3: a transport reads although it was paused when made
+
+    @property
+    def may_read(self) -> bool:
+        return super().may_read and not self.is_full
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -247,14 +260,15 @@ class _Outer(_Half):
             if self.other is None:
                 self.transport.close()
         if self.transport.is_closing():  # it left meanwhile
-            self.other.close()
+            self.other.transport.close()
         else:
-            self.other.write(self._early)
-            self.transport.resume_reading()
+            self.other.transport.write(self._early)
+            if self.may_read:
+                self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self.other is not None:
-            self.other.write(data)
+            super().data_received(data)
         elif len(self._early) + len(data) > EARLY_BYTES:
             self.abort()
         else:

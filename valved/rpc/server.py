@@ -19,7 +19,7 @@ API_MODE = 0o660  # every caller of this may claim roles and stop the harvest
 CONNECTIONS = Places(per_user=8, others=64, own=64)  # a command has one, an exporter one
 CALLS_PER_CONNECTION = 8  # `valve record` has two at a time; further ones wait in the client or are refused
 OPTIONS = (
-    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_receive_message_length", 64 << 10),  # held of each call; the longest have names in them
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
     ("grpc.so_reuseport", 0),
 )
