@@ -367,3 +367,36 @@ def test_a_storm_on_one_doorbell_leaves_the_others_audible(rig: Rig) -> None:
     rig.wait_gated(1)
 
     assert rig.gate.channels.reach(GpuIndex(1))[0] is Reach.CHANNEL_OWN
+
+
+def test_no_hold_is_ever_told_with_the_cause_of_the_one_before(rig: Rig) -> None:
+    """An issuer that has just stopped a GPU for another service tells of all holds that nobody told of."""
+    workload, other, online = rig.offline(), rig.online(8, {0}), rig.online(7, {0})
+    workload.add()
+    woken(rig)
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.service == SERVICE and stamp.launch_ns > 0)
+    online.finish()
+    woken(rig)
+    woken(rig, 8)
+    rig.wait_gated(0, False)
+    rig.take_stamps()
+    rig.stamps.clear()
+    rig.driver.rules.hang = 1
+    other.launch()
+    wait_until(lambda: rig.driver.counts.hanging == 1, "the stop hangs")
+
+    @rig.driver.ffi.callback("void(int)")
+    def let_stop(point: int) -> None:
+        if point == 5:
+            rig.driver.rules.hang = 0
+            rig.wait_gated(0)
+            wait_until(lambda: not rig.gate.is_turning(), "the issuer is through")
+
+    rig.driver.lib.fake_set_between(let_stop)
+    rig.gate.hold(SERVICE, 0)
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+    rig.settle()
+
+    (told,) = [stamp for stamp in rig.take_stamps() if stamp.service == SERVICE]
+    assert (told.kind, told.client, told.launch_ns) == (StampKind.HOLD, 0, 0)

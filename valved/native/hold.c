@@ -100,13 +100,32 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
+/* What a stamp says of the present hold. */
+static struct valve_stamp stamp_of(const struct service *service, enum valve_stamp_kind kind, uint32_t gpu,
+                                   uint32_t epoch)
+{
+	struct valve_stamp stamp = {
+	        .kind = kind,
+	        .gpu = gpu,
+	        .epoch = epoch,
+	        .service = load_relaxed(&service->id),
+	        .client = load_relaxed(&service->cause_client),
+	        .cause = load_relaxed(&service->cause),
+	        .launch_ns = load_relaxed(&service->launch_ns),
+	        .seen_ns = load_relaxed(&service->seen_ns),
+	};
+
+	waking_fill_requests(service, &stamp);
+	return stamp;
+}
+
 /* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that no
  * service held (see issuer_borrow), if *taken is not set yet; the caller passes NULL for cause and taken. */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken)
 {
 	struct service *service = &gate->service[index];
-	uint32_t epoch = load_full(&service->epoch), mask;
+	uint32_t epoch = load_full(&service->epoch), mask, stamped;
 	bool closed = false;
 
 	do {
@@ -115,6 +134,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	} while (!compare_swap(&service->epoch, &epoch, epoch + 1));
 	epoch++;
 	raise_words(service, epoch); /* before any ioctl: launches from here on need not ring */
+	at_point(gate, VALVE_POINT_HOLDING);
 	store_relaxed(&service->cause, grant_close(service, cause != NULL, seen_ns));
 	store_relaxed(&service->cause_client, cause ? cause->id : 0);
 	store_relaxed(&service->launch_ns, launch_ns);
@@ -122,6 +142,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	store_relaxed(&service->held_since_ns, launch_ns ? launch_ns : seen_ns);
 	store_relaxed(&service->told_open, 0);
 	waking_note_requests(service);
+	store_release(&service->caused, epoch); /* pairs with the acquire in service_owe */
 	mask = load_acquire(&service->mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		if (!(mask & 1u << i) || !gpu_hold(&gate->gpu[i], index))
@@ -134,21 +155,12 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	}
 	grant_clear(gate, service,
 	            mask); /* after the holds: an issuer that finds it cleared finds them, too */
-	if (!closed) {
-		struct valve_stamp stamp = {
-		        .kind = VALVE_STAMP_HOLD,
-		        .service = load_relaxed(&service->id),
-		        .client = cause ? cause->id : 0,
-		        .gpu = mask ? (uint32_t)__builtin_ctz(mask) : 0,
-		        .epoch = epoch,
-		        .cause = load_relaxed(&service->cause),
-		        .launch_ns = launch_ns,
-		        .seen_ns = seen_ns,
-		        .done_ns = now_ns(),
-		};
+	stamped = load_relaxed(&service->stamped);
+	if (!closed && stamped != epoch && compare_swap(&service->stamped, &stamped, epoch)) {
+		struct valve_stamp stamp =
+		        stamp_of(service, VALVE_STAMP_HOLD, mask ? (uint32_t)__builtin_ctz(mask) : 0, epoch);
 
-		waking_fill_requests(service, &stamp);
-		store_relaxed(&service->stamped, epoch);
+		stamp.done_ns = now_ns();
 		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 	}
 	if (cause)
@@ -170,17 +182,13 @@ void service_owe(struct gpu *gpu)
 
 		if (epoch % 2 || stamped == epoch) /* first: all others end here, and cost one cache line */
 			continue;
+		if (load_acquire(&service->caused) != epoch) /* who takes it stamps it, or closes a GPU yet */
+			continue;
 		if (!load_relaxed(&service->live) || !(load_acquire(&service->mask) & 1u << gpu->index) ||
 		    !compare_swap(&service->stamped, &stamped, epoch))
 			continue;
-		stamp = (struct valve_stamp){.kind = VALVE_STAMP_HOLD, .gpu = gpu->index, .epoch = epoch};
-		stamp.service = load_relaxed(&service->id);
-		stamp.client = load_relaxed(&service->cause_client);
-		stamp.cause = load_relaxed(&service->cause);
-		stamp.launch_ns = load_relaxed(&service->launch_ns);
-		stamp.seen_ns = load_relaxed(&service->seen_ns);
+		stamp = stamp_of(service, VALVE_STAMP_HOLD, gpu->index, epoch);
 		stamp.done_ns = now_ns();
-		waking_fill_requests(service, &stamp);
 		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 	}
 }
@@ -189,19 +197,10 @@ void service_owe(struct gpu *gpu)
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
 {
 	struct service *closer = &gpu->gate->service[holders_closer(holders)];
-	struct valve_stamp stamp = {
-	        .kind = VALVE_STAMP_GATE,
-	        .gpu = gpu->index,
-	        .service = load_relaxed(&closer->id),
-	        .epoch = load_acquire(&closer->epoch) &
-	                 ~1u, /* odd: woken since; the hold was the one before */
-	        .client = load_relaxed(&closer->cause_client),
-	        .cause = load_relaxed(&closer->cause),
-	        .launch_ns = load_relaxed(&closer->launch_ns),
-	        .seen_ns = load_relaxed(&closer->seen_ns),
-	};
+	uint32_t epoch =
+	        load_acquire(&closer->epoch) & ~1u; /* odd: woken since; the hold was the one before */
+	struct valve_stamp stamp = stamp_of(closer, VALVE_STAMP_GATE, gpu->index, epoch);
 
-	waking_fill_requests(closer, &stamp);
 	store_relaxed(&closer->stamped, stamp.epoch);
 	return stamp;
 }

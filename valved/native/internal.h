@@ -177,6 +177,7 @@ struct service {
 	_Alignas(64) uint32_t epoch;
 	uint32_t settled; /* last even epoch whose hold was counted on all GPUs */
 	uint32_t stamped; /* last even epoch that a GATE or HOLD stamp reported */
+	uint32_t caused;  /* last even epoch whose cause stands here */
 	uint64_t cause_client, launch_ns,
 	        seen_ns; /* of the present hold; written before the hold is counted */
 	uint64_t held_since_ns;
