@@ -393,15 +393,16 @@ def test_a_group_that_nobody_has_never_leaves_the_api_to_another():
         check(Config(group="nobody-has-this"))
 
 
+@pytest.mark.parametrize("flood", [EventKind.GATE, EventKind.MALFORMED])
 @pytest.mark.parametrize("kinds", [["paused"], []], ids=["asked for", "all"])
-def test_what_matters_is_never_pushed_out_by_edges_and_a_reader_gets_it_late(tmp_path, kinds):
+def test_what_matters_is_never_pushed_out_by_edges_or_peers_and_a_reader_gets_it_late(tmp_path, kinds, flood):
     async def story(api):
         api.world.journal = api.world.node._journal
         api.world.node.pause("alice")
         offline = api.world.offline()
         online = api.world.online()
         for _ in range(api.world.config.ring_events):
-            api.world.journal.emit(EventKind.GATE, gpus=(0,))
+            api.world.journal.emit(flood, gpus=(0,))
         assert offline != online
         call = api.stub.Watch(node_pb2.WatchRequest(kinds=kinds, since_seq=0))
         metadata = {item[0]: item[1] for item in await call.initial_metadata()}

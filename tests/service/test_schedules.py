@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from valved.abi.link import LinkType
-from valved.clients.schedules import HANDED
+from valved.clients.schedules import HANDED, HELD, HELD_PER_CLIENT
 from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Role
 
@@ -217,3 +217,22 @@ def test_no_call_waits_on_for_a_wake_whose_stamp_was_lost(world):
     world.gating.resync()
 
     assert acks(world, offline, seq) == [0]
+
+
+def test_held_calls_of_one_account_never_hold_up_the_loop_or_push_out_anothers(world):
+    """16,384 of 256 links took 63 ms at each wake, and 229,376 of a container's root 0.9 s and 184 MB."""
+    world.online()
+    neighbour = world.offline(uid=2000)
+    kept = world.schedule(neighbour, 0)
+    links = [world.offline(uid=1000) for _ in range(HELD // HELD_PER_CLIENT + 2)]
+
+    seqs = [(link, world.schedule(link, 0)) for link in links for _ in range(HELD_PER_CLIENT)]
+
+    held = world.register.channels.schedules._held
+    assert sum(map(len, held.values())) == HELD
+    assert kept in held[neighbour]
+    assert all(seq in held[link] for link, seq in seqs[1 - HELD :]), "the oldest went"
+    for link in (*links, neighbour):
+        world.register.leave(link, "exit")
+    assert not held
+    assert not world.register.channels.schedules._of

@@ -36,10 +36,11 @@ QUIET = frozenset(
         EventKind.CHANNEL_GONE,
     }
 )
-# Whoever comes and goes in a loop, is refused, or attaches an engine anew, makes these without end.
+# Whoever comes and goes in a loop, is refused, sends nonsense, or attaches an engine anew, makes these without end.
 COMINGS = frozenset(
     {
         EventKind.REFUSED,
+        EventKind.MALFORMED,
         EventKind.JOINED,
         EventKind.LEFT,
         EventKind.ENDED,
