@@ -12,9 +12,9 @@ from link_peers import PATIENCE_S, hear
 from node_world import World, successor
 
 from valved.abi.link import LinkType, Refusal, RefusedMessage, Schedule, build, parse
-from valved.clients import welcomes
+from valved.clients import connection, welcomes
 from valved.clients.accounts import account_of
-from valved.clients.connection import UNREAD_BYTES
+from valved.clients.connection import UNREAD_BYTES, UNREAD_LEAST
 from valved.clients.identity import Peer
 from valved.clients.welcomes import (
     BLIND,
@@ -337,6 +337,22 @@ def test_who_asks_and_never_reads_never_makes_valved_pay_for_more_than_32_kib(se
     sock.settimeout(PATIENCE_S)
     for _ in range(asked):  # nothing is lost
         assert hear(sock)[0].type is LinkType.ACK
+
+
+def test_thousands_of_links_that_never_read_never_make_valved_pay_for_32_kib_each(server, monkeypatch):
+    """One container's root may have 3,584: 115 MB, in a container of 256 MiB."""
+    monkeypatch.setattr(connection, "UNREAD_OF_ALL", 2 * UNREAD_LEAST)
+    sock, *_ = server.welcome()
+    [peer] = server.link._peers
+    others = [server.welcome() for _ in range(3)]
+    sock.setblocking(False)
+    for _ in range(200):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock.send(ASK)
+        assert server.call(lambda: unread(peer)) <= UNREAD_LEAST + 1024
+    server.until(lambda: unread(peer) > UNREAD_LEAST)
+    assert server.link.peers == 1 + len(others)
 
 
 def test_what_lies_unread_as_a_link_ends_is_never_forgotten(server):

@@ -36,6 +36,7 @@ SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 # What a client leaves unread valved pays for, also when the link has ended. The 32 requests of a shim that can wait at
 # once have answers of 768 bytes; an order takes 4.4 KiB at most.
 UNREAD_BYTES, ORDER_BYTES = 32 << 10, 5 << 10
+UNREAD_OF_ALL, UNREAD_LEAST = 16 << 20, 4 << 10  # where there are more than 512 links, and where thousands
 FULL_NS, FULL_MOST_NS = 1_000_000, 512_000_000
 YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what they hold by then
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
@@ -118,7 +119,8 @@ class LinkConnection:
     def _is_full(self) -> bool:
         """It asks and does not read. Online work is read all the same; orders it did not ask for."""
         orders = max(0, self._ordered - self._answered)
-        return not self.is_online and self.unread() > UNREAD_BYTES + ORDER_BYTES * orders
+        most = max(UNREAD_LEAST, min(UNREAD_BYTES, UNREAD_OF_ALL // max(1, self._server.peers)))
+        return not self.is_online and self.unread() > most + ORDER_BYTES * orders
 
     def full_ns(self) -> int:
         """How long it rests until it may have read: twice as long each time, as there may be thousands."""
