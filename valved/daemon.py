@@ -30,6 +30,7 @@ from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
 from valved.machine.signals import Signals
+from valved.machine.startpages import give_back_start_pages
 from valved.machine.thawer import Thawer
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
@@ -151,6 +152,7 @@ async def run(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
+    outer.work.do(give_back_start_pages, lambda *_: None)
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, outer.prompt, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None or daemon.bystanders is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 
+from msgspec.structs import replace
 from node_rig import Offline, Online, service
 from stranger import Stranger
 

@@ -6,10 +6,10 @@ import os
 import socket
 import struct
 import threading
-from dataclasses import replace
 
 import pytest
 from link_peers import HELLO, PATIENCE_S, OwnTime, hear, is_closed, never_closing, say, stop_reading
+from msgspec.structs import replace
 from scarce import left
 
 from valved.abi.link import MAX_FDS, Ack, LinkType, NoteMessage, RefusedMessage, Schedule, Welcome

@@ -6,10 +6,10 @@ import errno
 import mmap
 import os
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 
 import pytest
 from memory_world import Hook, kv_world
+from msgspec.structs import replace
 from scarce import opened
 
 from valved.abi.kv_link import KvAttach, KvMode

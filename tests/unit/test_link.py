@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -157,7 +157,7 @@ def test_a_damaged_packet_is_read_or_refused_but_never_breaks_the_reader(message
     except Malformed:
         return
 
-    for text in (value for value in dataclasses.astuple(read.body) if isinstance(value, str)):
+    for text in (value for value in msgspec.structs.astuple(read.body) if isinstance(value, str)):
         assert text.isascii()
         assert text.isprintable() or not text
 

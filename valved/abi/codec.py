@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
 from valve_abi import Layout
 
 
@@ -25,13 +25,12 @@ class Codec(Protocol):
 class Plain:
     """A body whose fields stand in the order of its layout. Text is a C string, a flag a word."""
 
-    def __init__(self, body: type, layout: Layout, **readers: Callable[[Any], Any]) -> None:
+    def __init__(self, body: type[msgspec.Struct], layout: Layout, **readers: Callable[[Any], Any]) -> None:
         """`readers`: what to make of the raw value of a field, where its type does not say so."""
         self._body = body
         self._struct = layout.struct()
-        fields = dataclasses.fields(body)
-        self._names = tuple(field.name for field in fields)
-        found = {field.name: readers.get(field.name) or _READERS.get(str(field.type)) for field in fields}
+        self._names = body.__struct_fields__
+        found = {name: readers.get(name) or _READERS.get(str(body.__annotations__[name])) for name in self._names}
         self._readers = [(name, reader) for name, reader in found.items() if reader is not None]
 
     @property

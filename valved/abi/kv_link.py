@@ -5,10 +5,10 @@ Entries travel as one numpy array: a reclaim of a GiB in 2 MiB handles is 512 of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import valve_abi
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ RUN = np.dtype(valve_abi.KV_RUN.dtype())
 MOST_TOUCHED = 1 << 18  # 64 Ki handles of planes apart are 72 Ki; these take a thread a second and 30 MB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRangeMessage:
+class KvRangeMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_uuid: bytes
     device_instance: int
     range: int
@@ -45,8 +44,7 @@ class KvRangeMessage:
     held: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvSpan:
+class KvSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body of KV_RANGE_DEL and KV_PIN."""
 
     range: int
@@ -54,8 +52,7 @@ class KvSpan:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEntries:
+class KvEntries(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body of KV_ORDER and KV_HELD. `raw` are the entries as they travel; `entries` reads them."""
 
     order: int
@@ -69,8 +66,7 @@ class KvEntries:
         return np.frombuffer(self.raw, dtype=ENTRY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRuns:
+class KvRuns(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body of KV_RUNS. `raw` as they travel; `runs` reads them."""
 
     order: int
@@ -83,16 +79,14 @@ class KvRuns:
         return np.frombuffer(self.raw, dtype=RUN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvDone:
+class KvDone(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     order: int
     done: int
     status: int
     cu_result: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLayoutPart:
+class KvLayoutPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     blocks: int
     block_tokens: int
     total: int
@@ -111,8 +105,7 @@ class KvLayoutPart:
         return before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvAttach:
+class KvAttach(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     abi_min: int
     abi_max: int
     mode: int
@@ -124,25 +117,21 @@ class KvAttach:
     engine: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvTableMessage:
+class KvTableMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     abi: int
     table_bytes: int
     book_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvNeed:
+class KvNeed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     wanted_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvStep:
+class KvStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     range: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvScratch:
+class KvScratch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_uuid: bytes
     device_instance: int
     place: int

@@ -9,9 +9,9 @@ codec.py says how a body is read and written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import valve_abi
 from valve_abi import Feature, LinkType, Note, Refusal
 
@@ -26,8 +26,7 @@ MAX_PACKET = valve_abi.LINK_MAX
 MAX_FDS = valve_abi.LINK_FDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     abi_min: int
     abi_max: int
     features: int
@@ -37,8 +36,7 @@ class Hello:
     comm: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     abi: int = ABI
     role: int
     features: int
@@ -48,22 +46,19 @@ class Welcome:
     region_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedMessage:
+class RefusedMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     code: Refusal
     abi_min: int = ABI
     abi_max: int = ABI
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: int = 0
     want_fd: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RmClient:
+class RmClient(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_uuid: bytes
     device_instance: int
     h_client: int
@@ -72,8 +67,7 @@ class RmClient:
     has_fd: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
+class Channel(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body of both CHANNEL_ADD and CHANNEL_DEL."""
 
     gpu_uuid: bytes
@@ -86,21 +80,18 @@ class Channel:
     compute: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body of SCHEDULE_WAIT and SCHEDULE_DONE."""
 
     h_client: int
     h_object: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndingMessage:
+class EndingMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     signal: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoteMessage:
+class NoteMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     code: int
     h_client: int
     h_channel: int
@@ -111,8 +102,7 @@ Body = Any
 """One of the values above, or of kv_link.py."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packet:
+class Packet(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     type: LinkType
     seq: int
     sent_ns: int

@@ -10,9 +10,10 @@ import socket
 import struct
 import termios
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
 from valved.clients.accounts import LinkAccount
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from valved.clients.server import LinkServer
 
 SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
-RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+RECEIVE = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)  # plain numbers: each packet is tested for these
+LOST_FDS, CUT_SHORT = int(socket.MSG_CTRUNC), int(socket.MSG_TRUNC)
 ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
 SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 
@@ -42,8 +44,7 @@ YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what th
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     packet: Packet
     fds: list[int]
     sender: int  # the process that sent it, as the kernel says; 0: it does not
@@ -215,11 +216,11 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
         return None
     except OSError as error:
         raise EOFError from error
-    fds = descriptors_of(ancillary)
-    if flags & socket.MSG_CTRUNC:  # all that can be sent fits: valved itself was out of them
+    fds, sender = passed(ancillary)
+    if flags & LOST_FDS:  # all that can be sent fits: valved itself was out of them
         closer.close(fds)
         raise EOFError("valved is out of descriptors")
-    if flags & socket.MSG_TRUNC:
+    if flags & CUT_SHORT:
         closer.close(fds)
         raise Malformed("a packet was cut short")
     if not data:
@@ -233,21 +234,18 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
     except Malformed:
         closer.close(fds)
         raise
-    return Received(packet, fds, _sender(ancillary), lent)
+    return Received(packet, fds, sender, lent)
 
 
-def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
-            return int(CREDENTIALS.unpack_from(data)[0])
-    return 0
-
-
-def descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found: list[int] = []
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+def passed(ancillary: list[tuple[int, int, bytes]]) -> tuple[list[int], int]:
+    """The descriptors on a packet, and who sent it; 0: the kernel does not say."""
+    fds: list[int] = []
+    sender = 0
+    for _, kind, data in ancillary:  # on this kind of socket each is of SOL_SOCKET
+        if kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
+            sender = CREDENTIALS.unpack_from(data)[0]
+        elif kind == socket.SCM_RIGHTS:
             numbers = array.array("i")
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-            found.extend(numbers)
-    return found
+            fds.extend(numbers)
+    return fds, sender

@@ -31,6 +31,7 @@ UNFETCHED = valve_abi.LINK_UNFETCHED
 LENT = valve_abi.LINK_LENT
 _TYPE, _LENGTH = struct.Struct("=H"), struct.Struct("=I")
 _TYPE_AT, _LENGTH_AT = 6, 8
+_HEADER_BYTES = valve_abi.LINK_HEADER.size
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
@@ -42,7 +43,7 @@ class Lent:
 
 def split(data: bytes) -> tuple[bytes, Lent | None]:
     """The packet as it were without numbers, and those."""
-    if len(data) < valve_abi.LINK_HEADER.size:
+    if len(data) < _HEADER_BYTES:
         return data, None
     (kind,) = _TYPE.unpack_from(data, _TYPE_AT)
     if not kind & LENT:
@@ -50,7 +51,7 @@ def split(data: bytes) -> tuple[bytes, Lent | None]:
     (length,) = _LENGTH.unpack_from(data, _LENGTH_AT)
     (count,) = _LENGTH.unpack_from(data, len(data) - 4)
     end = len(data) - 4 * (count + 2)
-    if length != len(data) or not 1 <= count <= MAX_FDS or end < valve_abi.LINK_HEADER.size:
+    if length != len(data) or not 1 <= count <= MAX_FDS or end < _HEADER_BYTES:
         raise Malformed(f"{count} numbers of descriptors behind a packet of {len(data)} bytes")
     numbers = array.array("i", data[end : end + 4 * count])
     if min(numbers) < 0:

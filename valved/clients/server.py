@@ -219,18 +219,17 @@ class LinkServer:
 
     def _read(self, peer: LinkConnection) -> None:
         if self._owing.may_be_read(peer):
-            self.read_in_turn(peer)
+            self.read_in_turn(peer, is_readable=True)
 
-    def read_in_turn(self, peer: LinkConnection) -> None:
+    def read_in_turn(self, peer: LinkConnection, *, is_readable: bool = False) -> None:
+        """`is_readable`: it was asked just now."""
         if peer.lane.is_aside:
             self._aside.read(peer)
             return
         later = self.later(peer)
-        if later.has_time():
-            later.do(peer.turn, partial(self._read_some, peer))
-        else:
+        if not later.do_now(partial(self._read_some, peer, is_readable=is_readable)):
             self._loop.remove_reader(peer.fileno())
-            later.do(peer.turn, partial(self._read_later, peer))
+            later.put(peer.turn, partial(self._read_later, peer))
 
     def most_fds(self, kind: LinkType) -> int:
         return FDS_MOST.get(kind, 0)
@@ -249,11 +248,12 @@ class LinkServer:
         if peer.is_open and not peer.is_fetching:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
-    def _read_some(self, peer: LinkConnection) -> None:
+    def _read_some(self, peer: LinkConnection, *, is_readable: bool = False) -> None:
         until_ns = time.monotonic_ns() + PASS_NS
         for _ in range(AWAITED_AT_ONCE if peer.was_awaited and not peer.is_online else PACKETS_AT_ONCE):
-            if not (peer.is_readable and self.read_one(peer)) or time.monotonic_ns() > until_ns:
+            if not ((is_readable or peer.is_readable) and self.read_one(peer)) or time.monotonic_ns() > until_ns:
                 return  # it may be readable still: after the others
+            is_readable = False
 
     def read_one(self, peer: LinkConnection, receive: Callable[[], Received | None] | None = None) -> bool:
         """Whether there was anything, the end included. What it took is charged, unless valved wanted it."""

@@ -43,7 +43,8 @@ class Bucket:
 
     def wait_ns(self, now_ns: int) -> int:
         """How long until there is something in it."""
-        self._fill(now_ns)
+        if self.left_ns <= 0:  # else time only adds to it
+            self._fill(now_ns)
         return 0 if self.left_ns > 0 else round(-self.left_ns / self.share) + 1_000_000
 
     def take(self, ns: int, now_ns: int) -> None:
@@ -105,10 +106,11 @@ class Turns:
     def own_wait_ns(self, who: Hashable, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> int:
         """Without what it has in common with others."""
         wait_ns = (self._services if is_online else self._each).wait_ns(who, now_ns)
-        return min(wait_ns, self._awaited.wait_ns(who, now_ns)) if is_awaited else wait_ns
+        return min(wait_ns, self._awaited.wait_ns(who, now_ns)) if wait_ns and is_awaited else wait_ns
 
     def common_wait_ns(self, now_ns: int, *, is_awaited: bool) -> int:
-        return min(self._all.wait_ns(key, now_ns) for key in {False, is_awaited})
+        wait_ns = self._all.wait_ns(False, now_ns)
+        return min(wait_ns, self._all.wait_ns(True, now_ns)) if wait_ns and is_awaited else wait_ns
 
     def took(self, who: Hashable, ns: int, now_ns: int, *, is_online: bool = False, is_awaited: bool = False) -> None:
         if is_awaited:
@@ -195,16 +197,25 @@ class Postponed:
         return not self._line and not self._direct.wait_ns(self._clock.now_ns())
 
     def do(self, who: Sequence[Hashable], job: Callable[[], object]) -> None:
+        if not self.do_now(job):
+            self.put(who, job)
+
+    def do_now(self, job: Callable[[], object]) -> bool:
+        """Whether this pass had time for it."""
         now_ns = self._clock.now_ns()
-        if self.has_time():
-            try:
-                job()
-            finally:
-                done_ns = self._clock.now_ns()
-                self._direct.take(done_ns - now_ns, done_ns)
-            return
+        if self._line or self._direct.wait_ns(now_ns):
+            return False
+        try:
+            job()
+        finally:
+            done_ns = self._clock.now_ns()
+            self._direct.take(done_ns - now_ns, done_ns)
+        return True
+
+    def put(self, who: Sequence[Hashable], job: Callable[[], object]) -> None:
+        """For a later pass."""
         if not self._line:
-            self._clock.call_at_ns(now_ns, self._go_on)
+            self._clock.call_at_ns(self._clock.now_ns(), self._go_on)
         self._line.put(who, job)
 
     def do_once(self, key: Hashable, who: Sequence[Hashable], job: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ from typing import cast
 
 import msgspec
 
-from valved.clients.connection import ANCILLARY, RECEIVE, SO_PASSRIGHTS, descriptors_of
+from valved.clients.connection import ANCILLARY, RECEIVE, SO_PASSRIGHTS, passed
 from valved.fds import Fds
 from valved.machine.helpers import Closer
 
@@ -87,7 +87,8 @@ class _CallerSocket(socket.socket):
         if self._closer.is_behind:
             raise ConnectionAbortedError(errno.ECONNABORTED, "descriptors of callers cannot be closed")
         data, ancillary, _, _ = self.recvmsg(bufsize, ANCILLARY, RECEIVE | flags)
-        if fds := descriptors_of(ancillary):
+        fds, _ = passed(ancillary)
+        if fds:
             self._closer.close(fds)
             raise ConnectionAbortedError(errno.ECONNABORTED, "a descriptor on a call")
         return data
