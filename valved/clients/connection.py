@@ -119,9 +119,11 @@ class LinkConnection:
 
     def _is_full(self) -> bool:
         """It asks and does not read. Online work is read all the same; orders it did not ask for."""
+        if self.is_online or (unread := self.unread()) <= UNREAD_LEAST:
+            return False
         orders = max(0, self._ordered - self._answered)
         most = max(UNREAD_LEAST, min(UNREAD_BYTES, UNREAD_OF_ALL // max(1, self._server.peers)))
-        return not self.is_online and self.unread() > most + ORDER_BYTES * orders
+        return unread > most + ORDER_BYTES * orders
 
     def full_ns(self) -> int:
         """How long it rests until it may have read: twice as long each time, as there may be thousands."""
