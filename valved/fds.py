@@ -68,6 +68,12 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
             os.fsync(fd)
 
 
+def forget_name(path: Path) -> None:
+    """At an end: what comes after it never depends on whether a name could be removed (a disk that can only be read)."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def names_in(folder: Path) -> list[str]:
     """Sorted; none where there is no folder. To a glob of Python 3.12 a folder that it cannot open is an empty one."""
     try:
