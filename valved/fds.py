@@ -74,7 +74,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 def forget_name(path: Path) -> None:
-    """At an end: what comes after it never depends on whether a name could be removed (a disk that can only be read)."""
+    """At an end: what comes after it never depends on whether a name could be removed (a read-only disk)."""
     with contextlib.suppress(OSError):
         path.unlink()
 
