@@ -68,6 +68,17 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
             os.fsync(fd)
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """An opener for open(): a pipe without another end would keep whoever opens it for ever."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def forget_name(path: Path) -> None:
+    """At an end: what comes after it never depends on whether a name could be removed (a read-only disk)."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def names_in(folder: Path) -> list[str]:
     """Sorted; none where there is no folder. To a glob of Python 3.12 a folder that it cannot open is an empty one."""
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from node_rig import Offline, Online
-from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.node import EmulatedNode, NodeError
 
 
 def start_with(hangup: signal.Handlers, node: EmulatedNode) -> int:
@@ -67,3 +69,45 @@ def test_a_port_of_the_other_valved_never_keeps_its_successor_from_waiting(
         node.start_valved("--wait", "--metrics-port", str(taken.getsockname()[1]))
 
         assert node.status().pid
+
+
+def test_a_pipe_at_the_name_of_the_pid_file_never_keeps_valved_from_starting(
+    make_node: Callable[..., EmulatedNode],
+) -> None:
+    """Nobody reads it, so to open it in the usual way never ends."""
+    node = make_node(start=False)
+    os.mkfifo(node.run_dir / "valved.pid")
+
+    node.start_valved()
+
+    assert node.status().pid
+
+
+def test_a_socket_that_finds_its_name_taken_is_never_told_as_a_traceback(
+    make_node: Callable[..., EmulatedNode],
+) -> None:
+    node = make_node(start=False)
+    (node.run_dir / "valved.sock").mkdir()
+
+    with pytest.raises(NodeError, match="valved ended with 1"):
+        node.start_valved()
+
+    log = (node.folder / "valved.log").read_text()
+    assert "valved.sock: Is a directory" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("name", ["valved.sock", "link.sock", "client/link.sock", "client"])
+def test_a_name_that_cannot_be_removed_never_keeps_valved_from_ending_in_good_order(
+    node: EmulatedNode, name: str
+) -> None:
+    """As on a disk that can only be read by now: it lets go whom it froze, and writes its state, after that."""
+    (node.run_dir / name).rename(node.folder / "aside")
+    if name == "client":
+        (node.run_dir / name).touch()
+    else:
+        (node.run_dir / name).mkdir()
+
+    assert node.stop_valved() == 0
+
+    assert "Traceback" not in (node.folder / "valved.log").read_text()

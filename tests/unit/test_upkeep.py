@@ -317,3 +317,13 @@ def test_no_part_of_the_daemon_ends_at_its_first_error(tmp_path, monkeypatch):
         os.close(write)
 
     assert begun == dict.fromkeys(PARTS, 3)
+
+
+def test_a_run_folder_that_gave_way_to_a_file_is_never_taken_for_one_that_is_there(tmp_path):
+    """The look raised, and with it ended whatever valved does every few seconds, for ever."""
+    folder = RunFolder(tmp_path / "run")
+    care = upkeep.Upkeep(None, None, None, None, folder, Prompt(), has_watch=True)
+    (tmp_path / "run").rename(tmp_path / "aside")
+    (tmp_path / "run").touch()
+
+    assert care.is_lost()

@@ -18,6 +18,7 @@ from valved.cli import words
 from valved.cli.client import must_last, node
 from valved.cli.exits import NOT_RUNNING, OK, CliError
 from valved.errors import cure
+from valved.fds import open_at_once
 from valved.model.plain import plain
 from valved.paths import DRAIN_FILE, PAUSE_FILE, make, run_dir
 
@@ -41,7 +42,8 @@ def _who() -> str:
 def pause(_options: argparse.Namespace) -> int:
     path = _brake()
     try:
-        path.write_text(f"{_who()}\n", encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=open_at_once) as file:
+            file.write(f"{_who()}\n")
     except PermissionError:
         return _ask("Pause", node_pb2.PauseRequest(by=_who()))
     except OSError as error:

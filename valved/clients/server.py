@@ -36,7 +36,7 @@ from valved.clients.lending import FetchedReader
 from valved.clients.owing import OwingLine
 from valved.clients.register import Register
 from valved.clients.turns import PASS_NS, Postponed, Turns
-from valved.fds import Fds
+from valved.fds import Fds, forget_name
 from valved.machine.callers import MOST, accept
 from valved.machine.clock import LoopClock
 from valved.machine.helpers import Closer
@@ -132,8 +132,8 @@ class LinkServer:
             self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-            self._path.unlink(missing_ok=True)
-            self._for_clients().unlink(missing_ok=True)
+            forget_name(self._path)
+            forget_name(self._for_clients())
         for peer in list(self._peers):
             peer.close()
         self.arrivals.close()

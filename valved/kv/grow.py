@@ -142,5 +142,5 @@ class Growth:
 
     def _is_short(self, engine: Engine) -> bool:
         """It would use more than it has."""
-        wanted = engine.view().wanted_blocks
-        return self._books.is_attached(engine) and wanted > engine.standing_count() * engine.blocks_per_column
+        has = engine.standing_count() * engine.blocks_per_column
+        return self._books.is_attached(engine) and engine.view().wanted_blocks > has  # one that left has no book

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from valved.clients.register import Register
+from valved.fds import open_at_once
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.machine.ports import PromptPort
@@ -249,12 +250,7 @@ def _remove(*paths: Path) -> None:
 def _first_line(path: Path) -> str | None:
     """The author of the file, from its first line; None if there is no file."""
     try:
-        with open(path, encoding="utf-8", errors="replace", opener=_open_at_once) as file:
+        with open(path, encoding="utf-8", errors="replace", opener=open_at_once) as file:
             return file.readline(64).strip() or "a file"
     except OSError:  # a link to nothing is an order, too: whoever made it meant one
         return "an unreadable file" if os.path.lexists(path) else None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """A pipe that nobody writes into would stop the loop."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

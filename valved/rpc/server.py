@@ -44,7 +44,11 @@ class GrpcServer:
             os.umask(before)
         await self._server.start()
         await self._aside.begin()
-        await self._aside.do(self._front.start(mode, gid))
+        try:
+            await self._aside.do(self._front.start(mode, gid))
+        except OSError:
+            await self.stop(0)  # gRPC complains of a server that nobody stopped
+            raise
 
     async def stop(self, grace: float) -> None:
         await self._aside.do_in_time(self._front.stop_listening())

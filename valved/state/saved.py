@@ -341,13 +341,13 @@ class RunFolder:
             os.close(fd)
 
     def sign(self) -> None:
-        (self.path / PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
+        write_private(self.path / PID_FILE, b"%d\n" % os.getpid())
 
     def is_ours(self) -> bool:
         """False once somebody removed the folder: what stands at its path now is nobody's, or another valved's."""
         try:
             return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_FILE))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # or a file stands at its path
             return False
 
     def keep_while(self, is_writing: Callable[[], bool]) -> None:

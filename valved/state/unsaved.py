@@ -82,5 +82,6 @@ class Unsaved:
             if not self._is_ours():
                 return
             self._is_empty = False
-            fd = fds.own(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = fds.own(os.open(self._path, flags, 0o600))
             os.write(fd, line)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +57,16 @@ def test_a_brake_that_cannot_be_moved_is_an_error_with_a_next_step_and_never_a_t
     assert caught.value.next_step
 
 
+def test_a_pause_never_waits_for_the_other_end_of_a_pipe(folder):
+    """valved takes whatever stands at that name for an order: it is paused already."""
+    os.mkfifo(folder / "pause")
+
+    with pytest.raises(CliError) as caught:
+        pause.pause(None)
+
+    assert caught.value.next_step
+
+
 def answering(monkeypatch, module, lost):
     """A valved that does what it is told, and could not write this file."""
     status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=True, paused_by="alice")
@@ -71,7 +81,7 @@ def test_a_pause_that_no_file_takes_is_never_refused_nor_called_done(folder, mon
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(pause, "open_at_once", refuse)
     answering(monkeypatch, pause, folder / "pause")
 
     with pytest.raises(CliError, match="only until valved ends") as caught:
