@@ -376,7 +376,7 @@ class Crowd:
             assert not len(engine.partial_columns()), "a part of a column is nobody's use"
             wanted = min(engine.columns, -(-engine.view().wanted_blocks // engine.blocks_per_column))
             is_short = engine.standing_count() < wanted and len(engine.bare_columns()) > 0
-            assert not is_short or kv.supply.obtainable(engine) == 0, "a service waits for memory that can be had"
+            assert not is_short or kv.supply.obtainable(engine, kv.supply.within_reach(engine)) == 0, "a service waits for memory that can be had"
         self.check()
         world.check()
         for shim in world.shims:
