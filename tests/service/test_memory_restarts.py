@@ -14,7 +14,7 @@ from valved.model.ids import Remap
 MEMORY = MemoryTable(
     handle_mib=2, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05, step_s=2.0
 )
-SEEDS = int(os.environ.get("VALVE_EXAMPLES", "12"))
+SEEDS = int(os.environ.get("VALVE_EXAMPLES", "8"))
 FIRST = int(os.environ.get("VALVE_SEED", "0"))
 
 

@@ -1,4 +1,4 @@
-"""Walks of a crowd over valveds that die: in the middle of whatever they do, and what their successor finds is anything.
+"""Walks of a crowd over valveds that die in the middle of whatever they do, and whose successor finds anything.
 
 The state folder may be whole, old, cut short, lost, or refuse what is written. Processes come back at once, late, twice
 or never, and some lie about what they hold. Channels that a dead valved had switched off stay so until somebody
@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 from lent_fds import is_lent, lend
 from memory_crowd import MOMENTS_US, Crowd, MortalClock, begun
-from memory_world import BASE, KvWorld, Physical
+from memory_world import KvWorld, Physical
 from node_world import FakePrompt, FakeWork
 
 from valved.abi.kv_link import ELASTIC, ENTRY, HEEDED, KvEntries, KvHow, KvOp, KvRangeMessage
 from valved.abi.link import LinkType, Malformed
-from valved.config import MIB
 from valved.daemon import take_over
 from valved.model.ids import Role
 
@@ -69,21 +68,18 @@ class Writes(FakeWork):
 
 
 class Restarts(Crowd):
+    """Beside what a crowd does. `disk_is_full` also makes it well again."""
+
     def __init__(self, seed, config, layers=1):
         self.disk = Disk()
-        self.counts = {}
         self.away = []  # (shim, hook or None): processes that have not come back to this valved
         self.liars = []
         self.launched = set()
         self.unknown = {}  # channels that are off, and of which no valved may know
         self.is_told = True  # the folder took all that this valved wrote
-        self.sure, self.claimed = set(), set()  # processes that this valved was told of; their claims
+        self.sure, self.claimed, self.welcomed = set(), set(), set()  # processes that this valved was told of
         self.older = None
         super().__init__(seed, config, layers)
-
-    def _count(self, what):
-        self.counts[what] = self.counts.get(what, 0) + 1
-        self.told.append(what)
 
     # A valved
 
@@ -95,23 +91,17 @@ class Restarts(Crowd):
         )
         world.life, world.clock = life, self.clock
         world.processes.cgroup = "/{}".format  # else who lost its claim is taken for another
-        world.disk = self._use_disk(world)
+        world.disk = world.handover._file._disk = Writes(self.disk)
         make = world.shim
         world.shim = lambda *words, **more: begun(make(*words, **more))
         world.online = lambda **more: self._hello(Role.ONLINE, **more)
         world.offline = lambda **more: self._hello(Role.OFFLINE, **more)
         return world
 
-    def _use_disk(self, world):
-        writes = Writes(self.disk)
-        world.handover._file._disk = writes
-        return writes
-
     def _hello(self, role, *, pid, name="", gpus=(0,), uid=1000, claimed=True):
         """Its `valve run` claims it once; channels keep their names."""
         world = self.world
-        is_child = world.processes.table[pid][1] != 1 and world.processes.table[pid][1] != 0
-        if claimed and pid not in self.launched and not is_child:
+        if claimed and pid not in self.launched and world.processes.table[pid][1] == 1:  # else its parent is
             self.launched.add(pid)
             assert world.node.launch(pid, world.processes.start_time(pid), role, name)
         client = world.hello(pid, role, uid=uid, features=world.shim_features).client
@@ -132,7 +122,7 @@ class Restarts(Crowd):
         names += [self.disk_is_full, self.state_is_copied, self.lies]
         for _ in range(actions):
             action = self.draw.choice(names)
-            self._count(action.__name__)
+            self.told.append(action.__name__)
             action()
             self.check()
         self.end()
@@ -213,16 +203,19 @@ class Restarts(Crowd):
         for shim in new.shims:
             shim.left, shim.client = shim.client, 0  # a number that means another one now
         for shim in (shim for shim in new.shims if shim.is_alive and self.draw.random() < 0.08):
-            self._count("dies between")
+            self.told.append("dies between")
             shim.die()
         take_over(new, new.config, Path(self.folder.name))
-        self._check_off(old.gate.off)
+        self.welcomed = {process.pid for process in new.register.lived.former}
+        self._check_off()
         self._check_held()
         self._come_back(old)
 
-    def _check_off(self, off):
+    def _check_off(self):
         """A channel that was off is known to the successor, unless the folder could not say so."""
-        expected = {(one.channel.h_client, one.channel.h_channel) for one in self.world.register.channels.leftovers.all()}
+        expected = {
+            (one.channel.h_client, one.channel.h_channel) for one in self.world.register.channels.leftovers.all()
+        }
         unknown = {key: ref for key, ref in self.world.gate.off.items() if key not in expected}
         assert unknown.keys() <= self.unknown.keys() or not self.is_told, "nobody knows of a channel that is off"
         self.unknown |= unknown
@@ -230,7 +223,7 @@ class Restarts(Crowd):
 
     def _find_state(self, old):
         way = self.draw.choice(["as it is"] * 3 + ["whole"] * 2 + ["older", "cut", "lost", "no folder"])
-        self._count(f"state {way}")
+        self.told.append(f"state {way}")
         file, was_well = Path(self.folder.name) / "state.json", not (self.disk.trouble or self.disk.hangs)
         if way == "whole":
             old.handover.save()
@@ -253,10 +246,9 @@ class Restarts(Crowd):
     def _end_of(self, old):
         """What the driver had begun with it ends first; what it had not is never done."""
         old.life.is_dead = True
-        done = self.draw.choice([0, 0, 1, 100])
-        old.outside.die(done)
+        old.outside.die(self.draw.choice([0, 0, 1, 100]))
         for shim in old.shims:
-            if shim.is_alive and not getattr(shim, "is_cut", False):
+            if shim.is_alive:
                 self._cut(shim)
         for fd in list(old.outside.open_fds):
             with contextlib.suppress(OSError):
@@ -297,7 +289,7 @@ class Restarts(Crowd):
             elif self.draw.random() < 0.55:
                 self._rejoin(shim, hook)
             else:
-                self._count("late")
+                self.told.append("late")
                 self.away.append((shim, hook))
             if self.draw.random() < 0.3:
                 self.world.run(self.draw.choice([0, 1, 900]))
@@ -311,12 +303,13 @@ class Restarts(Crowd):
         shims = [shim, *([hook.second] if hook is not None and hook.second is not None else [])]
         for one in [one for one in shims if one.is_alive]:
             if not self._tell(one, hook is not None):
-                self._count("refused")
-                assert one.entry.process.pid not in self.claimed, "a process that valved knew is refused"
+                self.told.append("refused")
+                pid = one.entry.process.pid
+                assert pid not in self.claimed | self.welcomed, "a process that valved knew is refused"
                 self._later(self.draw.choice([10, 3000]), one.die)
                 hook = None
             elif len(shims) == 1 and self.draw.random() < 0.15:
-                self._count("twice")
+                self.told.append("twice")
                 one.hang_up()
                 self.world.run(self.draw.choice([0, 1, 400]))
                 assert not one.is_alive or self._tell(one, hook is not None)
@@ -327,24 +320,20 @@ class Restarts(Crowd):
                 if one.is_alive:
                     self._later(300, one.die)
             return
-        if len({one.entry.service for one in shims}) > 1:
-            self._count("split")
-            assert shim.entry.process.pid not in self.claimed, "an engine that valved knew is two"
-        if self.draw.random() < 0.1 or len({one.entry.service for one in shims}) > 1:
-            self._count("no hook")
+        is_split = len({one.entry.service for one in shims}) > 1
+        assert not is_split or shim.entry.process.pid not in self.claimed, "an engine that valved knew is two"
+        if is_split or self.draw.random() < 0.1:
+            self.told.append("no hook")
             for one in shims:
                 self._later(2000, one.die)
             return
         self._attach(hook)
 
     def _tell(self, shim, is_heeded):
-        is_rank = shim.is_offline and shim.entry.process.pid in self.world.processes.table
-        is_rank = is_rank and self.world.processes.table[shim.entry.process.pid][1] != 1
         join = self.world.offline if shim.is_offline else self.world.online
-        client = join(pid=shim.entry.process.pid, gpus=shim.served, uid=shim.uid, claimed=not is_rank)
+        client = join(pid=shim.entry.process.pid, gpus=shim.served, uid=shim.uid)
         if client is None:
             return False
-        shim.is_cut = False
         shim.retell(client, self.world, flags=HEEDED if is_heeded else 0)
         for gpu in shim.served if shim.is_offline and self.world.passes_scratch else ():
             shim.offer_scratch(gpu)
@@ -362,6 +351,7 @@ class Restarts(Crowd):
         if hook is not None and hook.second is not None:
             hook.second.die()
         self.liars.append(shim)
+        shim.has_stepped = False  # what is mapped beside its kernels is its own harm
         join = self.world.offline if shim.is_offline else self.world.online
         client = join(pid=shim.entry.process.pid, gpus=shim.served, uid=shim.uid, claimed=True)
         if client is None:
@@ -374,15 +364,17 @@ class Restarts(Crowd):
             for number in sorted(shim.ranges_of):
                 self._lie(shim, number)
         except Malformed as error:
-            self._count(f"malformed: {str(error)[:40]}")
+            self.told.append(f"malformed: {str(error)[:40]}")
             self.world.register.leave(client, "malformed")
         self._later(self.draw.choice([1, 700, 3000, 15_000]), shim.die)
 
     def _lie(self, shim, number):
         base, size, slots = shim.ranges_of[number]
-        kind = self.draw.choice(["more", "size", "bytes", "slot twice", "name twice", "names of others", "untold", "junk"])
+        kind = self.draw.choice(
+            ["more", "size", "bytes", "slot twice", "name twice", "names of others", "untold", "junk"]
+        )
         kind = kind if self.draw.random() < 0.9 else "more"
-        self._count(f"lie: {kind}")
+        self.told.append(f"lie: {kind}")
         gpu = shim.gpus[number]
         rows = [(name, slot) for slot, (name, _) in shim.ranges.get(number, {}).items()]
         free = [slot for slot in range(slots) if slot not in {slot for _, slot in rows}]
@@ -437,9 +429,7 @@ class Restarts(Crowd):
         for shim in world.shims:
             is_sure = shim.entry.process.pid in self.sure
             if shim.is_alive and is_sure and not shim.is_offline and shim.client not in world.books.clients:
-                if shim in self.liars:
-                    continue
-                for gpu in getattr(shim, "served", ()):
+                for gpu in shim.served if shim not in self.liars else ():
                     assert world.gate.is_gated(gpu), "offline work may run beside a service that is not back"
 
     def check(self):
@@ -457,7 +447,6 @@ class Restarts(Crowd):
                 self.check()
             elif shim.is_alive and self.draw.random() < 0.5:
                 shim.die()
-        self.disk.trouble, self.disk.hangs = 0, False
         self.world.run(5000)
         for shim in self.world.shims:  # who has not come back does so no more
             if shim.is_alive and shim.client not in self.world.books.clients:
@@ -467,4 +456,35 @@ class Restarts(Crowd):
             pid = key[0] - 0xC1D00000
             if pid not in self.world.processes.table:
                 self.world.gate.off.pop(key, None)
+        if self.draw.random() < 0.5:
+            self._begin_anew()
         super().end()
+
+    def _read_cards(self):
+        self._see_cards(range(2))
+        self._later(100, self._read_cards)
+
+    def _begin_anew(self):
+        """With everybody dead nothing is left of them, and a service gets its memory as on a new node."""
+        world, books = self.world, self.world.kv.books
+        for shim in world.shims:
+            if shim.is_alive:
+                shim.die()
+        self.hooks = []
+        world.outside.fails.clear()
+        world.run(5000)
+        assert sum(books.pool.free_handles(info.index) for info in books.gpus) == books.pool.total, "a handle is lost"
+        assert not world.gate.off, "a channel is off, and its process is gone"
+        assert not world.gate.launches_held
+        assert not any(account.holders for account in world.gating.gpus.values()), "a GPU is held for nobody"
+        kept = set(books.pool._fd.tolist())  # numbers of others that were closed mean other files by now
+        world.card.by_fd = {fd: one for fd, one in world.card.by_fd.items() if fd in kept}
+        self._read_cards()
+        offline = world.engine("offline", columns=16, layers=self.layers, name="new offline")
+        world.run(500)
+        offline.hold(0, list(range(4, 60)))
+        online = world.engine("online", columns=16, layers=self.layers, name="new online")
+        world.run(500)
+        online.want(used=4, wanted=40)
+        world.run(5000)
+        assert len(online.backed()) >= 40, "a service waits for memory that offline work has"
