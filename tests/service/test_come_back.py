@@ -256,6 +256,24 @@ def test_a_claim_of_an_online_process_is_never_lost_with_the_valved_that_took_it
     assert [entry.name for entry in second.books.services.values()] == ["chat"]
 
 
+def test_an_online_process_that_was_welcomed_is_never_refused_because_the_disk_was_full(first):
+    """No state names its claim. That it was welcomed is an empty file, which a full disk takes."""
+    first.processes.add(ONLINE)
+    first.handover.save()
+    before = (first.folder / "state.json").read_bytes()
+    client = first.online(pid=ONLINE, name="chat")
+    (first.folder / "state.json").write_bytes(before)
+
+    second = successor(first)
+    second.processes.add(OFFLINE, cgroup="/other")
+    back = second.hello(ONLINE, Role.ONLINE).client
+
+    assert first.books.clients[client].process == second.books.clients[back].process
+    assert second.books.clients[back].role is Role.ONLINE
+    assert second.gating.online[second.service_of(back)].holding
+    assert second.hello(OFFLINE, Role.ONLINE).client is None  # nobody welcomed that one
+
+
 def test_offline_processes_that_never_came_back_are_never_expected_for_ever(first):
     """Their numbers become those of others, which would have turns before all that is not awaited."""
     for number in range(5):

@@ -519,6 +519,21 @@ def test_a_reserve_that_nobody_waits_for_is_not_worth_running_beside_online(tmp_
     world.check()
 
 
+def test_an_engine_that_leaves_while_its_reclaim_waits_never_makes_it_fail_for_the_others(tmp_path):
+    world, offline, online = waiting_world(tmp_path, let_ms=100.0, step_s=2.0)
+    offline.shim.steps = False  # it never comes to the end of its step
+    online.want(used=4, wanted=32)
+    world.run(50)
+
+    world.register.leave(online.client, "link closed")
+    world.run(1900)
+
+    assert not world.journey_failures
+    world.run(1000)
+    assert "a step of it failed" not in [reclaim.reason for reclaim in reclaims(world)]
+    world.check()
+
+
 def test_a_step_that_does_not_end_is_never_let_for_longer_than_the_bound_in_a_second(tmp_path):
     world, offline, online = waiting_world(tmp_path, let_ms=100.0, step_s=2.0)
     before = world.node.status().memory

@@ -80,6 +80,15 @@ class ClaimedRoots:
             self._book_claim(peer.process, found.role, found.name, found.cgroup)
         return True
 
+    def look_up(self, peer: Peer, wanted: int, former: frozenset[ProcessId]) -> bool:
+        """Its claim, wherever it stands. `former`: a predecessor welcomed these as online. Their claims may be lost: a
+        full disk took no state that names them. Each is claimed by itself then. False: its pod is not known yet."""
+        is_known = self.ask_pods(peer)
+        is_former = wanted == Role.ONLINE and peer.process in former
+        if is_known and is_former and self._books.find_claim(peer.chain, peer.cgroup) is None:
+            self.claim(peer.process.pid, peer.process.start_time, Role.ONLINE, "")
+        return is_known
+
     def watch_root(self, root: ProcessId) -> None:
         self._exits.await_end(root, lambda: self.root_gone(root))
 

@@ -149,7 +149,7 @@ class Register:
         hello = packet.body
         assert isinstance(hello, Hello)
         refusal = why_not(hello)
-        if refusal is None and not self.claimed.ask_pods(peer):
+        if refusal is None and not self.claimed.look_up(peer, hello.wanted_role, self.lived.former):
             return None  # without an answer: the shim passes through and knocks again
         given = refusal or self.admission.judge(hello, peer, is_scarce=is_scarce)
         if isinstance(given, NotAdmitted):

@@ -141,6 +141,7 @@ class Growth:
         return plan
 
     def _is_short(self, engine: Engine) -> bool:
-        """It would use more than it has."""
-        has = engine.standing_count() * engine.blocks_per_column
-        return self._books.is_attached(engine) and engine.view().wanted_blocks > has  # one that left has no book
+        """It would use more than it has. One that has left waits for nothing, and its book is closed."""
+        if not self._books.is_attached(engine):
+            return False
+        return engine.view().wanted_blocks > engine.standing_count() * engine.blocks_per_column

@@ -2,6 +2,7 @@
 
 The state file is written a moment after something changed, to save many writes. A process may launch from its welcome
 on, so what says that it lives is there before: an empty file, named by pid and start time, in the folder `online`.
+A full disk takes that, and no state that names its claim: it is claimed again when it comes back (clients/claimed.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Lived:
         self._folder = run_dir / FOLDER
         self._files = files
         self.known: set[ProcessId] = set()
+        self.former: frozenset[ProcessId] = frozenset()  # those that predecessors welcomed
 
     def read(self) -> set[ProcessId]:
         """The processes that predecessors welcomed and nobody has removed. OSError: that cannot be told."""
@@ -30,6 +32,7 @@ class Lived:
             pid, _, start_time = name.partition("-")
             if pid.isdecimal() and start_time.isdecimal():
                 self.known.add(ProcessId(pid=int(pid), start_time=int(start_time)))
+        self.former = frozenset(self.known)
         return set(self.known)
 
     def put(self, process: ProcessId) -> None:

@@ -37,6 +37,12 @@ def lend() -> int:
     return fd
 
 
+def end(fds: list[int]) -> None:
+    """Close those that are still ours."""
+    for fd in filter(is_lent, fds):
+        os.close(fd)
+
+
 def collect() -> None:
     """The world that had them goes first: what its journeys do at their end they do to their own descriptors, and while
     no other test looks on. Fakes lend by the thousand in a whole run, and a machine may allow 1,024."""

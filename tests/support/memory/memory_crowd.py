@@ -324,10 +324,13 @@ class Crowd:
 
     def card_is_read(self):
         """By NVML, which may be silent."""
+        self._see_cards(range(2) if self.draw.random() < 0.7 else ())
+
+    def _see_cards(self, gpus):
         world, size = self.world, self.world.config.memory.handle_mib * MIB
         spare = world.config.memory.spare_mib * MIB
         uses = {}
-        for gpu in range(2) if self.draw.random() < 0.7 else ():
+        for gpu in gpus:
             free, total = (world.card.limit - world.card.made(gpu)) * size, world.card.limit * size + spare
             uses[bytes([gpu + 1]) * 16] = CardUse(
                 total_bytes=total, used_bytes=total - spare - free, by_pid={}, is_mig=False

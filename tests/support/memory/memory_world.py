@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lent_fds import is_lent, lend
+from lent_fds import end, is_lent, lend
 from node_world import World
 
 from valved.abi.kv_files import BOOK_HEAD, ROW, TABLE_HEAD
@@ -128,7 +128,10 @@ class Shim:
     def say(self, kind, body, fds=()):
         packet = self.world.packet(kind, body)
         fds = list(fds)
-        self.world.register.handle(self.client, packet, fds)
+        try:
+            self.world.register.handle(self.client, packet, fds)
+        finally:
+            end(fds)  # which valved did not keep
         return packet.seq
 
     def reserve(self, number, slots, gpu=0, *, elastic=True, held=0, handle_mib=None, flags=0):
@@ -261,6 +264,7 @@ class Shim:
         if link is self.connection and self.client in self.world.books.clients:
             self.say(LinkType.KV_DONE, done, made)
             return
+        end(made)
         for number, slot in backed:  # no valved will hear of it
             if slot in self.ranges.get(number, {}):
                 self._unmap(self.ranges[number], slot)
@@ -577,12 +581,10 @@ class KvWorld(World):
                     number = book.key.number
                     mapped = {slot for slot in shim.ranges[number] if (number, slot) not in shim.clearing}
                     books = {int(slot) for slot in np.flatnonzero(book.at >= 0)}
-                    if not self.kv.books.orders.under_way(shim.client):
+                    orders = self.kv.books.orders
+                    if not (orders.under_way(shim.client) or orders.leaving(frozenset({shim.client}))):
                         assert books == mapped, "valved and the shim disagree about what is mapped"
             assert engine.are_whole(engine.backed_columns())[told].all(), "the table promises memory that is not there"
-
-    def settle(self, ms=50):
-        self.run(ms)
 
 
 def kv_world(config: Config, handles: int = 20) -> Callable[[Path], Iterator[KvWorld]]:

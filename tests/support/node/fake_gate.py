@@ -256,7 +256,8 @@ class FakeGate:
             c for c, entry in self.clients.items() if entry.service == service and entry.role is not Role.OFFLINE
         ]
         assert not members, f"service {service} still has clients"
-        self.services.pop(service, None)
+        if (gone := self.services.pop(service, None)) is not None:
+            gone.waker.permit(None)
         self._apply()
 
     def hold(self, service, reason):

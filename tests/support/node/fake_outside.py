@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from functools import partial
 
 from valved.machine.ports import SparseResult
 
@@ -19,6 +20,7 @@ class FakeOutside:
         self.hangs = self.hung = False
         self.is_dead = False  # valved is: what it had not begun is never done
         self.waiting = []
+        self.under_way = []  # what each call would do
         self.open_fds = set()
         self.junk = set()  # descriptors that are no memory of the driver
 
@@ -31,6 +33,12 @@ class FakeOutside:
     def open(self, fd, uuid):
         self.open_fds.add(fd)
         return FakeDoor(self, fd)
+
+    def die(self, most):
+        """valved is dead. As many of the calls that it had begun are done by then, and it hears of none."""
+        self.is_dead, self.hung = True, self.hung or self.hangs
+        for make in self.under_way[:most]:
+            make()
 
     def go_on(self):
         """What hung comes back."""
@@ -51,13 +59,20 @@ class FakeDoor:
         assert self.is_open
         self.pending += 1
 
+        def make(most):
+            for address, size in runs[:most]:
+                self.port.memory[self.fd](address, size, self.port.is_real)
+
+        under_way = partial(make, len(runs))
+        self.port.under_way.append(under_way)
+
         def done():
             if self.port.is_dead:
                 return
+            self.port.under_way.remove(under_way)
             status = self.port.fails.popleft() if self.port.fails else 0
             made = 1 if status and len(runs) > 1 else 0 if status else len(runs)
-            for address, size in runs[:made]:
-                self.port.memory[self.fd](address, size, self.port.is_real)
+            make(made)
             self.pending -= 1
             then(SparseResult(status=status, runs=made, took_ns=SPARSE_NS * made))
             self._leave()
