@@ -479,21 +479,6 @@ def test_a_step_that_the_gate_stopped_is_let_end_for_a_request_that_waits_for_it
     world.check()
 
 
-def test_a_reclaim_never_fails_because_the_engine_that_asked_for_it_has_left(tmp_path):
-    """It is asked whether it still waits before offline work is let run for it once more. Its book went with it."""
-    world, offline, online = waiting_world(tmp_path, let_ms=20.0)
-    offline.shim.steps = False
-    online.want(used=4, wanted=32)
-    world.run(100)
-    assert offline.shim.at_step
-
-    world.register.leave(online.client, "link closed")
-    world.run(2000)
-
-    assert not world.journey_failures
-    world.check()
-
-
 def test_without_being_let_it_would_wait_for_ever(tmp_path):
     world, _, online = waiting_world(tmp_path, let_ms=0.0)
 
