@@ -71,12 +71,12 @@ def test_an_engine_that_attaches_in_a_loop_never_leaves_the_operator_without_wha
 
 
 def test_a_process_that_is_refused_in_a_loop_never_leaves_the_operator_without_what_else_happened(world):
-    """Each time for another reason, or another process each time: all of these are told."""
+    """Each time for another reason and by another user: all of these are told."""
     world.journal.emit(EventKind.PAUSED, reason="by alice")
     pid = world.processes.add(4000)
 
     for version in range(200):
-        assert world.hello(pid, abi=(1000 + version, 2000)).client is None
+        assert world.hello(pid, uid=1000 + version, abi=(1000 + version, 2000)).client is None
 
     assert len(world.events(EventKind.REFUSED)) == 100
     assert world.events(EventKind.PAUSED)
