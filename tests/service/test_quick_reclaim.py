@@ -211,21 +211,21 @@ def test_a_hook_that_rings_again_and_again_is_never_looked_at_more_than_twice_in
 def test_a_ring_is_never_heeded_before_all_ranks_of_the_engine_are_known(world, said):
     """What its service had at a predecessor of valved counts for the whole engine: it would be used up."""
     world.engine("offline").hold(0, list(range(60)))
-    world.run(50)
+    world.settle()
     shim = world.shim("online")
     shim.reserve(0, 16)
     hook = Hook(shim, 64, ranks=2)
-    world.run(50)
+    world.settle()
     hook.register([KvTensor(base_addr=BASE, block_stride_bytes=MIB // 2, block_bytes=MIB // 2)], (0,))
     hook.ask_table()
-    world.run(50)
+    world.settle()
     [engine] = [each for each in world.kv.books.engines.values() if each.role is Role.ONLINE]
     assert not engine.is_complete
     before = object()
     world.kv.reserve.saved[engine.service] = before
     said.clear()
     hook.say(LinkType.KV_NEED, KvNeed(wanted_blocks=60))
-    world.run(50)
+    world.settle()
 
     assert said == []
     assert engine.service not in world.kv.reserve.online

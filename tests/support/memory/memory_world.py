@@ -586,6 +586,9 @@ class KvWorld(World):
                         assert books == mapped, "valved and the shim disagree about what is mapped"
             assert engine.are_whole(engine.backed_columns())[told].all(), "the table promises memory that is not there"
 
+    def settle(self, ms=50):
+        self.run(ms)
+
 
 def kv_world(config: Config, handles: int = 20) -> Callable[[Path], Iterator[KvWorld]]:
     """The fixture `world` of a file of tests: its books add up after each of them."""
