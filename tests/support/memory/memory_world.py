@@ -534,8 +534,7 @@ class KvWorld(World):
             for gpu in gpus:
                 shim.offer_scratch(gpu)
         size = self.config.memory.handle_mib * MIB
-        blocks, stride = columns * blocks_per_column, size // blocks_per_column
-        tensors = []
+        blocks, stride, tensors = columns * blocks_per_column, size // blocks_per_column, []
         for number, (gpu, _) in enumerate((gpu, layer) for gpu in gpus for layer in range(layers)):
             asked = shim.reserve(number, columns, gpu)
             tensors.append(KvTensor(base_addr=BASE + (number << 40), block_stride_bytes=stride, block_bytes=stride))
@@ -574,14 +573,13 @@ class KvWorld(World):
             engine = self.kv.books.engines.get(hook.shim.entry.service)
             if engine is None or engine.hook != hook.client or not engine.is_complete:
                 continue
-            told = hook.backed()
+            told, orders = hook.backed(), self.kv.books.orders
             for rank in engine.ranks.values():
                 for book in rank.books:
                     shim = next(shim for shim in self.shims if shim.client == book.key.client)
                     number = book.key.number
                     mapped = {slot for slot in shim.ranges[number] if (number, slot) not in shim.clearing}
                     books = {int(slot) for slot in np.flatnonzero(book.at >= 0)}
-                    orders = self.kv.books.orders
                     if not (orders.under_way(shim.client) or orders.leaving(frozenset({shim.client}))):
                         assert books == mapped, "valved and the shim disagree about what is mapped"
             assert engine.are_whole(engine.backed_columns())[told].all(), "the table promises memory that is not there"
