@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from valved.abi.link import LinkType
+from valved.clients import schedules
 from valved.clients.schedules import HANDED, HELD, HELD_PER_CLIENT
 from valved.machine.stamps import StampKind
 from valved.model.ids import GpuIndex, Role
+
+H_CLIENT = 0xC1D00000  # of the first RM client of node_world's offline clients; their number is added
 
 
 def acks(world, client, seq):
@@ -115,7 +120,7 @@ def test_no_answer_is_given_twice_when_a_wake_is_noticed_while_answers_are_given
     offline = world.offline(gpus=(0, 1))
     online = world.online(gpus=(1,))
     world.gate.launch(online)
-    seqs = [world.schedule(offline, 0) for _ in range(3)]
+    seqs = [world.schedule(offline, H_CLIENT + offline) for _ in range(3)]
     world.work(online, ms=5)
     read = world.gate.drain_stamps
     world.gate.drain_stamps = lambda: []  # nobody reads them yet
@@ -223,10 +228,10 @@ def test_held_calls_of_one_account_never_hold_up_the_loop_or_push_out_anothers(w
     """16,384 of 256 links took 63 ms at each wake, and 229,376 of a container's root 0.9 s and 184 MB."""
     world.online()
     neighbour = world.offline(uid=2000)
-    kept = world.schedule(neighbour, 0)
+    kept = world.schedule(neighbour, H_CLIENT + neighbour)
     links = [world.offline(uid=1000) for _ in range(HELD // HELD_PER_CLIENT + 2)]
 
-    seqs = [(link, world.schedule(link, 0)) for link in links for _ in range(HELD_PER_CLIENT)]
+    seqs = [(link, world.schedule(link, H_CLIENT + link)) for link in links for _ in range(HELD_PER_CLIENT)]
 
     held = world.register.channels.schedules._held
     assert sum(map(len, held.values())) == HELD
@@ -235,4 +240,27 @@ def test_held_calls_of_one_account_never_hold_up_the_loop_or_push_out_anothers(w
     for link in (*links, neighbour):
         world.register.leave(link, "exit")
     assert not held
+    assert not world.register.channels.schedules._of
+
+
+def test_no_process_that_asks_for_all_its_channels_is_ever_left_without_an_answer(world, monkeypatch):
+    """Its shim asks once, and enables nothing before it is answered: it was stopped for good where the calls of others
+    of its account were too many."""
+    monkeypatch.setattr(schedules, "HELD", 2)
+    online = world.online()
+    world.gate.launch(online)
+    links = [world.offline() for _ in range(4)]
+
+    asked = [(link, world.schedule(link, 0)) for link in links]
+    for link in links:
+        world.schedule(link, H_CLIENT + link)
+    again = [(link, world.schedule(link, 0)) for link in links]
+
+    assert sum(map(len, world.register.channels.schedules._held.values())) == len(links) + 2
+    for link, seq in asked:
+        assert acks(world, link, seq) == [errno.EAGAIN], "one of each is enough"
+    world.work(online, ms=5)
+    world.run(5000)
+    for link, seq in again:
+        assert acks(world, link, seq) == [0]
     assert not world.register.channels.schedules._of

@@ -29,7 +29,9 @@ SECOND_NS = 1_000_000_000
 HANDED = valve_abi.LINK_HANDED
 HANDED_NS = 100_000_000  # no client is handed more often: each costs calls of the driver
 HELD_PER_CLIENT = 64  # twice the threads of one shim that can wait at once
-HELD = 1024  # of all clients: to look at them takes 3 ms of the loop, at each wake and each channel that is told of
+# Calls of threads, of all clients: to look at them takes 3 ms of the loop, at each wake and each channel that is told
+# of. Beside them each client may ask once for its whole process: a shim never repeats that without an answer.
+HELD = 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Schedules:
 
     def __post_init__(self) -> None:
         self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
-        self._of: dict[LinkAccount, dict[tuple[ClientId, int], HeldSchedule]] = {}  # the same, oldest first
+        self._of: dict[LinkAccount, dict[tuple[ClientId, int], HeldSchedule]] = {}  # those of threads, oldest first
         self._handed: dict[ClientId, int] = {}  # when their channels were last handed to valved
         self._to_run: set[ClientId] = set()  # of them, whose channels valved may not run yet
 
@@ -67,17 +69,22 @@ class Schedules:
             self._let_go(mine[seq], None)
         elif len(mine) >= HELD_PER_CLIENT:
             self._let_go(next(iter(mine.values())), errno.EAGAIN)
-        self._make_room()
+        if body.h_client:
+            self._make_room()
+        else:
+            for asked in [held for held in mine.values() if not held.body.h_client]:
+                self._let_go(asked, errno.EAGAIN)
         until_ns = self._clock.now_ns() + round(self._link.schedule_hold_s * SECOND_NS)
         timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
         account = account_of(entry.uid, entry.cgroup)
         held = HeldSchedule(client=entry.id, account=account, seq=seq, body=body, timer=timer)
         self._held.setdefault(entry.id, {})[seq] = held
-        self._of.setdefault(account, {})[entry.id, seq] = held
+        if body.h_client:
+            self._of.setdefault(account, {})[entry.id, seq] = held
         self._gating.want_prompt("schedules", True)
 
     def _make_room(self) -> None:
-        """The oldest of the account that has most gets no answer: its shim asks again after 10 s, and not at once."""
+        """The oldest of the account that has most gets no answer: its thread asks again after 10 s, and not at once."""
         if sum(map(len, self._of.values())) >= HELD:
             self._let_go(next(iter(max(self._of.values(), key=len).values())), None)
 
@@ -119,9 +126,10 @@ class Schedules:
         del self._held[held.client][held.seq]
         if not self._held[held.client]:
             del self._held[held.client]
-        del self._of[held.account][held.client, held.seq]
-        if not self._of[held.account]:
-            del self._of[held.account]
+        if held.body.h_client:
+            del self._of[held.account][held.client, held.seq]
+            if not self._of[held.account]:
+                del self._of[held.account]
         self._gating.want_prompt("schedules", bool(self._held))
         if status is not None:
             self._ack(held.client, held.seq, status)
