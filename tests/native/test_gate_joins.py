@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gates import Rig, compile_c
 from instructions import instructions_of
+from msgspec.structs import replace
 from native_world import NativeWorld
 
 from valved.abi.link import Channel, LinkType, RmClient
