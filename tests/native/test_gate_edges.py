@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from gates import Rig, wait_until
 from valve_tools.bench import region_pages
 
@@ -400,3 +401,39 @@ def test_no_hold_is_ever_told_with_the_cause_of_the_one_before(rig: Rig) -> None
 
     (told,) = [stamp for stamp in rig.take_stamps() if stamp.service == SERVICE]
     assert (told.kind, told.client, told.launch_ns) == (StampKind.HOLD, 0, 0)
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_no_hold_is_ever_untold_or_of_another_cause_because_a_stop_is_tried_again(rig: Rig, heals: bool) -> None:
+    """That stop is of the hold before, whose service has been woken since; another service still holds the GPU."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    rig.online(8, {0})
+    workload.add()
+    woken(rig)
+    woken(rig, 8)
+    rig.wait_gated(0, False)
+    rig.driver.rules.fail_disable = 0x40
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED and stamp.launch_ns > 0)
+    rig.gate.hold(ServiceId(8), 0)
+    online.finish()
+    woken(rig)
+    rig.take_stamps()
+    rig.stamps.clear()
+
+    @rig.driver.ffi.callback("void(int)")
+    def try_again(point: int) -> None:
+        if point == 5 and heals:
+            rig.driver.rules.fail_disable = 0
+            rig.wait_gated(0)
+        elif point == 5:
+            tried = rig.driver.counts.disables
+            wait_until(lambda: rig.driver.counts.disables >= tried + 4, "the stop is tried again")
+
+    rig.driver.lib.fake_set_between(try_again)
+    rig.gate.hold(SERVICE, 0)
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+
+    epoch = online.control["gate_epoch"]
+    told = [stamp for stamp in rig.take_stamps() if stamp.service == SERVICE and stamp.epoch == epoch]
+    assert [(stamp.kind, stamp.client, stamp.launch_ns) for stamp in told] == [(StampKind.HOLD, 0, 0)]

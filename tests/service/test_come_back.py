@@ -274,6 +274,28 @@ def test_an_online_process_that_was_welcomed_is_never_refused_because_the_disk_w
     assert second.hello(OFFLINE, Role.ONLINE).client is None  # nobody welcomed that one
 
 
+def test_a_claim_that_was_lost_never_comes_back_as_one_of_a_whole_session(first, monkeypatch):
+    """Whoever started it has ended, so its control group differs from that of its parent, which is init now."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    first.processes.add(199, cgroup="/session")
+    first.processes.add(ONLINE, parent=199, cgroup="/session", comm="prod/chat")
+    first.handover.save()
+    before = (first.folder / "state.json").read_bytes()
+    first.online(pid=ONLINE, name="chat")
+    (first.folder / "state.json").write_bytes(before)
+    first.processes.add(ONLINE, start=first.processes.start_time(ONLINE), cgroup="/session", comm="prod/chat")
+    first.processes.add(OFFLINE, cgroup="/session")
+
+    second = successor(first)
+    back = second.hello(ONLINE, Role.ONLINE).client
+    beside = second.hello(OFFLINE).client
+
+    assert second.books.clients[back].role is Role.ONLINE
+    assert second.books.clients[beside].role is Role.OFFLINE, "nobody claimed that one"
+    assert second.hello(OFFLINE, Role.ONLINE).client is None
+    assert "/" not in second.books.services[second.service_of(back)].name, "it would be trusted as a pod's"
+
+
 def test_offline_processes_that_never_came_back_are_never_expected_for_ever(first):
     """Their numbers become those of others, which would have turns before all that is not awaited."""
     for number in range(5):

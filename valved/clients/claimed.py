@@ -82,11 +82,12 @@ class ClaimedRoots:
 
     def look_up(self, peer: Peer, wanted: int, former: frozenset[ProcessId]) -> bool:
         """Its claim, wherever it stands. `former`: a predecessor welcomed these as online. Their claims may be lost: a
-        full disk took no state that names them. Each is claimed by itself then. False: its pod is not known yet."""
+        full disk took no state that names them. Each is claimed by itself then, without its control group: others may
+        be in there. A name with a slash would be a pod's. False: its pod is not known yet."""
         is_known = self.ask_pods(peer)
         is_former = wanted == Role.ONLINE and peer.process in former
         if is_known and is_former and self._books.find_claim(peer.chain, peer.cgroup) is None:
-            self.claim(peer.process.pid, peer.process.start_time, Role.ONLINE, "")
+            self._book_claim(peer.process, Role.ONLINE, peer.comm.replace("/", "-"), "")
         return is_known
 
     def watch_root(self, root: ProcessId) -> None:

@@ -80,16 +80,16 @@ void guard_hold(struct valve_gate *gate, bool on)
 	}
 }
 
-/* Store `epoch` unless the word is already there or beyond. Listener and caller both write words; see the top. */
-void word_raise(uint32_t *word, uint32_t epoch)
+/* Store `epoch` unless the word is already there or beyond: false. Listener and caller both write words; see the top. */
+bool word_raise(uint32_t *word, uint32_t epoch)
 {
 	uint32_t old = load_relaxed(word);
 
 	while (is_later(epoch, old)) {
-		if (compare_swap(word, &old,
-		                 epoch)) /* full order: pairs with the launch hook's fence (region.h) */
-			return;
+		if (compare_swap(word, &old, epoch))
+			return true; /* full order: pairs with the launch hook's fence (region.h) */
 	}
+	return false;
 }
 
 static void raise_words(const struct service *service, uint32_t epoch)
@@ -125,7 +125,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken)
 {
 	struct service *service = &gate->service[index];
-	uint32_t epoch = load_full(&service->epoch), mask, stamped;
+	uint32_t epoch = load_full(&service->epoch), mask;
 	bool closed = false;
 
 	do {
@@ -155,8 +155,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	}
 	grant_clear(gate, service,
 	            mask); /* after the holds: an issuer that finds it cleared finds them, too */
-	stamped = load_relaxed(&service->stamped);
-	if (!closed && stamped != epoch && compare_swap(&service->stamped, &stamped, epoch)) {
+	if (!closed && word_raise(&service->stamped, epoch)) {
 		struct valve_stamp stamp =
 		        stamp_of(service, VALVE_STAMP_HOLD, mask ? (uint32_t)__builtin_ctz(mask) : 0, epoch);
 
@@ -185,7 +184,7 @@ void service_owe(struct gpu *gpu)
 		if (load_acquire(&service->caused) != epoch) /* who takes it stamps it, or closes a GPU yet */
 			continue;
 		if (!load_relaxed(&service->live) || !(load_acquire(&service->mask) & 1u << gpu->index) ||
-		    !compare_swap(&service->stamped, &stamped, epoch))
+		    !word_raise(&service->stamped, epoch))
 			continue;
 		stamp = stamp_of(service, VALVE_STAMP_HOLD, gpu->index, epoch);
 		stamp.done_ns = now_ns();
@@ -193,25 +192,25 @@ void service_owe(struct gpu *gpu)
 	}
 }
 
-/* What a GATE stamp says of the service that closed this GPU. */
+/* What a GATE stamp says of the service that closed this GPU: of its last hold whose cause stands. It tells of that hold,
+ * but for a stop that is tried again, which may be told no more (tell_stop in issuer.c). */
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
 {
 	struct service *closer = &gpu->gate->service[holders_closer(holders)];
-	uint32_t epoch =
-	        load_acquire(&closer->epoch) & ~1u; /* odd: woken since; the hold was the one before */
-	struct valve_stamp stamp = stamp_of(closer, VALVE_STAMP_GATE, gpu->index, epoch);
+	uint32_t epoch = load_acquire(&closer->caused);
 
-	store_relaxed(&closer->stamped, stamp.epoch);
-	return stamp;
+	if (load_relaxed(&gpu->state) != VALVE_GPU_FAILED)
+		word_raise(&closer->stamped, epoch);
+	return stamp_of(closer, VALVE_STAMP_GATE, gpu->index, epoch);
 }
 
 /* Push a stamp of service_stamp. The caller hears at once of what is out of the ordinary. */
 void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp)
 {
-	bool is_ordinary = stamp->kind == VALVE_STAMP_GATE &&
-	                   waking_is_ordinary(&gpu->gate->service[holders_closer(holders)]);
+	struct service *closer = &gpu->gate->service[holders_closer(holders)];
 
-	stamp_push(&gpu->gate->stamps, stamp, !is_ordinary);
+	word_raise(&closer->stamped, stamp->epoch);
+	stamp_push(&gpu->gate->stamps, stamp, stamp->kind != VALVE_STAMP_GATE || !waking_is_ordinary(closer));
 }
 
 /* The epoch, once no ring is half way through counting its hold. The caller may have to wait for the listener, which is
@@ -305,6 +304,7 @@ int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 		if (compare_swap(&service->epoch, &expect, open + 1)) { /* our hold simply goes on */
 			raise_words(service, open + 1);
 			store_relaxed(&service->stamped, open + 1);
+			store_release(&service->caused, open + 1); /* as it was */
 			store_release(&service->settled, open + 1);
 		} else { /* a ring took a hold of its own: ours is one too many */
 			service_settle(service);
@@ -360,6 +360,7 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 		grant_reset(service);
 		service->wake = (struct valve_wake_state){0};
 		store_relaxed(&service->stamped, service->epoch);
+		store_release(&service->caused, service->epoch);
 		store_relaxed(&service->settled, service->epoch);
 		store_release(&service->live, 1);
 		if (i >= gate->services)

@@ -377,7 +377,7 @@ uint32_t service_settle(const struct service *service);
 void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
-void word_raise(uint32_t *word, uint32_t epoch);
+bool word_raise(uint32_t *word, uint32_t epoch);
 
 /* grant.c */
 bool grant_heard(struct valve_gate *gate, struct valve_client *client, uint64_t seen_ns, struct gpu **taken);
