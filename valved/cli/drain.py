@@ -46,6 +46,7 @@ def drain(options: argparse.Namespace) -> int:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
         try:
             status, told = connection.call(connection.stub.Drain, request), None
+            must_drain(status)
         except CliError as error:
             if error.code != NOT_RUNNING:
                 raise
@@ -120,9 +121,13 @@ def look(connection: NodeClient, before: Any, silence: Unanswered) -> Any:
     if not status.draining and status.pid != before.pid:
         text = f"valved {before.pid} ended, and {status.pid} does not drain: offline work goes on"
         raise CliError(text, FAILED, f"drain again: valve drain{' --stop' if silence.ends else ''}")
+    must_drain(status)
+    return status
+
+
+def must_drain(status: Any) -> None:
     if not status.draining:
         raise CliError("the drain was taken back: offline work goes on", REFUSED, "see: valve events")
-    return status
 
 
 def runs(pid: int) -> bool:

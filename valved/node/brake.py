@@ -105,6 +105,8 @@ class Brake:
         except TimeoutError:  # it goes once its disk answers: an order that was not written by now is over, too
             self._unwritten.clear()
             self.is_unsure = True
+            if not self._is_drained_by_file:  # else the file's end ends the drain
+                self._end_drain()
             raise
         self._unwritten.clear()
         self.look_at_file({self._pause_file: None, self._drain_file: None})

@@ -203,23 +203,28 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 raise late[0]
             return convert.fill(node_pb2.Status(), status)
 
-        await self._answer(context, order)
+        who = await self._caller(context)
+        await self._in_turn(who, context, order)
         await asyncio.gather(heard(partial(self._node.when_saved, within_ns=ANSWER_NS)), self._sure())
-        return await self._told(context, told)
+        return await self._in_turn(who, context, told)
 
     async def _sure(self) -> None:
         """Until the files have said what is ordered, or not in time. All who wait have one look among them: each may
-        keep the loop waiting."""
+        keep the loop waiting. The last comes after that time, however long the loop stood."""
         ends_s = time.monotonic() + LATE_S
-        while not self._node.is_sure and (now_s := time.monotonic()) < ends_s:
-            if now_s >= self._next_look_s:
+        while not self._node.is_sure:
+            if (now_s := time.monotonic()) >= self._next_look_s:
                 self._next_look_s = now_s + LOOK_S
                 self._node.look()
+            if now_s >= ends_s:
+                return
             await asyncio.sleep(LOOK_S)
 
     async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:
+        return await self._in_turn(await self._caller(context), context, call)
+
+    async def _in_turn(self, who: Caller, context: Any, call: Callable[[], Any]) -> Any:
         """Users other than root and valved's own are answered one at a time, and others of the loop come between."""
-        who = await self._caller(context)
         if who.uid in self._watchers.own:
             return await self._told(context, call)
         async with self._turn:

@@ -95,6 +95,12 @@ def test_a_drain_that_was_taken_back_is_never_waited_for(run):
     assert caught.value.code == REFUSED
 
 
+def test_a_drain_that_was_taken_back_before_its_answer_is_never_called_done(run):
+    """By another operator, while its file was slow."""
+    with pytest.raises(CliError, match="taken back"):
+        run(status(draining=False))
+
+
 def test_a_valved_that_was_killed_is_never_taken_for_one_that_has_drained(run):
     with pytest.raises(CliError, match=f"before the offline processes {os.getpid()}") as caught:
         run(status(leaver(os.getpid())), GONE, stop=True)
