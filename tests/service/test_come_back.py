@@ -274,6 +274,17 @@ def test_an_online_process_that_was_welcomed_is_never_refused_because_the_disk_w
     assert second.hello(OFFLINE, Role.ONLINE).client is None  # nobody welcomed that one
 
 
+def test_a_number_that_an_earlier_boot_welcomed_never_makes_a_process_online(first):
+    """The folder outlived the boot, and a stranger waits for the number and the time since boot of a service."""
+    first.register.lived.put(ProcessId(pid=ONLINE, start_time=10 * ONLINE))
+
+    second = successor(first)
+    second.processes.add(ONLINE)
+
+    assert second.processes.start_time(ONLINE) == 10 * ONLINE
+    assert second.hello(ONLINE, Role.ONLINE).client is None
+
+
 def test_a_claim_that_was_lost_never_comes_back_as_one_of_a_whole_session(first, monkeypatch):
     """Whoever started it has ended, so its control group differs from that of its parent, which is init now."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)

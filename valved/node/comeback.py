@@ -55,6 +55,7 @@ class ComeBack:
             )
             is_known = False
         self._expected = set(filter(self._is_alive, self._expected))
+        self._register.lived.former = frozenset(self._expected)
         if self._expected or not is_known or not (is_first or self._is_guarded()):
             self._gating.set_standing(COME_BACK_SERVICE, frozenset(self._gating.gpus))
             self._ticker.start(LOOK_NS, after_ns=0 if is_known else self._until_ns - self._clock.now_ns())

@@ -24,7 +24,8 @@ class Lived:
         self._folder = run_dir / FOLDER
         self._files = files
         self.known: set[ProcessId] = set()
-        self.former: frozenset[ProcessId] = frozenset()  # those that predecessors welcomed
+        # That predecessors welcomed, and that lived as this valved started: another boot has the same numbers again.
+        self.former: frozenset[ProcessId] = frozenset()
 
     def read(self) -> set[ProcessId]:
         """The processes that predecessors welcomed and nobody has removed. OSError: that cannot be told."""
@@ -32,7 +33,6 @@ class Lived:
             pid, _, start_time = name.partition("-")
             if pid.isdecimal() and start_time.isdecimal():
                 self.known.add(ProcessId(pid=int(pid), start_time=int(start_time)))
-        self.former = frozenset(self.known)
         return set(self.known)
 
     def put(self, process: ProcessId) -> None:
