@@ -166,3 +166,12 @@ def test_who_is_refused_in_a_loop_never_pushes_a_pause_out_of_the_audit_file(wor
     world.run(TELL_NS // 1_000_000)
     world.hello(pid, abi=(9, 9))
     assert world.events(EventKind.REFUSED)[-1].detail["pid"] == pid, "who asks again is told of when it may be"
+
+
+def test_a_process_that_is_refused_is_never_unknown_because_others_of_its_account_are_too(world):
+    """As after an upgrade: the journal is told of twenty, and the others ask again after 5 s at the soonest."""
+    for pid in range(1000, 1001 + AT_ONCE):
+        world.processes.add(pid)
+        world.hello(pid, abi=(9, 9))
+
+    assert "refused: this valved speaks link ABI" in world.node.explain("pid", pid).summary

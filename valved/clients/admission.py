@@ -71,6 +71,7 @@ class Admission:
         self._quota = quota
         self.welcomes = welcomes
         self._refused: dict[ProcessId, str] = {}
+        self._untold: dict[ProcessId, str] = {}  # refusals that the journal has not: its account was told of too often
         self._told = Buckets(share=1.0, burst_ns=AT_ONCE * TELL_NS)
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
@@ -115,6 +116,7 @@ class Admission:
 
     def took(self, peer: Peer, service: ServiceId) -> None:
         """It is welcomed now."""
+        self._untold.pop(peer.process, None)
         if service not in self._gating.online:
             self.welcomes.took(peer)
 
@@ -125,12 +127,16 @@ class Admission:
         now_ns = self._clock.now_ns()
         if self._refused.pop(peer.process, None) != why.text:  # a refused process asks again, for life: told once
             if self._told.wait_ns(peer.account, now_ns):
+                _keep(self._untold, peer.process, why.text)
                 return
             self._told.took(peer.account, TELL_NS, now_ns)
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
-        self._refused[peer.process] = why.text
-        if len(self._refused) > REFUSALS_KEPT:
-            del self._refused[next(iter(self._refused))]
+        self._untold.pop(peer.process, None)
+        _keep(self._refused, peer.process, why.text)
+
+    def why_untold(self, pid: int) -> str:
+        """Why a process was refused of which the journal was not told; empty: it was not."""
+        return next((why for process, why in self._untold.items() if process.pid == pid), "")
 
     def _tell(self, connection: Connection, seq: int, why: NotAdmitted) -> None:
         if self.welcomes.may_tell(connection.account):
@@ -146,6 +152,12 @@ def why_not(hello: Hello) -> NotAdmitted | None:
         text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
         return NotAdmitted(code=Refusal.VERSION, text=text)
     return None
+
+
+def _keep(refusals: dict[ProcessId, str], process: ProcessId, why: str) -> None:
+    refusals[process] = why
+    if len(refusals) > REFUSALS_KEPT:
+        del refusals[next(iter(refusals))]
 
 
 def _role(value: int) -> Role:

@@ -322,14 +322,12 @@ class Reporter:
         if clients:
             return self.explain_service(clients[0].service)
 
-        def about(event: Event) -> bool:
-            return event.detail.get("pid") == pid
-
-        past = self._journal.recent(about, EXPLAINED)
-        if not past:
+        past = self._journal.recent(lambda event: event.detail.get("pid") == pid, EXPLAINED)
+        is_told = past and past[-1].kind is EventKind.REFUSED
+        why = past[-1].reason if is_told else self._register.admission.why_untold(pid)
+        if not past and not why:
             return None
-        refused = past[-1].kind is EventKind.REFUSED
-        summary = f"process {pid}: {'refused: ' + past[-1].reason if refused else 'not connected'}"
+        summary = f"process {pid}: {'refused: ' + why if why else 'not connected'}"
         return Explanation(summary=summary, facts=self._brake_facts(), decisions=tuple(past))
 
     def _brake_facts(self) -> tuple[str, ...]:
