@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 from gates import Rig, wait_until
@@ -414,7 +415,7 @@ def test_no_hold_is_ever_untold_or_of_another_cause_because_a_stop_is_tried_agai
     rig.wait_gated(0, False)
     rig.driver.rules.fail_disable = 0x40
     online.launch()
-    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED and stamp.launch_ns > 0)
+    failed = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED and stamp.launch_ns > 0)
     rig.gate.hold(ServiceId(8), 0)
     online.finish()
     woken(rig)
@@ -437,3 +438,54 @@ def test_no_hold_is_ever_untold_or_of_another_cause_because_a_stop_is_tried_agai
     epoch = online.control["gate_epoch"]
     told = [stamp for stamp in rig.take_stamps() if stamp.service == SERVICE and stamp.epoch == epoch]
     assert [(stamp.kind, stamp.client, stamp.launch_ns) for stamp in told] == [(StampKind.HOLD, 0, 0)]
+    before = {(stamp.client, stamp.launch_ns) for stamp in rig.stamps if stamp.epoch == failed.epoch}
+    assert before <= {(failed.client, failed.launch_ns), (0, 0)}  # never half of one hold and half of the next
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_no_hold_is_ever_untold_because_its_issuer_comes_after_the_wake(rig: Rig, goes_on: bool) -> None:
+    """The issuer was to tell of it: the GPU was held again before it was enabled."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.settle()
+    is_there, may_go = threading.Event(), threading.Event()
+
+    @rig.driver.ffi.callback("void(int)")
+    def come_late(point: int) -> None:
+        if point == 3:
+            is_there.set()
+            may_go.wait()
+
+    rig.driver.lib.fake_set_between(come_late)
+    try:
+        woken(rig)
+        is_there.wait()
+        rig.take_stamps()
+        rig.stamps.clear()
+        online.launch()
+        wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+        if not goes_on:
+            online.finish()
+        assert rig.gate.wake(SERVICE) is (WakeOutcome.REFUSED if goes_on else WakeOutcome.WOKEN)
+    finally:
+        may_go.set()
+    rig.settle()
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+
+    assert [(stamp.kind, stamp.client, stamp.launch_ns > 0) for stamp in rig.take_stamps()] == [
+        (StampKind.HOLD, online.client, True),
+        (StampKind.WAKE_REFUSED if goes_on else StampKind.WAKE, 0, False),
+    ]
+
+
+def test_a_launch_is_never_told_to_have_waited_for_a_gpu_that_its_service_got_afterwards(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    rig.offline(gpu=1).add()
+    woken(rig)
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.launch_ns > 0)
+
+    rig.gate.put_service(SERVICE, frozenset({GpuIndex(0), GpuIndex(1)}))
+
+    stop = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.gpu == 1)
+    assert (stop.channels, stop.client, stop.launch_ns) == (1, 0, 0)

@@ -236,3 +236,47 @@ def test_a_test_that_could_not_switch_a_channel_on_again_never_leaves_it_off(rig
 
     assert (result.status, result.reach) == (0, Reach.CHANNEL_OWN)
     wait_until(lambda: workload.on() == 1, "it is switched on after all")
+
+
+def test_no_launch_ever_waited_for_a_stop_that_was_refused_after_the_gpu_was_let(rig: Rig) -> None:
+    """It was over long before, and would be told as a delay of all that time."""
+    rig.offline().add()
+    online = rig.online(7, {0})
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    rig.wait_gated(0, False)
+    online.launch()
+    rig.wait_gated(0)
+    rig.gate.let(frozenset({ZERO}))
+    rig.settle()
+    before = len(rig.take_stamps())
+    rig.driver.rules.fail_disable, rig.driver.rules.fail_times = REFUSED, 3
+
+    rig.gate.let(frozenset())
+    rig.wait_gated(0)
+
+    told = [(stamp.kind, stamp.client, stamp.launch_ns) for stamp in rig.take_stamps()[before:]]
+    assert told == [(StampKind.GATE_FAILED, 0, 0), (StampKind.GATE, 0, 0)]
+
+
+def test_no_launch_ever_waited_for_a_gpu_that_its_service_has_left(rig: Rig) -> None:
+    """That GPU's stop, which another service still waits for, is refused for as long as that takes."""
+    rig.offline().add()
+    online = rig.online(7, {0})
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    rig.wait_gated(0, False)
+    rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    rig.online(8, {0})
+    rig.gate.put_service(SERVICE, frozenset({GpuIndex(1)}))
+    online.finish()
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    rig.take_stamps()
+    rig.stamps.clear()
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    rig.driver.rules.fail_disable = 0
+
+    stop = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.gpu == 0)
+    assert (stop.channels, stop.client, stop.launch_ns) == (1, 0, 0)

@@ -351,3 +351,34 @@ def test_a_second_hook_never_keeps_a_rival_from_asking(scene: Scene) -> None:
 
     assert Hook(scene.rig).ask(time.monotonic_ns() + FAR) is GrantAnswer.GIVEN
     assert scene.grants.grants(SERVICE).grants == 1
+
+
+def test_a_hold_is_never_untold_because_slices_begin_while_it_is_counted(scene: Scene) -> None:
+    """And the launch that the other service holds for, which was over long before, never waited for their end."""
+    rig, other = scene.rig, ServiceId(8)
+    rig.online(other, {0})
+    rig.gate.wake(other)
+    rig.gate.wake(SERVICE)
+    scene.online.launch()
+    rig.wait_stamp(lambda stamp: stamp.client == scene.online.client)
+    rig.wait_gated(0)
+    rig.gate.permit(SERVICE, NEVER_IDLE)
+    rig.stamps.clear()
+    answers: list[GrantAnswer] = []
+
+    @rig.driver.ffi.callback("void(int)")
+    def share(point: int) -> None:
+        if point == 6 and not answers:
+            answers.append(scene.ask())
+            scene.wait_running()
+
+    rig.driver.lib.fake_set_between(share)
+    rig.gate.hold(other, 0)
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+    ended(scene)
+    rig.settle()
+
+    told = [stamp for stamp in rig.take_stamps() if stamp.kind is not StampKind.WAKE]
+    assert answers == [GrantAnswer.GIVEN]
+    assert [stamp.kind for stamp in told if stamp.service == other] == [StampKind.HOLD]
+    assert not [stamp for stamp in told if stamp.launch_ns]

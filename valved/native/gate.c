@@ -24,6 +24,12 @@ static int real_ioctl(int fd, unsigned long request, void *argument)
 	return ioctl(fd, request, argument);
 }
 
+void at_point(struct valve_gate *gate, enum valve_point point)
+{
+	if (gate->os.between)
+		gate->os.between((int)point);
+}
+
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 {
 	const struct valve_gate *gate = gpu->gate;

@@ -22,7 +22,8 @@ enum valve_point {
 	VALVE_POINT_WAKE_PROVEN = 2, /* wake: all clients were idle, the hold not yet dropped */
 	VALVE_POINT_ENABLING = 3,    /* issuer: about to enable, the driver not yet called */
 	VALVE_POINT_MAIL = 4,        /* issuer: about to carry out a mail, and through with it */
-	VALVE_POINT_HOLDING = 5,     /* hold: the words are closed, its cause is not written */
+	VALVE_POINT_HOLDING = 5,     /* hold: the words are closed, half of its cause is written */
+	VALVE_POINT_COUNTING = 6,    /* hold: a GPU's holders were read, and are not changed */
 };
 
 struct valve_config {

@@ -48,12 +48,15 @@ static bool gpu_hold(struct gpu *gpu, uint32_t service)
 		next = old + 1;
 		if (closes)
 			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | (holders_count(old) + 1);
+		at_point(gpu->gate, VALVE_POINT_COUNTING);
 	} while (!compare_swap(&gpu->holders, &old, next));
 	/* again, after the swap: slice_open sets `sliced`, then looks at the holders, so one sees the other */
 	if (closes ? holders_count(old) == 0 : !load_full(&gpu->sliced))
 		return closes;
 	slice_break(gpu);
-	return true;
+	if (!closes) /* no closing of this hold: its issuer tells of none */
+		issuer_kick(gpu);
+	return closes;
 }
 
 /* The first GPU that no service holds any more is the listener's to enable (*freed); the caller passes NULL. */
@@ -100,7 +103,7 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
-/* What a stamp says of the present hold. */
+/* What a stamp says of the hold whose cause stands. Who finds its epoch unclaimed, or the newest, afterwards has it whole. */
 static struct valve_stamp stamp_of(const struct service *service, enum valve_stamp_kind kind, uint32_t gpu,
                                    uint32_t epoch)
 {
@@ -109,14 +112,27 @@ static struct valve_stamp stamp_of(const struct service *service, enum valve_sta
 	        .gpu = gpu,
 	        .epoch = epoch,
 	        .service = load_relaxed(&service->id),
-	        .client = load_relaxed(&service->cause_client),
-	        .cause = load_relaxed(&service->cause),
-	        .launch_ns = load_relaxed(&service->launch_ns),
-	        .seen_ns = load_relaxed(&service->seen_ns),
+	        .client = load_acquire(&service->cause_client),
+	        .cause = load_acquire(&service->cause),
+	        .launch_ns = load_acquire(&service->launch_ns),
+	        .seen_ns = load_acquire(&service->seen_ns),
 	};
 
 	waking_fill_requests(service, &stamp);
 	return stamp;
+}
+
+/* Tell of a hold whose cause stands, if nobody did. */
+static void tell_hold(struct valve_gate *gate, struct service *service, uint32_t epoch)
+{
+	uint32_t mask = load_acquire(&service->mask);
+	struct valve_stamp stamp =
+	        stamp_of(service, VALVE_STAMP_HOLD, mask ? (uint32_t)__builtin_ctz(mask) : 0, epoch);
+
+	if (!word_raise(&service->stamped, epoch))
+		return;
+	stamp.done_ns = now_ns();
+	stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 }
 
 /* Take the hold. False if the service holds already. The listener also borrows the seat of the first GPU that no
@@ -134,11 +150,11 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	} while (!compare_swap(&service->epoch, &epoch, epoch + 1));
 	epoch++;
 	raise_words(service, epoch); /* before any ioctl: launches from here on need not ring */
+	store_release(&service->cause, grant_close(service, cause != NULL, seen_ns)); /* after the epoch */
+	store_release(&service->cause_client, cause ? cause->id : 0);
 	at_point(gate, VALVE_POINT_HOLDING);
-	store_relaxed(&service->cause, grant_close(service, cause != NULL, seen_ns));
-	store_relaxed(&service->cause_client, cause ? cause->id : 0);
-	store_relaxed(&service->launch_ns, launch_ns);
-	store_relaxed(&service->seen_ns, seen_ns);
+	store_release(&service->launch_ns, launch_ns);
+	store_release(&service->seen_ns, seen_ns);
 	store_relaxed(&service->held_since_ns, launch_ns ? launch_ns : seen_ns);
 	store_relaxed(&service->told_open, 0);
 	waking_note_requests(service);
@@ -155,13 +171,8 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	}
 	grant_clear(gate, service,
 	            mask); /* after the holds: an issuer that finds it cleared finds them, too */
-	if (!closed && word_raise(&service->stamped, epoch)) {
-		struct valve_stamp stamp =
-		        stamp_of(service, VALVE_STAMP_HOLD, mask ? (uint32_t)__builtin_ctz(mask) : 0, epoch);
-
-		stamp.done_ns = now_ns();
-		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
-	}
+	if (!closed)
+		tell_hold(gate, service, epoch);
 	if (cause)
 		waking_held(gate, service, seen_ns);
 	store_release(&service->settled, epoch); /* pairs with the acquire in settle: all holds are counted */
@@ -176,32 +187,32 @@ void service_owe(struct gpu *gpu)
 
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
 		struct service *service = &gate->service[i];
-		uint32_t epoch = load_acquire(&service->epoch), stamped = load_acquire(&service->stamped);
-		struct valve_stamp stamp;
+		uint32_t epoch = load_acquire(&service->epoch);
 
-		if (epoch % 2 || stamped == epoch) /* first: all others end here, and cost one cache line */
+		if (epoch % 2 || load_acquire(&service->stamped) == epoch) /* first: most end here */
 			continue;
 		if (load_acquire(&service->caused) != epoch) /* who takes it stamps it, or closes a GPU yet */
 			continue;
-		if (!load_relaxed(&service->live) || !(load_acquire(&service->mask) & 1u << gpu->index) ||
-		    !word_raise(&service->stamped, epoch))
-			continue;
-		stamp = stamp_of(service, VALVE_STAMP_HOLD, gpu->index, epoch);
-		stamp.done_ns = now_ns();
-		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
+		if (load_relaxed(&service->live) && load_acquire(&service->mask) & 1u << gpu->index)
+			tell_hold(gate, service, epoch);
 	}
 }
 
 /* What a GATE stamp says of the service that closed this GPU: of its last hold whose cause stands. It tells of that hold,
- * but for a stop that is tried again, which may be told no more (tell_stop in issuer.c). */
+ * but for a stop that is tried again, which may be told no more (tell_stop in issuer.c). Without
+ * a cause where the next hold writes its own there by now, or where the service has this GPU no more. */
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
 {
 	struct service *closer = &gpu->gate->service[holders_closer(holders)];
-	uint32_t epoch = load_acquire(&closer->caused);
+	struct valve_stamp stamp =
+	        stamp_of(closer, VALVE_STAMP_GATE, gpu->index, load_acquire(&closer->caused));
 
+	if (load_acquire(&closer->epoch) - stamp.epoch > 1 ||
+	    !(load_acquire(&closer->mask) & 1u << gpu->index))
+		stamp.client = stamp.launch_ns = stamp.seen_ns = stamp.cause = 0;
 	if (load_relaxed(&gpu->state) != VALVE_GPU_FAILED)
-		word_raise(&closer->stamped, epoch);
-	return stamp_of(closer, VALVE_STAMP_GATE, gpu->index, epoch);
+		word_raise(&closer->stamped, stamp.epoch);
+	return stamp;
 }
 
 /* Push a stamp of service_stamp. The caller hears at once of what is out of the ordinary. */
@@ -232,23 +243,6 @@ static void drop_hold(struct valve_gate *gate, const struct service *service, st
 		if (service->mask & 1u << i)
 			gpu_drop(&gate->gpu[i], freed);
 	}
-}
-
-bool service_is_idle(const struct service *service)
-{
-	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
-
-	for (uint32_t i = 0; list && i < list->count; i++) {
-		if (!client_is_idle(list->client[i]))
-			return false;
-	}
-	return true;
-}
-
-void at_point(struct valve_gate *gate, enum valve_point point)
-{
-	if (gate->os.between)
-		gate->os.between((int)point);
 }
 
 static void stamp_wake(struct valve_gate *gate, struct service *service, enum valve_stamp_kind kind,
@@ -293,6 +287,7 @@ int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed)
 
 	if (epoch % 2)
 		return VALVE_NOT_HOLDING;
+	tell_hold(gate, service, epoch); /* the issuer that owes it may be late */
 	store_full(&service->epoch, open);
 	raise_words(service,
 	            open); /* each a full fence: launches counted before are seen below, later ones ring */
@@ -351,6 +346,7 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 		if (service->live)
 			continue;
 		/* Epochs go on from the slot's former owner, so that no late reader takes the new one for the old. */
+		store_full(&service->epoch, service->epoch + 2);
 		store_relaxed(&service->id, id);
 		store_relaxed(&service->cause_client, 0);
 		store_relaxed(&service->launch_ns, 0);
@@ -377,7 +373,10 @@ void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
 
 	if (mask == old)
 		return;
-	valve_hold(gate, index); /* while it holds, only this thread changes it: no ring sees half a mask */
+	if (valve_hold(gate, index)) /* held, this thread alone changes it: no ring sees half a mask */
+		tell_hold(gate, service, load_relaxed(&service->epoch));
+	store_relaxed(&service->cause_client, 0); /* no launch has waited for a GPU that comes now */
+	store_relaxed(&service->launch_ns, 0);
 	store_relaxed(&service->seen_ns, now_ns());
 	store_release(&service->mask, mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
@@ -394,6 +393,7 @@ void valve_service_free(struct valve_gate *gate, int32_t index)
 	struct service *service = &gate->service[index];
 
 	valve_hold(gate, index);
+	word_raise(&service->stamped, service->epoch); /* an issuer would tell it of the slot's next owner */
 	drop_hold(gate, service, NULL);
 	store_release(&service->mask, 0);
 	store_release(&service->live, 0);

@@ -137,7 +137,7 @@ struct gpu {
 	uint64_t until_ns;      /* of the grant open here, 0: none; by its service's opener and closer */
 	uint32_t sliced;        /* its one holder shares it in slices (slice.c): each holder clears it, too */
 	uint64_t told_until_ns; /* issuer's alone: the end that its clients were told */
-	bool was_sliced;        /* issuer's alone: that is why it let the channels run */
+	bool was_sliced, delays; /* issuer's alone: why channels run; a launch waits for the stop tried now */
 
 	_Alignas(64) uint32_t seat; /* issuer and listener */
 
@@ -372,9 +372,7 @@ void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp);
 int service_wake(struct valve_gate *gate, uint32_t index, struct gpu **freed);
-bool service_is_idle(const struct service *service);
 uint32_t service_settle(const struct service *service);
-void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
 bool word_raise(uint32_t *word, uint32_t epoch);
@@ -415,6 +413,7 @@ void stamps_close(struct stamp_ring *ring);
 void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool loud);
 
 /* waking.c */
+bool service_is_idle(const struct service *service);
 void waking_turn(struct valve_gate *gate, uint64_t now, struct gpu **freed);
 void waking_arm(struct valve_gate *gate);
 void waking_rouse(const struct valve_client *client);
@@ -434,6 +433,7 @@ void mail_reap(struct gpu *gpu);
 void mail_discard(struct gpu *gpu);
 
 /* gate.c */
+void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders);
 bool gpu_is_awaited(const struct gpu *gpu);
 

@@ -66,10 +66,12 @@ static void tell_stop(struct gpu *gpu, uint64_t holders, struct valve_stamp *sta
 static bool stop(struct gpu *gpu, uint64_t holders)
 {
 	struct valve_stamp stamp = service_stamp(gpu, holders);
-	bool again = gpu->state == VALVE_GPU_FAILED;
+	bool again = gpu->state == VALVE_GPU_FAILED, is_new = (uint32_t)(holders >> 32) != gpu->closings;
 
-	if (gpu->state == VALVE_GPU_WATCHED && !(gpu->was_sliced && stamp.cause == VALVE_CAUSE_RING))
-		/* held for a while already: no launch has waited for this */
+	if (is_new || !again)
+		gpu->delays = is_new && (gpu->state != VALVE_GPU_WATCHED ||
+		                         (gpu->was_sliced && stamp.cause == VALVE_CAUSE_RING));
+	if (!gpu->delays) /* held for a while already: no launch has waited for this */
 		stamp.client = stamp.launch_ns = stamp.seen_ns = 0;
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
@@ -84,6 +86,7 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 	}
 	if (!stamp.status)
 		until_tell(gpu, gpu->plan, 0);
+	gpu->delays &= stamp.status != 0;
 	tell_stop(gpu, holders, &stamp, again);
 	store_release(&gpu->state, /* last: a reader of it finds the stamp */
 	              stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);

@@ -18,6 +18,17 @@
 #define NEVER       UINT64_MAX
 #define STOPPING_NS 1000000u /* a stop takes half of that */
 
+bool service_is_idle(const struct service *service)
+{
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
+
+	for (uint32_t i = 0; list && i < list->count; i++) {
+		if (!client_is_idle(list->client[i]))
+			return false;
+	}
+	return true;
+}
+
 /* The client's totals of requests, for the stamps: what Python counts from them must be of this moment. */
 static bool hints(const struct valve_client *client)
 {
