@@ -1,7 +1,7 @@
 """Gives back the pages of large libraries that only the start needed. What is used again is mapped again.
 
 The kernel maps a file's pages around each one that is touched, as far as it has them in memory: after a fresh
-installation that is most of the libraries, and valved never looks at 12 MB of them again.
+installation that is most of the libraries, and valved does not look at some 5 MB of them again.
 """
 
 from __future__ import annotations

@@ -66,15 +66,19 @@ class Crowd:
     def walk(self, actions):
         self.come("offline", 12)
         self.come("online", 8)
-        names = [*[self.in_the_middle] * 6, *[self.wait] * 3, *[self.come] * 3, self.come_in_ranks, self.come_plain]
-        names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked]
-        names += [self.offers, self.card_is_read]
+        names = self.names()
         for _ in range(actions):
             action = self.draw.choice(names)
             self.told.append(action.__name__)
             action()
             self.check()
         self.end()
+
+    def names(self):
+        """What may happen, as often as it is named."""
+        names = [*[self.in_the_middle] * 6, *[self.wait] * 3, *[self.come] * 3, self.come_in_ranks, self.come_plain]
+        names += [self.restart, self.fails, self.pins, self.driver_refuses, self.gate_hangs, self.is_braked]
+        return [*names, self.offers, self.card_is_read]
 
     # Who comes
 
