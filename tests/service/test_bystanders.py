@@ -45,6 +45,21 @@ def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_li
     assert rig.guarded() == []
 
 
+@pytest.mark.parametrize("role", [Role.ONLINE, Role.OFFLINE, None])
+def test_no_process_that_dies_is_told_to_use_the_card_without_valve(rig, role):
+    """It has lost its link, and the driver takes seconds to take it off the card."""
+    rig.world.processes.add(500)
+    if role is not None:
+        rig.world.node.launch(500, rig.world.processes.start_time(500), role, "done")
+    rig.world.processes.ending.add(500)
+
+    for _ in range(LOOKS_BEFORE_FREEZE + 1):
+        rig.look(500)
+
+    assert rig.guarded() == []
+    assert not rig.world.events(EventKind.GUARD) + rig.world.events(EventKind.FROZEN)
+
+
 def test_no_file_is_read_of_a_process_whose_client_is_here(rig):
     """A node has hundreds of them, and a look comes every second."""
     here, asked = rig.world.books.clients[rig.world.online()].process.pid, []

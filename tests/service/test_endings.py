@@ -316,7 +316,7 @@ def test_the_state_file_is_never_written_once_for_each_of_many_that_are_killed_i
 
     assert written[0] == 64
     assert len(written) == 1
-    assert [pid for pid, name in world.signals if name == "SIGKILL"] == list(range(1000, 1064))
+    assert [pid for pid, name in world.signals if name == "SIGKILL"] == list(range(1063, 999, -1))  # youngest first
 
 
 def test_one_that_cannot_be_ended_never_keeps_another_that_was_begun_in_the_same_turn_from_its_end(world, monkeypatch):

@@ -160,6 +160,26 @@ def test_no_process_without_a_link_is_left_to_the_kubelet_with_its_channels_off(
     assert (room.signals, room.off_at_a_kill) == (KILLED, [{}])
 
 
+@pytest.mark.parametrize("stands_after_s", [0, 0.2, 60])
+def test_no_process_dies_with_its_container_before_its_channels_are_on(room, stands_after_s):
+    """The kernel kills all that is in a container with its first process, which is the oldest."""
+    world = room.world
+    world.processes.add(301, cgroup=group(OFFLINE_UID))
+    child = world.hello(301, Role.NONE, features=world.shim_features).client
+    world.add_channel(child, gpu=0, h_client=0xC1D00000 + child)
+    world.run(1000)
+    room.stop()
+    world.processes.slow_to_stop.add(301)
+
+    room.delete(ago_s=GRACE_S)
+    room.run(stands_after_s)
+    world.processes.slow_to_stop.clear()
+    room.run(0.1)
+
+    assert room.signals == [(301, "SIGSTOP"), (300, "SIGSTOP"), (301, "SIGKILL"), (300, "SIGKILL")]
+    assert room.off_at_a_kill[1] == {}
+
+
 def test_no_deletion_that_was_heard_late_waits_for_a_whole_grace(room):
     """The API server was away, or this valved has just started."""
     room.stop()

@@ -9,6 +9,7 @@ from kube_node import GIB, OFFLINE_UID, ONLINE_UID, group, kube_node, pod, regis
 
 from valved.abi.link import Feature
 from valved.machine.cards import CardUse
+from valved.model.events import EventKind
 from valved.model.ids import Role
 
 
@@ -31,6 +32,25 @@ async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unrep
         assert told["podUID"] == OFFLINE_UID
         (state,) = [one for one in node.api.reports[-1]["conditions"] if one["type"] == "OfflineUngated"]
         assert (state["status"], state["message"]) == ("True", "process 900 (bare) of default/batch-0")
+
+
+@scenario
+async def test_no_offline_pod_that_dies_is_told_to_use_the_gpu_without_the_shim(tmp_path):
+    """It has left, as valved kills it at the end of its pod, and the driver takes seconds to take it off the card."""
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
+        node.world.processes.add(900, comm="done", cgroup=group(OFFLINE_UID))
+        node.world.processes.ending.add(900)
+        info = node.world.gate.gpus()[0]
+        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+        await node.room.counting.look()
+        await node.room.reconcile()
+
+        assert node.guarded() == []
+        assert not node.room._observer.strangers(node.room.known.cards)  # whom `Ungated` would freeze, and report
+        assert "without the shim" not in " ".join(one.reason for one in node.world.events(EventKind.GUARD))
 
 
 @scenario

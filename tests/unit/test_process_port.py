@@ -31,6 +31,7 @@ def world(root: Path, **processes: tuple[str, int, int, str]) -> LinuxProcesses:
         first = folder / "task" / key[1:] / "stat"
         first.write_text(f"{key[1:]} ({name}) {state} {parent} {between} {start} 0 0\n")
         (folder / "comm").write_text(name + "\n")
+        (folder / "status").write_text(f"Name:\t{name}\nShdPnd:\t0000000000000000\n")
     return LinuxProcesses(root)
 
 
@@ -123,6 +124,29 @@ def test_a_process_ends_when_none_of_its_threads_runs_code_of_its_own(
     assert processes.is_ending(6, 777)
 
 
+@pytest.mark.parametrize(("waiting", "is_ending"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
+def test_no_process_lives_on_for_anybody_between_its_kill_and_the_first_line_of_its_end(
+    tmp_path: Path, waiting: signal.Signals, is_ending: bool
+) -> None:
+    processes = world(tmp_path, p5=("x", 1, 777, "T"))
+    status = f"Name:\tx\nSigPnd:\t0000000000000000\nShdPnd:\t{1 << waiting - 1:016x}\nSigBlk:\t0000000000000000\n"
+    (tmp_path / "5" / "status").write_text(status)
+
+    assert processes.is_ending(5, 777) is is_ending
+
+
+def test_a_real_process_ends_from_its_kill_on() -> None:
+    processes = LinuxProcesses()
+    for _ in range(20):
+        with subprocess.Popen(["sleep", "1000"]) as child:
+            started = processes.start_time(child.pid)
+            assert started is not None
+            child.send_signal(signal.SIGSTOP)
+            assert not processes.is_ending(child.pid, started)
+            child.kill()
+            assert processes.is_ending(child.pid, started)
+
+
 @pytest.mark.parametrize(
     ("states", "is_stopped"), [("T", True), ("TtDZ", True), ("TS", False), ("R", False), ("", True)]
 )
@@ -170,7 +194,7 @@ def test_no_thread_is_read_when_the_first_says_that_its_process_lives(tmp_path: 
     processes = Opened(tmp_path)
 
     assert not processes.is_ending(5, 777)
-    assert processes.reads == 1
+    assert processes.reads == 2, "its stat, and the signals that wait for it"
 
 
 def test_no_more_threads_are_read_than_up_to_one_that_runs(tmp_path: Path) -> None:

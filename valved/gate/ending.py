@@ -5,6 +5,9 @@ A process is stopped first, and its channels are on only once it stands: else it
 be signalled stays held. The state file names a process before it gets its stop signal: if valved is killed in between,
 only a successor lets it go, or ends it.
 
+Of those that are begun together all are stopped before one dies, and the youngest dies first: with the first process of
+a container the kernel kills all the others, and many a child dies with its parent.
+
 One that a signal ends asks for the same (link.h, ENDING). It is let go at the end of that, as nothing else lets it die
 with the status of its signal. If it is still here soon after, it is killed at once. While the driver hangs, its
 channels are not on yet: it stands until they are, or each such process would hold the driver up once more. If valved
@@ -45,6 +48,7 @@ class _End:
     is_final: bool  # else a drain that is taken back lets it go
     by_itself: bool  # it ends once it is let go
     until_ns: int = 0
+    first: tuple[ProcessId, _End] | None = None  # a younger one, begun together with it, that it may take along
     stood: set[str] = field(default_factory=set)  # threads that a look found so; the next one goes on behind them
 
 
@@ -104,7 +108,10 @@ class Endings:
             self._gating.listener.about_to_freeze(partial(self._stop_all, ends))
 
     def _stop_all(self, ends: list[tuple[ProcessId, _End]]) -> None:
+        ends.sort(key=lambda one: (one[0].start_time, one[0].pid), reverse=True)
+        first = None
         for process, end in ends:  # a call for each: one that fails must not keep another from standing
+            end.first, first = first, (process, end)
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._stop, process, end))
 
     def _stop(self, process: ProcessId, end: _End) -> None:
@@ -114,7 +121,7 @@ class Endings:
         if self._signals.send(process, signal.SIGSTOP) is Delivery.FAILED and not self._processes.is_gone(process):
             del self._under_way[process]  # it is not ours to signal, and stays held
         else:
-            self._look(process, end)
+            self._clock.call_at_ns(self._clock.now_ns(), partial(self._look, process, end))
 
     def take_back(self, frozen: Collection[ProcessId]) -> None:
         """A process that was to die only for a drain goes on, unless it is `frozen` for another reason."""
@@ -135,10 +142,16 @@ class Endings:
         if process in self._signals.waiting(signal.SIGSTOP, signal.SIGCONT) and not is_gone:
             end.until_ns = now_ns + STOP_NS  # with its channels on it would run
             self._clock.call_at_ns(now_ns + AGAIN_NS, lambda: self._look(process, end))
-        elif now_ns < end.until_ns and not (is_gone or self._stands(process, end, now_ns)):
+        elif not is_gone and self._waits(process, end, now_ns):
             self._clock.call_at_ns(now_ns + LOOK_NS, lambda: self._look(process, end))
         else:
             self._end(process, end)
+
+    def _waits(self, process: ProcessId, end: _End, now_ns: int) -> bool:
+        """For its threads to stand, and for a younger one, whose own time is over sooner."""
+        if end.first is not None and self._under_way.get(end.first[0]) is end.first[1]:
+            return now_ns < end.until_ns + STOP_NS
+        return now_ns < end.until_ns and not self._stands(process, end, now_ns)
 
     def _stands(self, process: ProcessId, end: _End, now_ns: int) -> bool:
         is_stopped = self._processes.is_stopped(process.pid, end.stood)

@@ -123,6 +123,7 @@ class Observer:
             for pid in (cards[gpu.uuid].by_pid if gpu.uuid in cards else ())
             if not self._is_heard(registered.get(pid), pid, gpu.index)
             and (start_time := self.processes.start_time(pid)) is not None
+            and not self.processes.is_ending(pid, start_time)
         ]
 
     def _is_heard(self, client: ClientEntry | None, pid: int, gpu: GpuIndex) -> bool:

@@ -458,7 +458,7 @@ class ProcessPort(Protocol):
         """Whether nothing of it is left, or its number is another's. One that cannot be looked at is there."""
 
     def is_ending(self, pid: int, start_time: int) -> bool:
-        """Whether it is gone, or every thread of it is past the point from which no code of its own runs."""
+        """Whether it is gone, or no code of its own runs any more: all of its threads are past that, or killed."""
 
     def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time. `stood`:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -127,14 +128,21 @@ class LinuxProcesses:
             return False
 
     def is_ending(self, pid: int, start_time: int) -> bool:
-        """A first thread that runs says it all. Where it cannot be read, it lives."""
+        """A first thread that runs says it all, but for a SIGKILL on its way. Where it cannot be read, it lives."""
         try:
             leader = self._stat(pid)
             if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
                 return True
-            return not _runs(leader) and self._has_thread(pid, _runs, set()) is False
+            return self._is_killed(pid) if _runs(leader) else self._has_thread(pid, _runs, set()) is False
         except OSError as error:
             return _is_foreign(pid, error)
+
+    def _is_killed(self, pid: int) -> bool:
+        """Its threads stand or run, and the next that each of them does is to end: on a busy machine that takes its
+        time. The kernel keeps no SIGKILL that may be ignored."""
+        text = self._read(pid, "status")
+        pending = (text or "").partition("\nShdPnd:")[2].split(maxsplit=1)
+        return text is None or bool(pending and int(pending[0], 16) & 1 << signal.SIGKILL - 1)
 
     def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""

@@ -77,7 +77,7 @@ class Bystanders:
                     if pid not in back or self._processes.is_gone(back[pid]):
                         users.append(f"process {pid} {UNHEARD}")
                     continue
-                if started is None or pid == os.getpid():
+                if started is None or pid == os.getpid() or self._processes.is_ending(pid, started):
                     continue
                 process = ProcessId(pid=pid, start_time=started)
                 if back.get(pid) == process:
