@@ -47,7 +47,7 @@ BOOK_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_BOOK.dtype())
 ROW: np.dtype[Any] = np.dtype(valve_abi.KV_ROW.dtype())
 CELLS_PER_BLOCK = 4  # requests that hold one block, on average
 MAX_CELLS = 1 << 18  # of a book that are read: what they cost takes a thread 0.2 s and 70 MB to find out, at the worst
-ALL_BACKED = memoryview(np.full(1 << 18, BACKED, "<u4").tobytes())  # a part of a table
+ALL_BACKED = memoryview(np.full(1 << 16, BACKED, "<u4").tobytes())  # a part of a table, kept: larger ones save no time
 LOOP_CELLS = 1 << 13  # the same on the loop, while a service waits: 10 ms
 CELLS_PER_ROW = 4  # where so many cells are read, so many times fewer rows are: each takes a call
 
