@@ -140,10 +140,10 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
         kv,
         is_ours=outer.is_ours,
     )
-    leftovers = register.channels.leftovers
+    leftovers, waits = register.channels.leftovers, register.admission.waits_for_room
     bystanders = None
     if config.guard_bystanders and not config.kube.node:  # on a Kubernetes node valved/kube looks, with pods
-        bystanders = Bystanders(books, gating, processes, journal, gate.gpus(), ladder, leftovers.expected)
+        bystanders = Bystanders(books, gating, processes, journal, gate.gpus(), ladder, leftovers.expected, waits)
     consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
     granting = Granting(gate.granting, gating, books, consents.of, leftovers.bar_grants, slices, worths)

@@ -233,6 +233,7 @@ void valve_launches_follow(void); /* this valved has spoken */
 /* link.c: the socket. All but valve_link_request never block */
 enum valve_link_refusal {
 	VALVE_LINK_NOT_NOW = 1, /* refused as things are: a mode, a quota, a claim may change */
+	VALVE_LINK_NO_ROOM,     /* it would be taken, if valved had room for it */
 	VALVE_LINK_NEVER,       /* this valved speaks another version */
 };
 /* HELLO, WELCOME, map the pages. 0, valve_link_refusal, or -errno: no valved to be had now */

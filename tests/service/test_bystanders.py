@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from valved.clients.untold import LOOKS_BEFORE_FREEZE
 from valved.config import LadderTable
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
-from valved.node.bystanders import Bystanders
+from valved.node.bystanders import LOOKS_BEFORE_ASKING, Bystanders
 from valved.state.registry import GUARD_SERVICE
 
 
@@ -20,7 +21,8 @@ def rig(tmp_path):
     world = World(tmp_path)
     gpus = world.gate.gpus()
     owners = world.register.channels.leftovers.expected
-    guard = Bystanders(world.books, world.gating, world.processes, world.journal, gpus, world.ladder, owners)
+    waits = world.register.admission.waits_for_room
+    guard = Bystanders(world.books, world.gating, world.processes, world.journal, gpus, world.ladder, owners, waits)
 
     def look(*pids, gpu=0):
         guard.look({info.uuid: dict.fromkeys(pids if info.index == gpu else (), 0) for info in gpus})
@@ -125,6 +127,23 @@ def test_an_offline_job_without_the_shim_never_runs_on(rig):
     assert rig.guarded() == []
     rig.look(601)
     assert (601, "SIGSTOP") in rig.world.signals
+
+
+def test_a_job_that_valved_refused_for_want_of_room_never_stands_for_good(rig):
+    """Its shim asks again, and cannot while it stands."""
+    root = rig.world.processes.add(600)
+    rig.world.node.launch(600, 6000, Role.OFFLINE, "batch")
+    rig.world.gate.create_error = OSError(errno.EMFILE, "too many")
+    rig.world.hello(600)
+    rig.world.processes.add(601, parent=root, comm="static")
+    for _ in range(LOOKS_BEFORE_ASKING):
+        rig.look(600, 601)
+
+    assert [(pid, word) for pid, word in rig.world.signals if word == "SIGCONT"] == [(600, "SIGCONT")]
+
+    for _ in range(LOOKS_BEFORE_FREEZE):
+        rig.look(600, 601)
+    assert (600, "SIGSTOP") in rig.world.signals[-2:], "it did not register"
 
 
 def test_a_process_of_which_only_the_hook_is_connected_is_never_taken_for_one_that_can_be_heard(rig):

@@ -177,7 +177,7 @@ def test_an_online_process_that_cannot_be_read_counts_as_alive(tmp_path):
 def guarded(world):
     """The daemon's own guard, which has not looked yet."""
     rooms = (world.books, world.gating, world.processes, world.journal, world.gate.gpus())
-    bystanders = Bystanders(*rooms, world.ladder, set)
+    bystanders = Bystanders(*rooms, world.ladder, set, lambda process: False)
     parts = (world.books, world.gating, world.register, world.journal, world.clock, world.processes)
     return ComeBack(*parts, bystanders), bystanders
 

@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 from fake_daemon import CHANNEL_ADD, LONG_S, OFFLINE, ONLINE, until
+from rmkit import GR0, Process, call
 
+FIRST, REFUSED_QUOTA = 0x5C000008, 3
 HANGS = 0x4E  # as in jump.c
 CUDA = "-l:libcuda.so.1"
 
@@ -363,3 +365,23 @@ def test_a_thread_that_jumped_out_of_a_driver_call_never_goes_unheard(world):
     assert client.region.rings == 1
     program.communicate()
     assert program.returncode == 0
+
+
+# -- room in valved --
+
+
+def test_offline_work_for_which_valved_has_no_room_never_runs_before_it_is_taken(world):
+    """No valved had it yet, so none would stop it for an online service."""
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal = REFUSED_QUOTA
+    puppet = world.puppet(role="offline")
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
+
+    daemon.refusal = None
+
+    daemon.client().expect(CHANNEL_ADD, h_channel=FIRST)
+    until(lambda: world.gate_calls()[-1] == call(process, "enable", FIRST), "it goes on when it is taken")

@@ -16,7 +16,7 @@ from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import must_last, node
-from valved.cli.exits import NOT_RUNNING, OK, CliError
+from valved.cli.exits import FAILED, NOT_RUNNING, OK, CliError
 from valved.errors import cure
 from valved.fds import open_at_once
 from valved.model.plain import plain
@@ -80,7 +80,7 @@ def _ask(method: str, request: Any) -> int:
     """Valved does it, if we may ask: the folder is another user's, or takes no file."""
     with node() as connection:
         status = connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S)
-    print(f"mode: {words.mode(status)}", flush=True)
+    _show(method, status)
     must_last(status, PAUSE_FILE, "offline work is paused")
     return OK
 
@@ -94,8 +94,17 @@ def _tell(method: str, request: Any, otherwise: str) -> int:
         who = "no valved answers" if error.code == NOT_RUNNING else f"valved does not answer ({error})"
         print(f"{who}; {otherwise}")
         return OK
-    print(f"mode: {words.mode(status)}")
+    _show(method, status)
     return OK
+
+
+def _show(method: str, status: Any) -> None:
+    """CliError: offline work may run, and it was to be paused."""
+    print(f"mode: {words.mode(status)}", flush=True)
+    if method == "Pause" and not status.paused:
+        raise CliError(
+            "somebody has resumed this node meanwhile", FAILED, "valve pause once more, if that was not meant"
+        )
 
 
 def _not_ours(path: Path, error: OSError) -> CliError:

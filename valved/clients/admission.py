@@ -7,6 +7,7 @@ from typing import Protocol
 from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
 from valved.clients.accounts import LinkAccount
 from valved.clients.complaints import AT_ONCE, TELL_NS
+from valved.clients.deaf import DeafHold
 from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
 from valved.clients.turns import Buckets
@@ -70,7 +71,9 @@ class Admission:
         self._processes = processes
         self._quota = quota
         self.welcomes = welcomes
+        self.deaf = DeafHold(gating, journal, clock)
         self._refused: dict[ProcessId, str] = {}
+        self._roomless: dict[ProcessId, str] = {}  # of them, those that would be taken if there was room
         self._untold: dict[ProcessId, str] = {}  # refusals that the journal has not: its account was told of too often
         self._told = Buckets(share=1.0, burst_ns=AT_ONCE * TELL_NS)
 
@@ -86,6 +89,7 @@ class Admission:
             text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"
             self._tell(connection, seq, NotAdmitted(code=Refusal.QUOTA, text=text))
             self.count_refusal(Refusal.QUOTA)
+            self.deaf.not_taken()
             return None
 
     def judge(self, hello: Hello, peer: Peer, *, is_scarce: bool) -> Admitted | NotAdmitted:
@@ -117,11 +121,14 @@ class Admission:
     def took(self, peer: Peer, service: ServiceId) -> None:
         """It is welcomed now."""
         self._untold.pop(peer.process, None)
+        self._roomless.pop(peer.process, None)
         if service not in self._gating.online:
             self.welcomes.took(peer)
 
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
         """Each is counted. What processes of an account cause in a loop never pushes a pause out of the audit file."""
+        if why.code is Refusal.QUOTA:
+            _keep(self._roomless, peer.process, why.text)
         self._tell(connection, seq, why)
         self._gating.counters.refuse(why.code.name.lower())
         now_ns = self._clock.now_ns()
@@ -133,6 +140,17 @@ class Admission:
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
         self._untold.pop(peer.process, None)
         _keep(self._refused, peer.process, why.text)
+
+    def refuse_for_want(self, connection: Connection, seq: int, peer: Peer, role: Role) -> None:
+        """Valved lacks what it would take."""
+        if role is not Role.OFFLINE:
+            self.deaf.not_taken()
+        why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
+        self.refuse(connection, seq, why, peer)
+
+    def waits_for_room(self, process: ProcessId) -> bool:
+        """It asks again, and is taken when there is room."""
+        return process in self._roomless
 
     def why_untold(self, pid: int) -> str:
         """Why a process was refused of which the journal was not told; empty: it was not."""

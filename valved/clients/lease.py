@@ -6,9 +6,9 @@ from __future__ import annotations
 from valved.gate.wake import GateService
 from valved.machine.ports import GatePort
 from valved.model.ids import GpuIndex, Role
-from valved.state.registry import COME_BACK_SERVICE, GUARD_SERVICE, Books, ClientEntry
+from valved.state.registry import COME_BACK_SERVICE, DEAF_SERVICE, GUARD_SERVICE, Books, ClientEntry
 
-UNSEEN = {GUARD_SERVICE, COME_BACK_SERVICE}  # holds for online work that is in no book yet
+UNSEEN = {GUARD_SERVICE, COME_BACK_SERVICE, DEAF_SERVICE}  # holds for online work that is in no book yet
 
 
 class LeaseFlags:

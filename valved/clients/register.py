@@ -18,7 +18,6 @@ from valved.abi.link import (
     LinkType,
     Malformed,
     Packet,
-    Refusal,
     Welcome,
 )
 from valved.clients.accounts import LinkAccount
@@ -169,8 +168,7 @@ class Register:
         fds = self._create(client, role, service, at_once=peer.could_end_us)
         if fds is None or not self._watch(client, peer):
             self._take_back(client, service, created=fds is not None)
-            why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
-            self.admission.refuse(connection, packet.seq, why, peer)
+            self.admission.refuse_for_want(connection, packet.seq, peer, role)
             return None
         entry = ClientEntry(
             id=client,

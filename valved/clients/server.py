@@ -77,6 +77,11 @@ FROM_CLIENT = frozenset(
 )
 
 
+def scarce_from() -> float:
+    """Of the limit that holds now: it may be lowered at any time (prlimit)."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - KEPT_FDS)
+
+
 class LinkServer:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float, closer: Closer
@@ -91,7 +96,6 @@ class LinkServer:
         self._owing = OwingLine(self, self._turns)
         self._hellos = Postponed(LoopClock(loop))  # read aside: none waits for what others say who were welcomed
         self.arrivals = LinkArrivals(loop, self, register.awaited, hello_s)
-        self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
         self.left_unread = register.admission.welcomes.left_unread
@@ -108,7 +112,6 @@ class LinkServer:
             self._loop.add_reader(listener, self._accept)
             fds.keep()
         self._listener = listener
-        self._scarce_from = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - KEPT_FDS)
         self._keep_spare()
 
     def _bind(self, listener: socket.socket) -> None:
@@ -161,6 +164,7 @@ class LinkServer:
         try:
             accepted = accept(self._listener)
         except OSError:  # out of descriptors: say so, and do not turn in a circle
+            self._register.admission.deaf.not_taken()
             self._refuse_one()
             self._rest_accepting(0.1)
             return
@@ -310,7 +314,7 @@ class LinkServer:
     def _hello(self, peer: LinkConnection, packet: Packet) -> None:
         peer.open_up()  # before the answer that invites descriptors
         try:
-            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
+            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= scarce_from())
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
             peer.lane.is_awaited |= peer.is_online
             peer.lane.is_new = False

@@ -23,6 +23,9 @@ from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, Books, ClientEntry, ProcessClaim
 
 REST_BEATS = 5  # while there is no offline work to stop: nobody is hurt yet, and NVML takes locks of the driver
+LOOKS_BEFORE_ASKING = (
+    60  # one that valved refused for want of room is let go then: it stands still by its shim's own hand
+)
 UNHEARD = "uses the GPU without Valve (start it with valve run --online -- CMD)"
 NOT_CONNECTED = "uses the GPU, was started with Valve and is not connected to valved"
 
@@ -36,6 +39,7 @@ class Bystanders:
     _gpus: Sequence[GpuInfo]
     _ladder: Ladder
     _expected: Callable[[], set[ProcessId]]  # owners of channels that a predecessor left: they come back, or are let go
+    _waits_for_room: Callable[[ProcessId], bool]  # valved refused it for want of a place
 
     def __post_init__(self) -> None:
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
@@ -109,7 +113,10 @@ class Bystanders:
     def _stop(self, ungated: Mapping[ProcessId, str]) -> None:
         self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
         for process, looks in self._looks.items():
-            if looks >= LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
+            if looks >= LOOKS_BEFORE_ASKING and self._waits_for_room(process):
+                self._ladder.let_stranger_go(process, "it may ask again whether there is room")
+                self._looks[process] = 0
+            elif looks >= LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
                 self._ladder.freeze_stranger(process, f"{ungated[process]} uses a GPU without the shim")
 
     def _words_of(self, client: ClientEntry, gpu: GpuIndex) -> list[str]:

@@ -37,6 +37,7 @@ from valved.state.journal import Journal
 from valved.state.registry import (
     BRAKE_SERVICE,
     COME_BACK_SERVICE,
+    DEAF_SERVICE,
     GUARD_SERVICE,
     MEMORY_SERVICE,
     Books,
@@ -50,6 +51,7 @@ STANDING = {
     GUARD_SERVICE: "the guard",
     MEMORY_SERVICE: "a move of memory",
     COME_BACK_SERVICE: "the start of valved, until online processes are back,",
+    DEAF_SERVICE: "valved's want of descriptors or memory",
 }
 WORDS = {
     WakeReason.COOLING: "cooling down",

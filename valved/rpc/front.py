@@ -24,7 +24,7 @@ from typing import cast
 import msgspec
 
 from valved.clients.connection import ANCILLARY, RECEIVE, SO_PASSRIGHTS, passed
-from valved.fds import Fds, forget_name
+from valved.fds import Fds, forget_name, is_scarce
 from valved.machine.helpers import Closer
 
 PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -107,13 +107,21 @@ class _CallerListener(socket.socket):
     def __init__(self) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._closer = Closer()
+        self._has_failed = False  # in this pass: asyncio goes on a hundred times, and logs each
         with contextlib.suppress(OSError):
             self.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)  # connections inherit it
 
     def accept(self) -> tuple[socket.socket, str]:
-        if self._closer.is_behind:
-            raise OSError(errno.EMFILE, "descriptors of callers cannot be closed")  # asyncio rests for a second
-        sock, address = super().accept()
+        if self._has_failed:
+            self._has_failed = False
+            raise BlockingIOError  # nobody else waits
+        try:
+            if self._closer.is_behind:
+                raise OSError(errno.EMFILE, "descriptors of callers cannot be closed")  # asyncio rests for a second
+            sock, address = super().accept()
+        except OSError as error:
+            self._has_failed = is_scarce(error)
+            raise
         return _CallerSocket(sock.detach(), self._closer), address
 
 

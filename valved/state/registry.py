@@ -17,8 +17,11 @@ BRAKE_SERVICE = ServiceId(1)  # holds every GPU while the node is paused; it has
 GUARD_SERVICE = ServiceId(0x7FFFFFFF)  # holds GPUs on which somebody may work unseen (policy/guard.py); no clients
 MEMORY_SERVICE = ServiceId(0x7FFFFFFE)  # holds the GPUs on which memory moves; no client, no book
 COME_BACK_SERVICE = ServiceId(0x7FFFFFFD)  # holds every GPU after a start, until online processes are back; no client
+DEAF_SERVICE = ServiceId(
+    0x7FFFFFFC
+)  # holds every GPU while some that knock cannot be taken (clients/deaf.py); no client
 # They hold GPUs and are no online service.
-STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, COME_BACK_SERVICE})
+STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, COME_BACK_SERVICE, DEAF_SERVICE})
 FIRST_SERVICE = 2
 LAST_NUMBER = 0x7EFFFFFF
 

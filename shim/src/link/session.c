@@ -8,7 +8,7 @@
  * that is gone wait on under the next one until that lets them go (pages.c).
  *
  * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
- * process that was valved's stops until one takes it: no valved would stop it for an online service.
+ * process that was valved's, or will be when there is room, stops until one takes it: else nobody would stop it.
  */
 #include "ownfd.h"
 #include "settings.h"
@@ -333,27 +333,6 @@ static void serve(void)
 	valve_watcher_start(); /* again, where there was no thread to be had */
 }
 
-static int connect_to_valved(int timeout_ms)
-{
-	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
-
-	session.refusals = err > 0 ? session.refusals + 1 : 0;
-	if (!err)
-		valve_speak_for_the_past();
-	if (err == VALVE_LINK_NEVER)
-		valve_say("valved speaks another version of the link than this shim");
-	return err;
-}
-
-static uint64_t retry_ns(void)
-{
-	uint64_t wait_ns = REFUSED_MIN_NS << (session.refusals < 4 ? session.refusals : 4) >> 1;
-
-	if (session.refusals)
-		return wait_ns < REFUSED_MAX_NS ? wait_ns : REFUSED_MAX_NS;
-	return now_ns() - session.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS;
-}
-
 /* A valved is there and does not want us. What was never its own, or is online, passes through. */
 static void take_refusal(int answer)
 {
@@ -370,14 +349,35 @@ static void take_refusal(int answer)
 	}
 }
 
+static int connect_to_valved(int timeout_ms)
+{
+	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
+
+	session.refusals = err > 0 ? session.refusals + 1 : 0;
+	if (!err)
+		valve_speak_for_the_past();
+	if (err == VALVE_LINK_NEVER)
+		valve_say("valved speaks another version of the link than this shim");
+	if (err > 0)
+		take_refusal(err);
+	return err;
+}
+
+static uint64_t retry_ns(void)
+{
+	uint64_t wait_ns = REFUSED_MIN_NS << (session.refusals < 4 ? session.refusals : 4) >> 1;
+
+	if (session.refusals)
+		return wait_ns < REFUSED_MAX_NS ? wait_ns : REFUSED_MAX_NS;
+	return now_ns() - session.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS;
+}
+
 /* A new valved. Our own stop ends when it says so: it knows of the channels by then, and gates them where it must. One of
  * an older version is not asked: the stop ends before the channels are announced. */
 static void reconnect(void)
 {
 	int err = connect_to_valved((int)(bounded_ns(RECONNECT_MS * 1000000ull) / 1000000u) + 1);
 
-	if (err > 0)
-		take_refusal(err);
 	if (err)
 		return;
 	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))

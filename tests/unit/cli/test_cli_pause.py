@@ -67,9 +67,9 @@ def test_a_pause_never_waits_for_the_other_end_of_a_pipe(folder):
     assert caught.value.next_step
 
 
-def answering(monkeypatch, module, lost):
+def answering(monkeypatch, module, lost, *, is_paused=True):
     """A valved that does what it is told, and could not write this file."""
-    status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=True, paused_by="alice")
+    status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=is_paused, paused_by="alice" if is_paused else "")
     status.unwritten.add(path=str(lost), error="Read-only file system", loss="the order holds until valved ends")
     connection = SimpleNamespace(
         stub=SimpleNamespace(Pause=None, SetPolicy=None), call=lambda *_, **__: status, status=lambda: status
@@ -89,6 +89,16 @@ def test_a_pause_that_no_file_takes_is_never_refused_nor_called_done(folder, mon
 
     assert caught.value.code == FAILED
     assert "paused by alice" in capsys.readouterr().out
+
+
+def test_a_pause_that_was_taken_back_before_its_answer_is_never_a_success(folder, monkeypatch, capsys):
+    answering(monkeypatch, pause, folder / "state.json", is_paused=False)
+
+    with pytest.raises(CliError, match="resumed this node") as caught:
+        pause.pause(None)
+
+    assert caught.value.code == FAILED
+    assert "mode: observe\n" in capsys.readouterr().out
 
 
 def test_a_mode_that_a_restart_forgets_is_never_a_success(folder, monkeypatch, capsys):

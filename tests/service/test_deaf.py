@@ -1,0 +1,81 @@
+"""A process that valved cannot take for want of descriptors may be online work: no offline work runs meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+
+from scarce import left
+
+from valved.clients.deaf import DEAF_NS
+from valved.model.ids import Role
+from valved.rpc.front import _CallerListener
+from valved.state.registry import DEAF_SERVICE
+
+
+def are_held(world):
+    return [DEAF_SERVICE in account.holders for account in world.gating.gpus.values()]
+
+
+def test_offline_work_never_runs_beside_a_service_for_which_valved_had_no_descriptor(world):
+    """Nobody hears its launches, and the guard may see as little."""
+    world.gate.create_error = OSError(errno.EMFILE, "too many")
+    for pid, role in ((200, Role.ONLINE), (201, Role.OFFLINE)):
+        world.processes.add(pid)
+        world.node.launch(pid, world.processes.start_time(pid), role, role.name)
+
+    world.hello(201)
+    assert not any(are_held(world))
+    world.hello(200)
+    assert all(are_held(world))
+
+    world.run(DEAF_NS / 2e6)
+    world.hello(200)
+    world.run(DEAF_NS / 2e6 + 1)
+    assert all(are_held(world)), "it asked again"
+    world.gate.create_error = None
+    world.run(DEAF_NS / 1e6)
+    assert not any(are_held(world))
+
+
+def test_offline_work_never_runs_while_nobody_who_connects_can_be_heard(server):
+    server.rest()
+    with left(1):
+        sock = server.connect()
+        server.until(lambda: all(are_held(server.world)))
+    sock.close()
+
+
+def test_an_offline_process_never_gets_the_descriptors_that_are_kept_for_online_work(server, monkeypatch):
+    """Also where the limit was lowered since valved began."""
+    seen = []
+    hello = server.world.register.hello
+    server.world.register.hello = lambda *given, is_scarce: seen.append(is_scarce) or hello(*given)
+    sock, _, _ = server.welcome()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    other, _, _ = server.welcome()
+
+    assert seen == [False, True]
+    sock.close()
+    other.close()
+
+
+def test_a_valved_without_descriptors_never_fills_its_log(tmp_path):
+    """asyncio tries a hundred times in one pass, logs each, and begins anew by as many timers (Python 3.11)."""
+
+    async def story():
+        loop, told = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda loop, context: told.append(context))
+        listener = _CallerListener()
+        listener.bind(str(tmp_path / "socket"))
+        server = await loop.create_unix_server(asyncio.Protocol, sock=listener)
+        with left(1), socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "socket"))
+            while not told:
+                await asyncio.sleep(0)
+        server.close()
+        return told
+
+    assert len(asyncio.run(story())) == 1
