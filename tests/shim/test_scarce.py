@@ -370,10 +370,28 @@ def test_a_thread_that_jumped_out_of_a_driver_call_never_goes_unheard(world):
 # -- room in valved --
 
 
-def test_offline_work_for_which_valved_has_no_room_never_runs_before_it_is_taken(world):
-    """No valved had it yet, so none would stop it for an online service."""
+def test_offline_work_that_could_have_no_thread_never_stands_for_good(world, threadless):
+    """Nothing would let it go."""
+    file, settings = threadless
     daemon = world.daemon(OFFLINE)
     daemon.refusal = REFUSED_QUOTA
+    file.touch()
+    puppet = world.puppet(role="offline", **settings)
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+
+    puppet.open("/dev/nvidiactl")
+
+    assert world.gate_calls()[-1] == call(process, "enable", FIRST)
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["no-room", "no-answer"])
+def test_offline_work_that_valved_would_take_never_runs_before_it_is_taken(world, is_silent):
+    """No valved had it yet, so none would stop it for an online service."""
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal, daemon.silent = REFUSED_QUOTA, is_silent
     puppet = world.puppet(role="offline")
     puppet.load()
     process = Process.begin(puppet)
@@ -381,7 +399,7 @@ def test_offline_work_for_which_valved_has_no_room_never_runs_before_it_is_taken
     process.register(FIRST)
     until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
 
-    daemon.refusal = None
+    daemon.refusal, daemon.silent = None, False
 
     daemon.client().expect(CHANNEL_ADD, h_channel=FIRST)
     until(lambda: world.gate_calls()[-1] == call(process, "enable", FIRST), "it goes on when it is taken")

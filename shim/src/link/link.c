@@ -185,8 +185,6 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 	err = say_hello(socket_fd, wanted_role);
 	if (!err)
 		err = await_welcome(socket_fd, deadline_ns, &welcome, &fds);
-	if (err == VALVE_LINK_NO_ROOM && wanted_role == VALVE_ROLE_OFFLINE)
-		store_release(&valve_shim.role, VALVE_ROLE_OFFLINE); /* it would run ungated until then */
 	if (!err && !is_welcome_sane(&welcome, &fds))
 		err = -EPROTO;
 	if (!err) {

@@ -8,7 +8,7 @@
  * that is gone wait on under the next one until that lets them go (pages.c).
  *
  * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
- * process that was valved's, or will be when there is room, stops until one takes it: else nobody would stop it.
+ * process that was valved's, or will be when there is room or an answer, stops until one takes it: else nobody would stop it.
  */
 #include "ownfd.h"
 #include "settings.h"
@@ -333,33 +333,41 @@ static void serve(void)
 	valve_watcher_start(); /* again, where there was no thread to be had */
 }
 
-/* A valved is there and does not want us. What was never its own, or is online, passes through. */
-static void take_refusal(int answer)
+/* A valved is there, and would take us if it had room for us, or came to it. */
+static bool may_take_us_later(int err)
 {
-	if (valve_is_offline()) {
-		session.refused = true;
-		if (!session.stopped)
-			stop_own_channels("valved refuses this offline process: it is stopped until a valved "
-			                  "takes it");
-		else
-			stop_again();
-	} else if (answer == VALVE_LINK_NEVER) {
-		valve_map_private(0, VALVE_ORDER_RUN);
-		store_release(&valve_shim.state, VALVE_STATE_OFF);
-	}
+	return err == VALVE_LINK_NO_ROOM || err == -ETIMEDOUT || err == -EAGAIN;
+}
+
+static void stop_unwanted(const char *why)
+{
+	session.refused = true;
+	if (!session.stopped)
+		stop_own_channels(why);
+	else
+		stop_again();
 }
 
 static int connect_to_valved(int timeout_ms)
 {
 	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
+	bool is_new = valve_settings.wanted_role == VALVE_ROLE_OFFLINE && !valve_is_offline();
 
 	session.refusals = err > 0 ? session.refusals + 1 : 0;
 	if (!err)
 		valve_speak_for_the_past();
 	if (err == VALVE_LINK_NEVER)
 		valve_say("valved speaks another version of the link than this shim");
-	if (err > 0)
-		take_refusal(err);
+	if (is_new && may_take_us_later(err)) { /* it would run ungated until then */
+		store_release(&valve_shim.role, VALVE_ROLE_OFFLINE);
+		stop_unwanted("valved has no room for this offline process, or does not answer: it is stopped "
+		              "until a valved takes it");
+	} else if (err > 0 && valve_is_offline()) {
+		stop_unwanted("valved refuses this offline process: it is stopped until a valved takes it");
+	} else if (err == VALVE_LINK_NEVER) { /* what was never its own, or is online, passes through */
+		valve_map_private(0, VALVE_ORDER_RUN);
+		store_release(&valve_shim.state, VALVE_STATE_OFF);
+	}
 	return err;
 }
 
@@ -470,6 +478,8 @@ void valve_register(void)
 	if (valve_alone_spawn()) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
+		if (session.stopped)
+			release_own_channels(); /* no thread would let them go */
 		valve_alone_give_up();
 		return;
 	}
