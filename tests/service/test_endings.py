@@ -358,3 +358,21 @@ def test_processes_of_many_threads_that_are_to_end_never_have_more_than_a_part_o
     assert len(spans) > 20
     assert all(after - before >= 3 * 5_000_000 for (_, before), (after, _) in pairwise(spans))
     assert not world.ladder.to_end()
+
+
+def test_no_process_that_waits_for_a_younger_one_is_looked_at_meanwhile(world, monkeypatch):
+    """A pod or a drain may have hundreds of them, and each look is a file of /proc."""
+    jobs = [world.offline(pid=1000 + number) for number in range(64)]
+    world.run(100)
+    world.processes.slow_to_stop.add(1063)
+    looks, is_gone = [], world.processes.is_gone
+    monkeypatch.setattr(world.processes, "is_gone", lambda process: (looks.append(process.pid), is_gone(process))[1])
+
+    for job in jobs:
+        world.ladder.end(job, "it broke a promise")
+    world.run(400)
+
+    assert looks.count(1063) > 100
+    assert max(looks.count(1000 + number) for number in range(63)) < 10
+    world.run(1000)
+    assert [pid for pid, name in world.signals if name == "SIGKILL"] == list(range(1063, 999, -1))
