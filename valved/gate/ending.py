@@ -105,7 +105,7 @@ class Endings:
     def _stop_fresh(self) -> None:
         """All that were begun since the last turn are written down together: each write takes milliseconds."""
         fresh, self._fresh = self._fresh, []
-        ends = [(process, self._under_way[process]) for process in fresh if process in self._under_way]
+        ends = [(process, self._under_way[process]) for process in dict.fromkeys(fresh) if process in self._under_way]
         if ends:
             self._gating.listener.about_to_freeze(partial(self._stop_all, ends))
 
@@ -129,15 +129,23 @@ class Endings:
 
     def _leave(self, process: ProcessId) -> None:
         """The next older one has its turn: it is told so, as looks of hundreds that wait would take the whole loop."""
-        if older := self._under_way.pop(process).older:
-            self._clock.call_at_ns(self._clock.now_ns(), partial(self._take_turn, *older))
+        end = self._under_way.pop(process)
+        if not end.waits:
+            self._pass_on(end)
+
+    def _pass_on(self, end: _End) -> None:
+        if end.older is not None:
+            self._clock.call_at_ns(self._clock.now_ns(), partial(self._take_turn, *end.older))
 
     def _take_turn(self, process: ProcessId, end: _End) -> None:
         """The younger one is over, or this one has stood for a second, with its channels off."""
-        if end.waits:
-            end.waits = False
-            if end.until_ns:  # else it is still to be stopped
-                self._look(process, end)
+        if not end.waits:
+            return
+        end.waits = False
+        if self._under_way.get(process) is not end:  # it left before its turn
+            self._pass_on(end)
+        elif end.until_ns:  # else it is still to be stopped
+            self._look(process, end)
 
     def take_back(self, frozen: Collection[ProcessId]) -> None:
         """A process that was to die only for a drain goes on, unless it is `frozen` for another reason."""

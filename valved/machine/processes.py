@@ -139,7 +139,8 @@ class LinuxProcesses:
 
     def _is_killed(self, pid: int) -> bool:
         """Its threads stand or run, and the next that each of them does is to end: on a busy machine that takes its
-        time, and in a call of the driver as long as that takes, when its first thread may have ended already. The kernel keeps no SIGKILL that may be ignored."""
+        time, and in a call of the driver as long as that takes, when its first thread may have ended already. The
+        kernel keeps no SIGKILL that may be ignored."""
         text = self._read(pid, "status")
         pending = (text or "").partition("\nShdPnd:")[2].split(maxsplit=1)
         return text is None or bool(pending and int(pending[0], 16) & 1 << signal.SIGKILL - 1)
