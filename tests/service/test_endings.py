@@ -405,3 +405,21 @@ def test_none_that_is_begun_anew_in_the_same_turn_waits_for_itself(world):
     world.run(100)
 
     assert world.signals[-1] == (300, "SIGKILL")
+
+
+def test_none_waits_for_a_younger_one_that_was_let_go_before_it_was_stopped(world, monkeypatch):
+    processes = [world.books.clients[world.offline(pid=300 + number)].process for number in range(3)]
+    world.run(100)
+    writes = []  # that the disk has not taken yet
+    monkeypatch.setattr(world.gating.listener, "about_to_freeze", writes.append)
+    for process, is_final in zip(processes, (True, False, False), strict=True):
+        world.ladder._endings.begin(process, "it must leave", is_final=is_final)
+    world.run(10)
+
+    world.ladder._endings.take_back(())
+    for write in writes:
+        write()
+    world.run(100)
+
+    assert [name for pid, name in world.signals if pid == 300] == ["SIGSTOP", "SIGKILL"]
+    assert "SIGSTOP" not in [name for pid, name in world.signals if pid != 300]

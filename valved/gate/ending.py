@@ -110,6 +110,7 @@ class Endings:
             self._gating.listener.about_to_freeze(partial(self._stop_all, ends))
 
     def _stop_all(self, ends: list[tuple[ProcessId, _End]]) -> None:
+        ends = [(process, end) for process, end in ends if self._under_way.get(process) is end]
         ends.sort(key=lambda one: (one[0].start_time, one[0].pid), reverse=True)
         for (_, end), older in pairwise(ends):
             end.older, older[1].waits = older, True
