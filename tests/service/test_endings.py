@@ -358,3 +358,68 @@ def test_processes_of_many_threads_that_are_to_end_never_have_more_than_a_part_o
     assert len(spans) > 20
     assert all(after - before >= 3 * 5_000_000 for (_, before), (after, _) in pairwise(spans))
     assert not world.ladder.to_end()
+
+
+def test_no_process_that_waits_for_a_younger_one_is_looked_at_meanwhile(world, monkeypatch):
+    """A pod or a drain may have hundreds of them, and each look is a file of /proc."""
+    jobs = [world.offline(pid=1000 + number) for number in range(64)]
+    world.run(100)
+    world.processes.slow_to_stop.add(1063)
+    looks, is_gone = [], world.processes.is_gone
+    monkeypatch.setattr(world.processes, "is_gone", lambda process: (looks.append(process.pid), is_gone(process))[1])
+
+    for job in jobs:
+        world.ladder.end(job, "it broke a promise")
+    world.run(400)
+
+    assert looks.count(1063) > 100
+    assert max(looks.count(1000 + number) for number in range(63)) < 10
+    world.run(1000)
+    assert [pid for pid, name in world.signals if name == "SIGKILL"] == list(range(1063, 999, -1))
+
+
+def test_no_process_takes_a_younger_one_along_when_one_between_them_is_let_go(world):
+    """A drain that is taken back, of processes of which some are to die with their pod as well."""
+    processes = [world.books.clients[world.offline(pid=300 + number)].process for number in range(3)]
+    world.run(100)
+    world.processes.slow_to_stop.add(302)
+    for process, is_final in zip(processes, (True, False, True), strict=True):
+        world.ladder._endings.begin(process, "it must leave", is_final=is_final)
+    world.run(10)
+
+    world.ladder._endings.take_back(())
+    world.run(100)
+    assert not [pid for pid, name in world.signals if name == "SIGKILL"]
+    world.processes.slow_to_stop.clear()
+    world.run(100)
+
+    assert [pid for pid, name in world.signals if name == "SIGKILL"] == [302, 300]
+
+
+def test_none_that_is_begun_anew_in_the_same_turn_waits_for_itself(world):
+    process = world.books.clients[world.offline(pid=300)].process
+    world.run(100)
+    for _ in range(2):
+        world.ladder._endings.take_back(())
+        world.ladder._endings.begin(process, "it must leave")
+    world.run(100)
+
+    assert world.signals[-1] == (300, "SIGKILL")
+
+
+def test_none_waits_for_a_younger_one_that_was_let_go_before_it_was_stopped(world, monkeypatch):
+    processes = [world.books.clients[world.offline(pid=300 + number)].process for number in range(3)]
+    world.run(100)
+    writes = []  # that the disk has not taken yet
+    monkeypatch.setattr(world.gating.listener, "about_to_freeze", writes.append)
+    for process, is_final in zip(processes, (True, False, False), strict=True):
+        world.ladder._endings.begin(process, "it must leave", is_final=is_final)
+    world.run(10)
+
+    world.ladder._endings.take_back(())
+    for write in writes:
+        write()
+    world.run(100)
+
+    assert [name for pid, name in world.signals if pid == 300] == ["SIGSTOP", "SIGKILL"]
+    assert "SIGSTOP" not in [name for pid, name in world.signals if pid != 300]

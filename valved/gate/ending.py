@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from valved.gate.wake import GateService
@@ -48,7 +49,8 @@ class _End:
     is_final: bool  # else a drain that is taken back lets it go
     by_itself: bool  # it ends once it is let go
     until_ns: int = 0
-    first: tuple[ProcessId, _End] | None = None  # a younger one, begun together with it, that it may take along
+    older: tuple[ProcessId, _End] | None = None  # the next of those that were begun together
+    waits: bool = False  # for a younger one, which it may take along
     stood: set[str] = field(default_factory=set)  # threads that a look found so; the next one goes on behind them
 
 
@@ -103,15 +105,16 @@ class Endings:
     def _stop_fresh(self) -> None:
         """All that were begun since the last turn are written down together: each write takes milliseconds."""
         fresh, self._fresh = self._fresh, []
-        ends = [(process, self._under_way[process]) for process in fresh if process in self._under_way]
+        ends = [(process, self._under_way[process]) for process in dict.fromkeys(fresh) if process in self._under_way]
         if ends:
             self._gating.listener.about_to_freeze(partial(self._stop_all, ends))
 
     def _stop_all(self, ends: list[tuple[ProcessId, _End]]) -> None:
+        ends = [(process, end) for process, end in ends if self._under_way.get(process) is end]
         ends.sort(key=lambda one: (one[0].start_time, one[0].pid), reverse=True)
-        first = None
+        for (_, end), older in pairwise(ends):
+            end.older, older[1].waits = older, True
         for process, end in ends:  # a call for each: one that fails must not keep another from standing
-            end.first, first = first, (process, end)
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._stop, process, end))
 
     def _stop(self, process: ProcessId, end: _End) -> None:
@@ -119,14 +122,36 @@ class Endings:
             return
         end.until_ns = self._clock.now_ns() + STOP_NS
         if self._signals.send(process, signal.SIGSTOP) is Delivery.FAILED and not self._processes.is_gone(process):
-            del self._under_way[process]  # it is not ours to signal, and stays held
+            self._leave(process)  # it is not ours to signal, and stays held
+        elif end.waits:
+            self._clock.call_at_ns(end.until_ns + STOP_NS, partial(self._take_turn, process, end))
         else:
             self._clock.call_at_ns(self._clock.now_ns(), partial(self._look, process, end))
+
+    def _leave(self, process: ProcessId) -> None:
+        """The next older one has its turn: it is told so, as looks of hundreds that wait would take the whole loop."""
+        end = self._under_way.pop(process)
+        if not end.waits:
+            self._pass_on(end)
+
+    def _pass_on(self, end: _End) -> None:
+        if end.older is not None:
+            self._clock.call_at_ns(self._clock.now_ns(), partial(self._take_turn, *end.older))
+
+    def _take_turn(self, process: ProcessId, end: _End) -> None:
+        """The younger one is over, or this one has stood for a second, with its channels off."""
+        if not end.waits:
+            return
+        end.waits = False
+        if self._under_way.get(process) is not end:  # it left before its turn
+            self._pass_on(end)
+        elif end.until_ns:  # else it is still to be stopped
+            self._look(process, end)
 
     def take_back(self, frozen: Collection[ProcessId]) -> None:
         """A process that was to die only for a drain goes on, unless it is `frozen` for another reason."""
         for process in self.to_release():
-            del self._under_way[process]
+            self._leave(process)
             if process not in frozen:
                 self._signals.send(process, signal.SIGCONT)
 
@@ -142,16 +167,10 @@ class Endings:
         if process in self._signals.waiting(signal.SIGSTOP, signal.SIGCONT) and not is_gone:
             end.until_ns = now_ns + STOP_NS  # with its channels on it would run
             self._clock.call_at_ns(now_ns + AGAIN_NS, lambda: self._look(process, end))
-        elif not is_gone and self._waits(process, end, now_ns):
+        elif now_ns < end.until_ns and not (is_gone or self._stands(process, end, now_ns)):
             self._clock.call_at_ns(now_ns + LOOK_NS, lambda: self._look(process, end))
         else:
             self._end(process, end)
-
-    def _waits(self, process: ProcessId, end: _End, now_ns: int) -> bool:
-        """For its threads to stand, and for a younger one, whose own time is over sooner."""
-        if end.first is not None and self._under_way.get(end.first[0]) is end.first[1]:
-            return now_ns < end.until_ns + STOP_NS
-        return now_ns < end.until_ns and not self._stands(process, end, now_ns)
 
     def _stands(self, process: ProcessId, end: _End, now_ns: int) -> bool:
         is_stopped = self._processes.is_stopped(process.pid, end.stood)
@@ -171,7 +190,7 @@ class Endings:
             end.stood = set()
             self._let_end(process, end)
             return
-        del self._under_way[process]
+        self._leave(process)
         self._signals.keep_standing(process)  # with its channels on, and its page no longer bids it hold
         try:
             self._let_die(process)
@@ -201,7 +220,7 @@ class Endings:
             return
         end.by_itself = False
         if self._processes.is_ending(process.pid, process.start_time):
-            del self._under_way[process]
+            self._leave(process)
         else:
             self._signals.send(process, signal.SIGSTOP)
             self._end(process, end)

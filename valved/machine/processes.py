@@ -128,18 +128,19 @@ class LinuxProcesses:
             return False
 
     def is_ending(self, pid: int, start_time: int) -> bool:
-        """A first thread that runs says it all, but for a SIGKILL on its way. Where it cannot be read, it lives."""
+        """A SIGKILL on its way says it all, and so does a first thread that runs. Where it cannot be read, it lives."""
         try:
             leader = self._stat(pid)
             if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
                 return True
-            return self._is_killed(pid) if _runs(leader) else self._has_thread(pid, _runs, set()) is False
+            return self._is_killed(pid) or (not _runs(leader) and self._has_thread(pid, _runs, set()) is False)
         except OSError as error:
             return _is_foreign(pid, error)
 
     def _is_killed(self, pid: int) -> bool:
         """Its threads stand or run, and the next that each of them does is to end: on a busy machine that takes its
-        time. The kernel keeps no SIGKILL that may be ignored."""
+        time, and in a call of the driver as long as that takes, when its first thread may have ended already. The
+        kernel keeps no SIGKILL that may be ignored."""
         text = self._read(pid, "status")
         pending = (text or "").partition("\nShdPnd:")[2].split(maxsplit=1)
         return text is None or bool(pending and int(pending[0], 16) & 1 << signal.SIGKILL - 1)
