@@ -44,6 +44,20 @@ assert ctypes.string_at(others + 4096, 2) == b"aa"
 print(before - after)
 """
 
+# The same page, when the kernel has swapped it out.
+SWAPPED = """
+with open(sys.argv[1], "rb") as file:
+    mine = libc.mmap(None, size, may_write, mmap.MAP_PRIVATE, file.fileno(), 0)
+ctypes.memset(mine + 4096, 7, 1)
+assert libc.mprotect(ctypes.c_void_p(mine), ctypes.c_size_t(size), mmap.PROT_READ | int(sys.argv[2])) == 0
+seen = Path("/proc/self/smaps").read_text()
+swapped = re.sub(r"(\nAnonymous: +)4( kB(?:\n.*)+?\nSwap: +)0 kB", r"\g<1>0\g<2>4 kB", seen)
+assert swapped != seen
+Path.read_text = lambda *_, **__: swapped
+startpages.give_back_start_pages()
+assert ctypes.string_at(mine + 4096, 2) == b"\7a", "a page of its own was given back"
+"""
+
 # The loader maps all of a library, then its data over that, and writes there: between look and advice, here.
 LOADS = """
 fixed = 0x10
@@ -81,6 +95,12 @@ def test_pages_that_only_the_start_needed_are_never_kept_and_none_of_our_own_is_
         given_kb = int(child(KEEPS, path, protection, tmp_path))
 
         assert given_kb > 3000, "the file of 4 MiB was mapped and is not any more"
+
+
+def test_a_page_of_our_own_that_is_swapped_out_is_never_given_back(tmp_path):
+    path = library(tmp_path / "library", (READ | EXECUTED, 4 * MIB))
+
+    child(SWAPPED, path, 4, tmp_path)
 
 
 def test_a_library_that_is_being_loaded_meanwhile_never_loses_its_data(tmp_path):

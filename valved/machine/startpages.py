@@ -37,17 +37,18 @@ def _code(smaps: str) -> Iterator[tuple[int, int]]:
         if head := _HEAD.match(line):
             begin, size = int(head[1], 16), int(head[2], 16) - int(head[1], 16)
             found = (begin, size, int(head[4], 16), head[5]) if size >= LARGE_BYTES else None
-        elif found is not None and line.startswith("Anonymous:"):
+        elif found is not None and line.startswith(("Anonymous:", "Swap:")):
             begin, size, offset, path = found
-            if int(line.split()[1]) == 0 and (offset, size) in _fixed(path):
+            if int(line.split()[1]):
+                found = None
+            elif line.startswith("Swap:") and (offset, size) in _fixed(path):  # the later of the two
                 yield begin, size
-            found = None
 
 
 def _fixed(path: str) -> set[tuple[int, int]]:
     """Offset and size of what a library is never written in, page by page. While a library is being loaded, a mapping
     for all of it stands where its data will be, and is no such one."""
-    with contextlib.suppress(OSError, struct.error), open(path, "rb") as file:
+    with contextlib.suppress(OSError, OverflowError, struct.error), open(path, "rb") as file:
         magic, at, each, count = _ELF.unpack(file.read(_ELF.size))
         if magic == _ELF64 and each == _SEGMENT.size:
             file.seek(at)
