@@ -385,3 +385,20 @@ def test_offline_work_for_which_valved_has_no_room_never_runs_before_it_is_taken
 
     daemon.client().expect(CHANNEL_ADD, h_channel=FIRST)
     until(lambda: world.gate_calls()[-1] == call(process, "enable", FIRST), "it goes on when it is taken")
+
+
+def test_a_process_that_can_have_no_thread_never_stays_stopped_for_want_of_room(world, threadless):
+    """Nothing of it would ask again, nor end the stop when a valved takes it later."""
+    file, settings = threadless
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal = REFUSED_QUOTA
+    file.touch()
+    puppet = world.puppet(role="offline", **settings)
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    puppet.open("/dev/nvidiactl")  # it asks again, and finds a channel
+
+    calls = world.gate_calls()
+    assert call(process, "disable", FIRST) not in calls[-1:]

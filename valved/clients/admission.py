@@ -149,8 +149,8 @@ class Admission:
         self.refuse(connection, seq, why, peer)
 
     def waits_for_room(self, process: ProcessId) -> bool:
-        """It asks again, and is taken when there is room."""
-        return process in self._roomless
+        """It asks again, and is taken when there is room. Who was turned away unheard may be any."""
+        return process in self._roomless or self.deaf.may_wait()
 
     def why_untold(self, pid: int) -> str:
         """Why a process was refused of which the journal was not told; empty: it was not."""
