@@ -166,10 +166,10 @@ class Register:
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
         fds = self._create(client, role, service, at_once=peer.could_end_us)
-        is_there = fds is not None and self._watch(client, peer)
-        if fds is None or not is_there:
+        watched = fds is not None and self._watch(client, peer)
+        if fds is None or not watched:
             self._take_back(client, service, created=fds is not None)
-            if is_there is not None:
+            if watched is not None:  # None: it has ended meanwhile
                 self.admission.refuse_for_want(connection, packet.seq, peer, role)
             return None
         entry = ClientEntry(
@@ -228,7 +228,6 @@ class Register:
             return None
 
     def _watch(self, client: ClientId, peer: Peer) -> bool | None:
-        """None: it has ended meanwhile. False: there is no descriptor to watch it with."""
         ended = partial(self.postponed.do_once, client, peer.turn, lambda: self.leave(client, EXIT))
         try:
             return self._exits.watch(client, peer.process.pid, ended) or None  # told in each pass until it has left

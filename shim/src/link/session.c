@@ -402,7 +402,9 @@ static void rest(uint64_t ns)
 	uint64_t now = now_ns(), end_ns = now + ns;
 
 	for (; now < end_ns && !load_relaxed(&valve_shim.leaving); now = now_ns()) {
-		futex_wait(&valve_shim.leaving, 0, until_again_ns(end_ns - now));
+		valve_ending_watch();
+		futex_wait(&valve_shim.leaving, 0,
+		           until_again_ns(end_ns - now < LEASE_NS ? end_ns - now : LEASE_NS));
 		try_again();
 	}
 }
