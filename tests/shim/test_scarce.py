@@ -396,7 +396,7 @@ def test_offline_work_for_which_valved_has_no_room_never_runs_before_it_is_taken
 
 
 def test_a_job_that_waits_for_room_never_dies_with_its_channels_off(world):
-    """The driver would wait for them, and calls of online work for the driver. No valved is to be told of its signal."""
+    """The driver would wait for them, and online work for the driver. No valved is to be told of its signal."""
     daemon = world.daemon(OFFLINE)
     daemon.refusal = REFUSED_QUOTA
     puppet = world.puppet(role="offline")

@@ -141,9 +141,9 @@ class Admission:
         self._untold.pop(peer.process, None)
         _keep(self._refused, peer.process, why.text)
 
-    def refuse_for_want(self, connection: Connection, seq: int, peer: Peer, role: Role) -> None:
-        """Valved lacks what it would take."""
-        if role is not Role.OFFLINE:
+    def refuse_for_want(self, connection: Connection, seq: int, peer: Peer, role: Role, *, has_ended: bool) -> None:
+        """Valved lacks what it would take, or the process ended meanwhile."""
+        if role is not Role.OFFLINE and not has_ended:
             self.deaf.not_taken()
         why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
         self.refuse(connection, seq, why, peer)

@@ -169,8 +169,7 @@ class Register:
         watched = fds is not None and self._watch(client, peer)
         if fds is None or not watched:
             self._take_back(client, service, created=fds is not None)
-            if watched is not None:  # None: it has ended meanwhile
-                self.admission.refuse_for_want(connection, packet.seq, peer, role)
+            self.admission.refuse_for_want(connection, packet.seq, peer, role, has_ended=watched is None)
             return None
         entry = ClientEntry(
             id=client,
