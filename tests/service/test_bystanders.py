@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from node_world import World
 
+from valved.clients.deaf import DEAF_NS, STANDS_NS
 from valved.clients.untold import LOOKS_BEFORE_FREEZE
 from valved.config import LadderTable
 from valved.model.events import EventKind
@@ -144,6 +145,23 @@ def test_a_job_that_valved_refused_for_want_of_room_never_stands_for_good(rig):
     for _ in range(LOOKS_BEFORE_FREEZE):
         rig.look(600, 601)
     assert (600, "SIGSTOP") in rig.world.signals[-2:], "it did not register"
+
+
+def test_a_job_that_valved_turned_away_unheard_never_stands_for_good(rig):
+    """It may be any that valved had no descriptor to look at."""
+    rig.world.processes.add(600)
+    rig.world.node.launch(600, 6000, Role.OFFLINE, "batch")
+    rig.world.register.admission.deaf.not_taken()
+    rig.world.run(DEAF_NS / 1e6)
+    for _ in range(LOOKS_BEFORE_ASKING):
+        rig.look(600)
+
+    assert rig.world.signals[-1] == (600, "SIGCONT")
+
+    rig.world.run(STANDS_NS / 1e6)
+    for _ in range(LOOKS_BEFORE_ASKING):
+        rig.look(600)
+    assert rig.world.signals[-1] == (600, "SIGSTOP"), "it never asked"
 
 
 def test_a_process_of_which_only_the_hook_is_connected_is_never_taken_for_one_that_can_be_heard(rig):

@@ -7,6 +7,7 @@ import errno
 import resource
 import socket
 
+import pytest
 from scarce import left
 
 from valved.clients.deaf import DEAF_NS
@@ -37,6 +38,18 @@ def test_offline_work_never_runs_beside_a_service_for_which_valved_had_no_descri
     assert all(are_held(world)), "it asked again"
     world.gate.create_error = None
     world.run(DEAF_NS / 1e6)
+    assert not any(are_held(world))
+
+
+@pytest.mark.parametrize("wanted", [Role.ONLINE, Role.HOOK])
+def test_a_process_that_ends_as_it_is_welcomed_never_stops_the_offline_work_of_all(world, wanted):
+    """Anybody can make such processes, as engines of his own offline job."""
+    world.processes.add(200)
+    role = Role.ONLINE if wanted is Role.ONLINE else Role.OFFLINE
+    world.node.launch(200, world.processes.start_time(200), role, "short")
+    world.processes.open_pidfd = lambda pid: -1
+
+    assert world.hello(200, wanted).client is None
     assert not any(are_held(world))
 
 

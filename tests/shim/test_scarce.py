@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from fake_daemon import CHANNEL_ADD, LONG_S, OFFLINE, ONLINE, until
@@ -370,21 +372,10 @@ def test_a_thread_that_jumped_out_of_a_driver_call_never_goes_unheard(world):
 # -- room in valved --
 
 
-def test_offline_work_that_could_have_no_thread_never_stands_for_good(world, threadless):
-    """Nothing would let it go."""
-    file, settings = threadless
-    daemon = world.daemon(OFFLINE)
-    daemon.refusal = REFUSED_QUOTA
-    file.touch()
-    puppet = world.puppet(role="offline", **settings)
-    puppet.load()
-    process = Process.begin(puppet)
-    process.channel(process.device, FIRST, engine=GR0)
-    process.register(FIRST)
-
-    puppet.open("/dev/nvidiactl")
-
-    assert world.gate_calls()[-1] == call(process, "enable", FIRST)
+def catches(pid, number):
+    """A handler stands for it: SigCgt of /proc/PID/status."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["no-room", "no-answer"])
@@ -403,3 +394,37 @@ def test_offline_work_that_valved_would_take_never_runs_before_it_is_taken(world
 
     daemon.client().expect(CHANNEL_ADD, h_channel=FIRST)
     until(lambda: world.gate_calls()[-1] == call(process, "enable", FIRST), "it goes on when it is taken")
+
+
+def test_a_job_that_waits_for_room_never_dies_with_its_channels_off(world):
+    """The driver would wait for them, and online work for the driver. No valved is to be told of its signal."""
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal = REFUSED_QUOTA
+    puppet = world.puppet(role="offline")
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
+    until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
+
+    puppet.process.send_signal(signal.SIGTERM)
+
+    assert puppet.process.wait() == -signal.SIGTERM
+    assert world.gate_calls()[-1] == call(process, "enable", FIRST)
+
+
+def test_a_process_that_can_have_no_thread_never_stays_stopped_for_want_of_room(world, threadless):
+    """Nothing of it would ask again, nor end the stop when a valved takes it later."""
+    file, settings = threadless
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal = REFUSED_QUOTA
+    file.touch()
+    puppet = world.puppet(role="offline", **settings)
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    puppet.open("/dev/nvidiactl")  # it asks again, and finds a channel
+
+    assert world.gate_calls()[-1] == call(process, "enable", FIRST)

@@ -51,7 +51,7 @@ with open(sys.argv[1], "rb") as file:
 ctypes.memset(mine + 4096, 7, 1)
 assert libc.mprotect(ctypes.c_void_p(mine), ctypes.c_size_t(size), mmap.PROT_READ | int(sys.argv[2])) == 0
 seen = Path("/proc/self/smaps").read_text()
-swapped = re.sub(r"(\nAnonymous: +)4( kB(?:\n.*)+?\nSwap: +)0 kB", r"\g<1>0\g<2>4 kB", seen)
+swapped = re.sub(r"(?m)(^Anonymous: +)4( kB$(?s:.+?)^Swap: +)0 kB", r"\\g<1>0\\g<2>4 kB", seen)
 assert swapped != seen
 Path.read_text = lambda *_, **__: swapped
 startpages.give_back_start_pages()

@@ -141,16 +141,16 @@ class Admission:
         self._untold.pop(peer.process, None)
         _keep(self._refused, peer.process, why.text)
 
-    def refuse_for_want(self, connection: Connection, seq: int, peer: Peer, role: Role) -> None:
-        """Valved lacks what it would take."""
-        if role is not Role.OFFLINE:
+    def refuse_for_want(self, connection: Connection, seq: int, peer: Peer, role: Role, *, has_ended: bool) -> None:
+        """Valved lacks what it would take, or the process ended meanwhile."""
+        if role is not Role.OFFLINE and not has_ended:
             self.deaf.not_taken()
         why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
         self.refuse(connection, seq, why, peer)
 
     def waits_for_room(self, process: ProcessId) -> bool:
-        """It asks again, and is taken when there is room."""
-        return process in self._roomless
+        """It asks again, and is taken when there is room. Who was turned away unheard may be any."""
+        return process in self._roomless or self.deaf.may_wait()
 
     def why_untold(self, pid: int) -> str:
         """Why a process was refused of which the journal was not told; empty: it was not."""

@@ -13,6 +13,7 @@ from valved.state.journal import Journal
 from valved.state.registry import DEAF_SERVICE
 
 DEAF_NS = 35_000_000_000  # a shim that was refused asks again every 30 s (REFUSED_MAX_NS of session.c)
+STANDS_NS = 300_000_000_000  # the guard may stop one before it asks again, and lets it go each minute
 
 
 class DeafHold:
@@ -30,6 +31,10 @@ class DeafHold:
         self._gating.set_standing(DEAF_SERVICE, frozenset(self._gating.gpus))
         why = "valved lacks descriptors or memory for a process that connects: every GPU is held. See its limits"
         self._journal.emit(EventKind.NOTED, reason=why)
+
+    def may_wait(self) -> bool:
+        """Whether somebody who was turned away unheard may not have asked again yet."""
+        return bool(self._until_ns) and self._clock.now_ns() < self._until_ns + STANDS_NS
 
     def _look(self) -> None:
         if self._clock.now_ns() < self._until_ns:

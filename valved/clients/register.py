@@ -166,9 +166,10 @@ class Register:
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
         fds = self._create(client, role, service, at_once=peer.could_end_us)
-        if fds is None or not self._watch(client, peer):
+        watched = fds is not None and self._watch(client, peer)
+        if fds is None or not watched:
             self._take_back(client, service, created=fds is not None)
-            self.admission.refuse_for_want(connection, packet.seq, peer, role)
+            self.admission.refuse_for_want(connection, packet.seq, peer, role, has_ended=watched is None)
             return None
         entry = ClientEntry(
             id=client,
@@ -225,10 +226,10 @@ class Register:
         except OSError:
             return None
 
-    def _watch(self, client: ClientId, peer: Peer) -> bool:
+    def _watch(self, client: ClientId, peer: Peer) -> bool | None:
         ended = partial(self.postponed.do_once, client, peer.turn, lambda: self.leave(client, EXIT))
         try:
-            return self._exits.watch(client, peer.process.pid, ended)  # told in each pass of the loop until it has left
+            return self._exits.watch(client, peer.process.pid, ended) or None  # told in each pass until it has left
         except OSError:
             return False
 

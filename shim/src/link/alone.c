@@ -91,6 +91,9 @@ void valve_alone_give_up(void)
 	valve_link_drop();
 	valve_capture_forget_reports(); /* what another thread has told meanwhile */
 	valve_map_private(0, VALVE_ORDER_RUN);
+	if (exchange_full(&valve_shim.self_stopped,
+	                  0)) /* for want of room: nobody would ask again, nor end it */
+		valve_self_gate(false, VALVE_GATE_HELD);
 	store_relaxed(&valve_shim.role, VALVE_ROLE_NONE);
 	store_release(&valve_shim.state, VALVE_STATE_NEW);
 }

@@ -40,6 +40,7 @@ static struct {
 	int number;         /* of that signal */
 	uint32_t seq;       /* of that request, 0: not sent */
 	uint32_t answered;
+	uint32_t alone; /* no valved is to be told: the session's thread switches our channels on */
 } ending;
 
 /* What the kernel has where ours is set: that of a sanitizer, or of another who hooks sigaction, calls ours. NULL: not known. */
@@ -71,6 +72,22 @@ static void die(int number)
 static bool may_tell(void)
 {
 	return valve_is_linked() && valve_is_offline() && (valve_shim.daemon_features & VALVE_FEATURE_ENDING);
+}
+
+/* Our channels are off by our own hand. */
+static bool stands_alone(void)
+{
+	return !valve_is_linked() && valve_is_offline() && load_relaxed(&valve_shim.self_stopped);
+}
+
+static void wait_for_session(int number)
+{
+	ending.number = number;
+	store_release(&ending.alone, 1);
+	for (int look = 0; look < LOOKS && !load_acquire(&ending.answered); look++) {
+		futex_wake(&valve_shim.leaving, 1); /* it may have looked just before, and waits only now */
+		sleep_ns(LOOK_MS * 1000000u);
+	}
 }
 
 static void tell(int link, int number)
@@ -137,6 +154,8 @@ static void leave(int number)
 
 			if (may_tell())
 				wait_for_valved(number, is_teller);
+			else if (stands_alone() || load_acquire(&ending.alone))
+				wait_for_session(number);
 		}
 		die(number);
 	}
@@ -152,6 +171,15 @@ void valve_ending_answer(uint32_t seq)
 		return;
 	die(ending.number);
 	store_release(&ending.answered, 1); /* a sandbox keeps this thread from it */
+}
+
+/* Whoever is stopped by its own hand has no valved that would do it. */
+static void end_alone(void)
+{
+	store_relaxed(&valve_shim.self_stopped, 0);
+	valve_self_gate(false, VALVE_GATE_ALL);
+	die(ending.number);
+	store_release(&ending.answered, 1);
 }
 
 static struct sigaction ours(void)
@@ -198,7 +226,9 @@ void valve_ending_watch(void)
 {
 	uint64_t now = now_ns();
 
-	if (!may_tell() || load_acquire(&ending.begun) || valve_shim.pid == 1 ||
+	if (load_acquire(&ending.alone) && !load_relaxed(&ending.answered) && !valve_is_linked())
+		end_alone();
+	if (!(may_tell() || stands_alone()) || load_acquire(&ending.begun) || valve_shim.pid == 1 ||
 	    now - ending.looked_ns < AGAIN_NS)
 		return;
 	if (!ending.has_channels && !valve_capture_has_channels())

@@ -407,10 +407,11 @@ static void reconnect(void)
 /* Until a valved is looked for again. */
 static void rest(uint64_t ns)
 {
-	uint64_t now = now_ns(), end_ns = now + ns;
+	uint64_t end_ns = now_ns() + ns, left = ns; /* more than `ns` after the end */
 
-	for (; now < end_ns && !load_relaxed(&valve_shim.leaving); now = now_ns()) {
-		futex_wait(&valve_shim.leaving, 0, until_again_ns(end_ns - now));
+	for (; left && left <= ns && !load_relaxed(&valve_shim.leaving); left = end_ns - now_ns()) {
+		valve_ending_watch();
+		futex_wait(&valve_shim.leaving, 0, until_again_ns(left < LEASE_NS ? left : LEASE_NS));
 		try_again();
 	}
 }
@@ -478,8 +479,6 @@ void valve_register(void)
 	if (valve_alone_spawn()) {
 		if (is_offline_wish && valve_settings.is_required)
 			refuse_to_run();
-		if (session.stopped)
-			release_own_channels(); /* no thread would let them go */
 		valve_alone_give_up();
 		return;
 	}
