@@ -238,6 +238,7 @@ enum valve_link_refusal {
 };
 /* HELLO, WELCOME, map the pages. 0, valve_link_refusal, or -errno: no valved to be had now */
 int valve_link_connect(uint32_t wanted_role, int timeout_ms);
+bool valve_link_would_take(int err);
 int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd);
 int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                         uint32_t generation);

@@ -115,6 +115,12 @@ static int refused(const struct valve_link_refused *answer)
 	}
 }
 
+/* A valved is there, and would take this process if it had room for it, or came to it. */
+bool valve_link_would_take(int err)
+{
+	return err == VALVE_LINK_NO_ROOM || err == -ETIMEDOUT || err == -EAGAIN || err == -EPIPE;
+}
+
 static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_welcome *welcome,
                          struct valve_fds *fds)
 {

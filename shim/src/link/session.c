@@ -95,10 +95,13 @@ static void stop_again(void)
 
 static void stop_own_channels(const char *why)
 {
+	bool is_news = !session.stopped;
+
 	session.stopped = true;
-	VALVE_REGION->self_stops++;
+	VALVE_REGION->self_stops += is_news;
 	stop_again();
-	valve_say(why);
+	if (is_news)
+		valve_say(why);
 }
 
 static void release_own_channels(void)
@@ -333,37 +336,24 @@ static void serve(void)
 	valve_watcher_start(); /* again, where there was no thread to be had */
 }
 
-/* A valved is there, and would take us if it had room for us, or came to it. */
-static bool may_take_us_later(int err)
-{
-	return err == VALVE_LINK_NO_ROOM || err == -ETIMEDOUT || err == -EAGAIN;
-}
-
-static void stop_unwanted(const char *why)
-{
-	session.refused = true;
-	if (!session.stopped)
-		stop_own_channels(why);
-	else
-		stop_again();
-}
-
 static int connect_to_valved(int timeout_ms)
 {
 	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
-	bool is_new = valve_settings.wanted_role == VALVE_ROLE_OFFLINE && !valve_is_offline();
+	bool refused = err > 0;
 
-	session.refusals = err > 0 ? session.refusals + 1 : 0;
+	session.refusals = refused ? session.refusals + 1 : 0;
 	if (!err)
 		valve_speak_for_the_past();
 	if (err == VALVE_LINK_NEVER)
 		valve_say("valved speaks another version of the link than this shim");
-	if (is_new && may_take_us_later(err)) { /* it would run ungated until then */
-		store_release(&valve_shim.role, VALVE_ROLE_OFFLINE);
-		stop_unwanted("valved has no room for this offline process, or does not answer: it is stopped "
-		              "until a valved takes it");
-	} else if (err > 0 && valve_is_offline()) {
-		stop_unwanted("valved refuses this offline process: it is stopped until a valved takes it");
+	if (valve_link_would_take(err) && valve_settings.wanted_role == VALVE_ROLE_OFFLINE &&
+	    !valve_is_offline()) {
+		store_release(&valve_shim.role, VALVE_ROLE_OFFLINE); /* it would run ungated until then */
+		refused = true;
+	}
+	if (refused && valve_is_offline()) {
+		session.refused = true;
+		stop_own_channels("valved does not take this offline process: it is stopped until one does");
 	} else if (err == VALVE_LINK_NEVER) { /* what was never its own, or is online, passes through */
 		valve_map_private(0, VALVE_ORDER_RUN);
 		store_release(&valve_shim.state, VALVE_STATE_OFF);
