@@ -8,10 +8,11 @@ import resource
 import socket
 
 import pytest
+from node_world import FakeConnection
 from scarce import left
 
 from valved.clients.deaf import DEAF_NS
-from valved.model.ids import Role
+from valved.model.ids import ProcessId, Role
 from valved.rpc.front import _CallerListener
 from valved.state.registry import DEAF_SERVICE
 
@@ -51,6 +52,22 @@ def test_a_process_that_ends_as_it_is_welcomed_never_stops_the_offline_work_of_a
 
     assert world.hello(200, wanted).client is None
     assert not any(are_held(world))
+
+
+def test_a_job_to_which_valved_came_too_late_never_stands_for_good(world, monkeypatch):
+    """The guard froze it, so it cannot ask again. It is in no book, as nobody heard its answer."""
+    world.processes.add(200)
+    process = ProcessId(pid=200, start_time=world.processes.start_time(200))
+    world.node.launch(200, process.start_time, Role.OFFLINE, "batch")
+    monkeypatch.setattr(FakeConnection, "has_left", lambda _: True)
+
+    connection = world.hello(200)
+
+    assert (connection.client, connection.sent) == (None, [])
+    assert world.register.admission.waits_for_room(process)
+    monkeypatch.undo()
+    assert world.hello(200).client is not None
+    assert not world.register.admission.waits_for_room(process)
 
 
 def test_offline_work_never_runs_while_nobody_who_connects_can_be_heard(server):

@@ -52,6 +52,10 @@ class Connection(Protocol):
         """The process that made it has ended, and its number may be another's."""
         ...
 
+    def has_left(self) -> bool:
+        """The other end is closed: nobody waits for an answer any more."""
+        ...
+
 
 class Admission:
     def __init__(
@@ -73,17 +77,20 @@ class Admission:
         self.welcomes = welcomes
         self.deaf = DeafHold(gating, journal, clock)
         self._refused: dict[ProcessId, str] = {}
-        self._roomless: dict[ProcessId, str] = {}  # of them, those that would be taken if there was room
+        self._roomless: dict[ProcessId, str] = {}  # those that would be taken if there was room, or an answer in time
         self._untold: dict[ProcessId, str] = {}  # refusals that the journal has not: its account was told of too often
         self._told = Buckets(share=1.0, burst_ns=AT_ONCE * TELL_NS)
 
     def peer(self, connection: Connection, seq: int) -> Peer | None:
-        """The process at the other end. None: it is gone, or it was refused because it could not be looked at."""
+        """The process at the other end. None: it is gone, it waits no more, or it could not be looked at."""
         try:
             peer = identify(connection.pid, connection.uid, self._processes)
             if peer is None or connection.is_dead():  # last: what was read is of the process that connected
                 return None
             connection.belong(peer.account)
+            if connection.has_left():
+                _keep(self._roomless, peer.process, "valved came to it too late")
+                return None
             return peer
         except OSError as error:
             text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"

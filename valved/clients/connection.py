@@ -21,7 +21,7 @@ from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
 from valved.clients.fetching import Lent, is_dead, pidfd_of, split
 from valved.clients.outbox import Arrived, Outbox, Unsent, send_on, widen
-from valved.machine.callers import CREDENTIALS
+from valved.machine.callers import CREDENTIALS, has_left
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
 
@@ -168,6 +168,9 @@ class LinkConnection:
         """The process that connected has ended: its number may be another's, and a copy of its end is somebody's still.
         Where the kernel cannot tell (before Linux 6.5) it counts as alive."""
         return is_dead(self._sock)
+
+    def has_left(self) -> bool:
+        return has_left(self.fileno())
 
     def open_up(self) -> None:
         """It has said HELLO: room for answers, and it may pass descriptors."""

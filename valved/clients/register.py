@@ -149,7 +149,7 @@ class Register:
         assert isinstance(hello, Hello)
         refusal = why_not(hello)
         if refusal is None and not self.claimed.look_up(peer, hello.wanted_role, self.lived.former):
-            return None  # without an answer: the shim passes through and knocks again
+            return None  # without an answer: the shim knocks again
         given = refusal or self.admission.judge(hello, peer, is_scarce=is_scarce)
         if isinstance(given, NotAdmitted):
             self.admission.refuse(connection, packet.seq, given, peer)

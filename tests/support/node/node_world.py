@@ -164,6 +164,9 @@ class FakeConnection:
     def is_dead(self):
         return False
 
+    def has_left(self):
+        return False
+
     def belong(self, account):
         self.account = account
 
