@@ -137,6 +137,19 @@ def test_no_process_lives_on_for_anybody_between_its_kill_and_the_first_line_of_
     assert processes.is_ending(5, 777) is is_ending
 
 
+@pytest.mark.parametrize("leader", ["t", "Z"])
+def test_no_process_whose_exit_a_tracer_holds_is_taken_for_one_that_ends(tmp_path: Path, leader: str) -> None:
+    """PTRACE_O_TRACEEXIT: its files are open, and what it gave the GPU runs on."""
+    processes = world(tmp_path, p5=("x", 1, 777, leader))
+    thread(tmp_path, 5, 6, "t", 0x400448)
+    (tmp_path / "5" / "status").write_text(f"Name:\tx\nShdPnd:\t{1 << signal.SIGKILL - 1:016x}\n")
+    assert not processes.is_ending(5, 777)
+
+    for held in (5, 6):
+        thread(tmp_path, 5, held, "Z", 0x40844C)
+    assert processes.is_ending(5, 777)
+
+
 def test_a_real_process_ends_from_its_kill_on() -> None:
     processes = LinuxProcesses()
     for _ in range(20):

@@ -140,10 +140,12 @@ class LinuxProcesses:
     def _is_killed(self, pid: int) -> bool:
         """Its threads stand or run, and the next that each of them does is to end: on a busy machine that takes its
         time, and in a call of the driver as long as that takes, when its first thread may have ended already. The
-        kernel keeps no SIGKILL that may be ignored."""
+        kernel keeps no SIGKILL that may be ignored. But a tracer may hold a thread at its exit for as long as it likes,
+        and what the process gave the GPU runs on meanwhile."""
         text = self._read(pid, "status")
         pending = (text or "").partition("\nShdPnd:")[2].split(maxsplit=1)
-        return text is None or bool(pending and int(pending[0], 16) & 1 << signal.SIGKILL - 1)
+        is_killed = bool(pending and int(pending[0], 16) & 1 << signal.SIGKILL - 1)
+        return text is None or (is_killed and self._has_thread(pid, _is_held, set()) is False)
 
     def is_stopped(self, pid: int, stood: set[str] | None = None) -> bool | None:
         """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it runs."""
@@ -236,6 +238,10 @@ def _started(fields: list[str] | None) -> int | None:
 def _is_there(fields: list[str]) -> bool:
     """Fields of a thread's stat, from the third on."""
     return fields[0] not in ("Z", "X")
+
+
+def _is_held(fields: list[str]) -> bool:
+    return fields[0] == "t"
 
 
 def _runs(fields: list[str]) -> bool:
