@@ -212,8 +212,11 @@ async def talk(child: subprocess.Popen[str], path: Path) -> list[int]:
     return [int(word) for word in line.split()]
 
 
-def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(driver: FakeDriver, tmp_path: Path) -> None:
+def test_no_client_that_could_not_join_leaves_a_descriptor_in_the_daemon(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One more descriptor is left in each round, until it is welcomed and heard."""
+    monkeypatch.setattr("valved.clients.server.KEPT_FDS", 0)  # what is kept for online work is never left here
     child = subprocess.Popen([sys.executable, "-c", CLIENT], stdin=-1, stdout=-1, text=True)
 
     async def story() -> tuple[list[list[int]], NativeGate]:
