@@ -80,11 +80,12 @@ static bool stands_alone(void)
 	return !valve_is_linked() && valve_is_offline() && load_relaxed(&valve_shim.self_stopped);
 }
 
+/* It may be connecting just now, and then valved is to be told after all. */
 static void wait_for_session(int number)
 {
 	ending.number = number;
 	store_release(&ending.alone, 1);
-	for (int look = 0; look < LOOKS && !load_acquire(&ending.answered); look++) {
+	for (int look = 0; look < LOOKS && !load_acquire(&ending.answered) && !valve_is_linked(); look++) {
 		futex_wake(&valve_shim.leaving, 1); /* it may have looked just before, and waits only now */
 		sleep_ns(LOOK_MS * 1000000u);
 	}
@@ -152,10 +153,10 @@ static void leave(int number)
 		if (!valve_is_child()) {
 			bool is_teller = swap_if(&ending.begun, &nobody, 1);
 
+			if (stands_alone() || load_acquire(&ending.alone))
+				wait_for_session(number);
 			if (may_tell())
 				wait_for_valved(number, is_teller);
-			else if (stands_alone() || load_acquire(&ending.alone))
-				wait_for_session(number);
 		}
 		die(number);
 	}
