@@ -15,7 +15,7 @@ def test_no_offline_work_runs_that_valved_has_no_descriptors_to_stop(node):
 
     late = Offline(node, "late")
     log = node.folder / "late.log"
-    node.wait_for(lambda: "does not take this offline process" in log.read_text(), "it stopped itself")
+    node.wait_for(lambda: "it is stopped until one does" in log.read_text(), "it stopped itself")
     newcomer = Online(node, "newcomer")
     newcomer.wait_ready()
     newcomer.launch(us=1000)

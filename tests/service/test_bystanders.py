@@ -147,6 +147,20 @@ def test_a_job_that_valved_refused_for_want_of_room_never_stands_for_good(rig):
     assert (600, "SIGSTOP") in rig.world.signals[-2:], "it did not register"
 
 
+def test_a_job_that_waits_for_room_never_stands_for_good_because_valved_is_restarted(rig):
+    """With more descriptors, say. The next valved has not refused it, and it cannot ask while it stands."""
+    for pid in (600, 601):
+        rig.world.processes.add(pid)
+        rig.world.node.launch(pid, rig.world.processes.start_time(pid), Role.OFFLINE, "batch")
+    rig.world.gate.create_error = OSError(errno.EMFILE, "too many")
+    rig.world.hello(600)
+    for _ in range(LOOKS_BEFORE_FREEZE):
+        rig.look(600, 601)
+
+    assert sorted(rig.world.signals[-2:]) == [(600, "SIGSTOP"), (601, "SIGSTOP")]
+    assert [process.pid for process in rig.world.ladder.to_release()] == [600]
+
+
 def test_a_job_that_valved_turned_away_unheard_never_stands_for_good(rig):
     """It may be any that valved had no descriptor to look at."""
     rig.world.processes.add(600)

@@ -54,6 +54,19 @@ def test_a_process_that_ends_as_it_is_welcomed_never_stops_the_offline_work_of_a
     assert not any(are_held(world))
 
 
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
+def test_a_neighbour_whom_valved_may_not_see_never_stops_the_offline_work_of_all(world, monkeypatch, error):
+    """With hidepid, by a connection each half a minute. The guard finds those that use a GPU."""
+
+    def hidden(pid, most=64):
+        raise OSError(error, "no")
+
+    monkeypatch.setattr(world.processes, "ancestors", hidden)
+
+    assert world.hello(200).client is None
+    assert all(are_held(world)) is (error == errno.EMFILE)
+
+
 def test_a_job_to_which_valved_came_too_late_never_stands_for_good(world, monkeypatch):
     """The guard froze it, so it cannot ask again. It is in no book, as nobody heard its answer."""
     world.processes.add(200)

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rmkit import GR0, Process
 FIRST = 0x5C000008
 NUMBERS = [signal.SIGTERM, signal.SIGHUP]  # Python handles SIGINT
 TERM = signal.SIGTERM
+REFUSED_DRAINING = 4
 PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
 SIGACTION, SIGPROCMASK, GETTID, TGKILL = 13, 14, 186, 234  # system calls of x86-64
 
@@ -106,6 +108,20 @@ def test_a_job_without_valved_dies_as_ever(world):
     puppet.process.send_signal(TERM)
 
     assert puppet.process.wait() == -TERM
+
+
+def test_a_job_never_dies_with_channels_that_a_valved_left_off_that_has_just_gone(world):
+    """Before its lease is over it does not stop itself."""
+    puppet, client = job(world)
+    daemon, has_knocked = world.daemons[0], threading.Event()
+    daemon.refusal, daemon.on_hello = REFUSED_DRAINING, lambda *_: has_knocked.set()
+    let_go(client)
+    has_knocked.wait()
+
+    puppet.process.send_signal(TERM)
+
+    assert puppet.process.wait() == -TERM
+    assert [line.split()[0] for line in world.gate_calls()] == ["enable"]
 
 
 @pytest.mark.parametrize("call", [SIGACTION, SIGPROCMASK, GETTID, TGKILL])

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
+import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
-from fake_daemon import CHANNEL_ADD, LONG_S, OFFLINE, ONLINE, until
+from fake_daemon import (
+    ABI,
+    CHANNEL_ADD,
+    ENDING,
+    FEATURE_ENDING,
+    FEATURE_KEEP_STOP,
+    HEADER,
+    LONG_S,
+    MAGIC,
+    OFFLINE,
+    ONLINE,
+    REFUSED,
+    SCHEDULE_WAIT,
+    until,
+)
 from rmkit import GR0, Process, call
 
 FIRST, REFUSED_QUOTA = 0x5C000008, 3
@@ -428,3 +446,82 @@ def test_a_process_that_can_have_no_thread_never_stays_stopped_for_want_of_room(
     puppet.open("/dev/nvidiactl")  # it asks again, and finds a channel
 
     assert world.gate_calls()[-1] == call(process, "enable", FIRST)
+
+
+def test_a_job_for_which_valved_has_no_descriptor_never_runs_because_its_hello_was_left_unread(world):
+    """Of a socket that valved closes so the kernel first tells that, and then what valved had said."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(world.folder / "link.sock"))
+        listener.listen()
+        puppet = world.puppet(role="offline")
+        puppet.load()
+
+        def refuse():
+            link, _ = listener.accept()
+            select.select([link], [], [])
+            puppet.process.send_signal(signal.SIGSTOP)  # it reads only when all has happened
+            os.waitid(os.P_PID, puppet.process.pid, os.WSTOPPED)
+            head = HEADER.pack(MAGIC, ABI, REFUSED, HEADER.size + 104, 0, 0)
+            link.send(head + struct.pack("<IHH96s", REFUSED_QUOTA, 1, 1, b"no"))
+            link.close()
+            listener.close()
+            puppet.process.send_signal(signal.SIGCONT)
+
+        valved = threading.Thread(target=refuse)
+        valved.start()
+        process = Process.begin(puppet)
+        valved.join()
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+
+    assert world.gate_calls()[-1:] == [call(process, "disable", FIRST)]
+
+
+def stands(world, daemon):
+    """A job that a valved left without an answer."""
+    daemon.silent = True
+    puppet = world.puppet(role="offline")
+    puppet.load()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
+    return puppet, process
+
+
+def test_a_job_that_valved_takes_as_a_signal_ends_it_never_dies_before_valved_is_told(world):
+    told = []
+
+    def heard(client, message):
+        told.append(message.type)
+        return message.type == SCHEDULE_WAIT  # the gate is closed
+
+    def greet(client, hello):
+        daemon.silent = True
+        if not is_taken:
+            return False
+        pid = puppet.process.pid
+        puppet.process.send_signal(signal.SIGTERM)
+        until(lambda: "SigBlk:\t0000000000000000" not in Path(f"/proc/{pid}/status").read_text(), "it is handled")
+        daemon.silent = False
+        return False
+
+    is_taken = False
+    daemon = world.daemon(OFFLINE, FEATURE_KEEP_STOP | FEATURE_ENDING, heard)
+    daemon.on_hello = greet
+    puppet, process = stands(world, daemon)
+    until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
+    is_taken = True
+
+    assert puppet.process.wait() == -signal.SIGTERM
+    assert ENDING in told or world.gate_calls()[-1] == call(process, "enable", FIRST)
+
+
+def test_a_process_that_is_taken_as_online_never_stands_until_valved_answers_more(world):
+    """It wished to be offline, and so stopped itself. That valved may die next."""
+    daemon = world.daemon(OFFLINE, FEATURE_KEEP_STOP, lambda client, message: True)
+    _, process = stands(world, daemon)
+
+    daemon.role, daemon.silent = ONLINE, False
+
+    until(lambda: world.gate_calls()[-1] == call(process, "enable", FIRST), "it goes on as it is welcomed")

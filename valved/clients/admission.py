@@ -96,7 +96,8 @@ class Admission:
             text = "valved is out of descriptors" if is_scarce(error) else "valved may not see this process (hidepid)"
             self._tell(connection, seq, NotAdmitted(code=Refusal.QUOTA, text=text))
             self.count_refusal(Refusal.QUOTA)
-            self.deaf.not_taken()
+            if is_scarce(error):
+                self.deaf.not_taken()
             return None
 
     def judge(self, hello: Hello, peer: Peer, *, is_scarce: bool) -> Admitted | NotAdmitted:

@@ -113,11 +113,16 @@ class Bystanders:
     def _stop(self, ungated: Mapping[ProcessId, str]) -> None:
         self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
         for process, looks in self._looks.items():
-            if looks >= LOOKS_BEFORE_ASKING and self._waits_for_room(process):
+            if looks < LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
+                continue
+            why = f"{ungated[process]} uses a GPU without the shim"
+            if not self._waits_for_room(process):
+                self._ladder.freeze_stranger(process, why)
+            elif looks < LOOKS_BEFORE_ASKING:  # a successor does not know that it waits: it lets it go
+                self._ladder.freeze_untold(process, why)
+            else:
                 self._ladder.let_stranger_go(process, "it may ask again whether there is room")
                 self._looks[process] = 0
-            elif looks >= LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
-                self._ladder.freeze_stranger(process, f"{ungated[process]} uses a GPU without the shim")
 
     def _words_of(self, client: ClientEntry, gpu: GpuIndex) -> list[str]:
         """Of an online process whose launches there stop nobody."""

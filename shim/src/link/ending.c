@@ -5,7 +5,8 @@
  * The kernel's own end of a process tells nobody before. So SIGTERM, SIGINT and SIGHUP have a handler of ours where they have
  * none: set when the first channel is there, and again if the program sets SIG_DFL again. A handler or SIG_IGN of the program's
  * is never replaced. The handler does not return: its thread, which would run no line any more, waits with all signals blocked.
- * The others go on meanwhile. It dies soon in any case: without a link at once, and without an answer after LOOKS looks.
+ * The others go on meanwhile. It dies soon in any case, without an answer after some looks. Where no valved is linked, the
+ * session's thread enables what may be off.
  * One that is set later may call the handler that it found, as signal-hook's (Rust) and c10's do. Without us there is none.
  *
  * All that the handler calls is a system call. It may have interrupted a thread that has our locks, so it waits for none.
@@ -74,17 +75,20 @@ static bool may_tell(void)
 	return valve_is_linked() && valve_is_offline() && (valve_shim.daemon_features & VALVE_FEATURE_ENDING);
 }
 
-/* Our channels are off by our own hand. */
+/* Our channels may be off, by our own hand or by a valved that has just gone. */
 static bool stands_alone(void)
 {
-	return !valve_is_linked() && valve_is_offline() && load_relaxed(&valve_shim.self_stopped);
+	return !valve_is_linked() && valve_is_offline();
 }
 
+/* It may be connecting just now (RECONNECT_MS of session.c), and the driver takes its time after that. If valved takes us then, it
+ * is to be told after all. */
 static void wait_for_session(int number)
 {
 	ending.number = number;
 	store_release(&ending.alone, 1);
-	for (int look = 0; look < LOOKS && !load_acquire(&ending.answered); look++) {
+	for (int look = 0; look < 2 * LOOKS && !load_acquire(&ending.answered) && !valve_is_linked();
+	     look++) {
 		futex_wake(&valve_shim.leaving, 1); /* it may have looked just before, and waits only now */
 		sleep_ns(LOOK_MS * 1000000u);
 	}
@@ -152,10 +156,10 @@ static void leave(int number)
 		if (!valve_is_child()) {
 			bool is_teller = swap_if(&ending.begun, &nobody, 1);
 
+			if (stands_alone() || load_acquire(&ending.alone))
+				wait_for_session(number);
 			if (may_tell())
 				wait_for_valved(number, is_teller);
-			else if (stands_alone() || load_acquire(&ending.alone))
-				wait_for_session(number);
 		}
 		die(number);
 	}
@@ -173,7 +177,7 @@ void valve_ending_answer(uint32_t seq)
 	store_release(&ending.answered, 1); /* a sandbox keeps this thread from it */
 }
 
-/* Whoever is stopped by its own hand has no valved that would do it. */
+/* No valved is there that would do it. */
 static void end_alone(void)
 {
 	store_relaxed(&valve_shim.self_stopped, 0);

@@ -127,13 +127,17 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
 	struct pollfd waiting = {.fd = socket_fd, .events = POLLIN};
 	const struct valve_link_header *header = (const void *)packet;
-	int length;
+	int length, before;
 
 	do {
 		if (is_refused(syscall(SYS_poll, &waiting, 1, valve_milliseconds_left(deadline_ns))))
 			sleep_ns(REFUSED_NAP_NS);
 		length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);
 	} while (length == -EAGAIN && valve_milliseconds_left(deadline_ns));
+	/* It closed the link with our HELLO unread: the kernel tells that first, and then what was said before. */
+	if (length == -ECONNRESET &&
+	    (before = valve_packet_receive(socket_fd, packet, sizeof(packet), fds)) > 0)
+		length = before;
 	if (length == -EAGAIN)
 		return -ETIMEDOUT;
 	if (length <= 0)

@@ -371,14 +371,15 @@ static uint64_t retry_ns(void)
 }
 
 /* A new valved. Our own stop ends when it says so: it knows of the channels by then, and gates them where it must. One of
- * an older version is not asked: the stop ends before the channels are announced. */
+ * an older version is not asked: the stop ends before the channels are announced. So does that of one which wished to be offline
+ * and is taken as online. */
 static void reconnect(void)
 {
 	int err = connect_to_valved((int)(bounded_ns(RECONNECT_MS * 1000000ull) / 1000000u) + 1);
 
 	if (err)
 		return;
-	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
+	if (stands() && (!valve_is_offline() || !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP)))
 		end_stop(false);
 	session.released = session.refused = false;
 	valve_until_forget(); /* a grant that no valved ended: its end is a stop like any other now */
