@@ -6,7 +6,7 @@ import errno
 import os
 
 from msgspec.structs import replace
-from node_rig import Offline, Online, service
+from node_rig import Online, service, settled
 from stranger import Stranger
 
 from valved.abi.link import Channel, LinkType, RmClient
@@ -60,13 +60,11 @@ def test_a_stranger_never_stops_the_channels_of_an_online_service(node):
 
 def test_an_honest_job_is_gated_beside_a_stranger(node):
     stranger = Stranger(node)
-    offline, online = Offline(node, "batch"), Online(node, "chat")
-    online.wait_ready()
-    offline.wait_running()
+    offline, online = settled(node)
 
     online.launch(us=100)
     offline.wait_stopped()
     offline.wait_running()
 
-    assert service(node, "chat").preemptions
+    node.wait_for(lambda: service(node, "chat").preemptions, "the stop is counted")
     stranger.sock.close()
