@@ -396,17 +396,23 @@ def catches(pid, number):
     return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("is_silent", [False, True], ids=["no-room", "no-answer"])
-def test_offline_work_that_valved_would_take_never_runs_before_it_is_taken(world, is_silent):
-    """No valved had it yet, so none would stop it for an online service."""
-    daemon = world.daemon(OFFLINE)
-    daemon.refusal, daemon.silent = REFUSED_QUOTA, is_silent
+def stands(world):
+    """A job that its valved did not take."""
     puppet = world.puppet(role="offline")
     puppet.load()
     process = Process.begin(puppet)
     process.channel(process.device, FIRST, engine=GR0)
     process.register(FIRST)
     until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
+    return puppet, process
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["no-room", "no-answer"])
+def test_offline_work_that_valved_would_take_never_runs_before_it_is_taken(world, is_silent):
+    """No valved had it yet, so none would stop it for an online service."""
+    daemon = world.daemon(OFFLINE)
+    daemon.refusal, daemon.silent = REFUSED_QUOTA, is_silent
+    _, process = stands(world)
 
     daemon.refusal, daemon.silent = None, False
 
@@ -418,12 +424,7 @@ def test_a_job_that_waits_for_room_never_dies_with_its_channels_off(world):
     """The driver would wait for them, and online work for the driver. No valved is to be told of its signal."""
     daemon = world.daemon(OFFLINE)
     daemon.refusal = REFUSED_QUOTA
-    puppet = world.puppet(role="offline")
-    puppet.load()
-    process = Process.begin(puppet)
-    process.channel(process.device, FIRST, engine=GR0)
-    process.register(FIRST)
-    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
+    puppet, process = stands(world)
     until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
 
     puppet.process.send_signal(signal.SIGTERM)
@@ -477,18 +478,6 @@ def test_a_job_for_which_valved_has_no_descriptor_never_runs_because_its_hello_w
     assert world.gate_calls()[-1:] == [call(process, "disable", FIRST)]
 
 
-def stands(world, daemon):
-    """A job that a valved left without an answer."""
-    daemon.silent = True
-    puppet = world.puppet(role="offline")
-    puppet.load()
-    process = Process.begin(puppet)
-    process.channel(process.device, FIRST, engine=GR0)
-    process.register(FIRST)
-    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "it stopped itself")
-    return puppet, process
-
-
 def test_a_job_that_valved_takes_as_a_signal_ends_it_never_dies_before_valved_is_told(world):
     told = []
 
@@ -509,7 +498,8 @@ def test_a_job_that_valved_takes_as_a_signal_ends_it_never_dies_before_valved_is
     is_taken = False
     daemon = world.daemon(OFFLINE, FEATURE_KEEP_STOP | FEATURE_ENDING, heard)
     daemon.on_hello = greet
-    puppet, process = stands(world, daemon)
+    daemon.silent = True
+    puppet, process = stands(world)
     until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
     is_taken = True
 
@@ -520,7 +510,8 @@ def test_a_job_that_valved_takes_as_a_signal_ends_it_never_dies_before_valved_is
 def test_a_process_that_is_taken_as_online_never_stands_until_valved_answers_more(world):
     """It wished to be offline, and so stopped itself. That valved may die next."""
     daemon = world.daemon(OFFLINE, FEATURE_KEEP_STOP, lambda client, message: True)
-    _, process = stands(world, daemon)
+    daemon.silent = True
+    _, process = stands(world)
 
     daemon.role, daemon.silent = ONLINE, False
 
