@@ -20,7 +20,7 @@ NUMBERS = [signal.SIGTERM, signal.SIGHUP]  # Python handles SIGINT
 TERM = signal.SIGTERM
 REFUSED_DRAINING = 4
 PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
-SIGACTION, SIGPROCMASK, GETTID, TGKILL = 13, 14, 186, 234  # system calls of x86-64
+POLL, SIGACTION, SIGPROCMASK, GETTID, TGKILL = 7, 13, 14, 186, 234  # system calls of x86-64
 
 
 def mask(pid, name):
@@ -70,11 +70,13 @@ def test_a_job_that_runs_is_let_die_with_its_link(world):
     assert puppet.process.wait() == -TERM
 
 
-def held_still(pid):
-    """The first thread alone, by a debugger's call."""
+def held_still_in(call, pid):
+    """The first thread alone, by a debugger's call, once it is in this system call."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
-    if ptrace(PTRACE_SEIZE, pid, None, None) or ptrace(PTRACE_INTERRUPT, pid, None, None):
+    if ptrace(PTRACE_SEIZE, pid, None, None):
         pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
+    until(lambda: Path(f"/proc/{pid}/syscall").read_text().split()[0] == str(call))
+    assert not ptrace(PTRACE_INTERRUPT, pid, None, None)
     os.waitpid(pid, 0)
 
 
@@ -84,7 +86,7 @@ def test_a_job_that_runs_is_never_left_running_once_valved_has_answered(world):
     puppet, client = job(world)
     puppet.process.send_signal(TERM)
     told = client.expect(ENDING)
-    held_still(puppet.process.pid)
+    held_still_in(POLL, puppet.process.pid)  # it has let go of the lock under which it told valved
 
     client.ack(told)
 
