@@ -171,6 +171,7 @@ def test_a_table_never_costs_pages_for_columns_that_nobody_has_told():
 
 
 PUNCH_A_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+PAGEOUT = 21  # MADV_PAGEOUT
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -202,15 +203,29 @@ def test_a_table_with_a_page_that_valved_would_make_never_counts_as_brought(brin
         assert not os.fstat(table.fd).st_blocks
         bring(table.fd)
 
-        assert not table.is_brought
+        assert not table.take_pages()
 
         touch(table.fd)
-        assert table.is_brought
+        assert table.take_pages()
         before = os.fstat(table.fd).st_blocks
         table.begin()
         table.set_columns(np.arange(1 << 14), 1 << 14)
         assert os.fstat(table.fd).st_blocks == before
         assert table.is_backed().all()
+
+
+def test_pages_that_a_client_brought_never_go_away_again():
+    """A client may ask the kernel to drop what nobody has written, and valved would pay for it at its next write."""
+    with closing(KvTable(1 << 14, 16, is_bare=True)) as table:
+        with mmap.mmap(table.fd, table.bytes, prot=mmap.PROT_READ) as pages:
+            assert not any(pages[:: mmap.PAGESIZE])
+            brought = os.fstat(table.fd).st_blocks
+            assert table.take_pages()
+            table.begin()
+
+            pages.madvise(PAGEOUT)
+
+        assert os.fstat(table.fd).st_blocks == brought
 
 
 def test_no_client_ever_writes_into_a_bare_table_or_frees_or_adds_a_page():
@@ -228,7 +243,7 @@ def test_no_client_ever_writes_into_a_bare_table_or_frees_or_adds_a_page():
         assert fallocate(table.fd, PUNCH_A_HOLE, 0, size) == -1
         assert fallocate(table.fd, 1, size, size) == -1  # FALLOC_FL_KEEP_SIZE: beyond the end
 
-        assert table.is_brought
+        assert table.take_pages()
 
 
 def test_reading_a_book_never_makes_a_page_of_it():

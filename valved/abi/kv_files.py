@@ -47,7 +47,8 @@ BOOK_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_BOOK.dtype())
 ROW: np.dtype[Any] = np.dtype(valve_abi.KV_ROW.dtype())
 CELLS_PER_BLOCK = 4  # requests that hold one block, on average
 MAX_CELLS = 1 << 18  # of a book that are read: what they cost takes a thread 0.2 s and 70 MB to find out, at the worst
-ALL_BACKED = memoryview(np.full(1 << 16, BACKED, "<u4").tobytes())  # a part of a table, kept: larger ones save no time
+PART = 1 << 18  # bytes of a table at once: more saves no time
+ALL_BACKED = memoryview(np.full(PART // 4, BACKED, "<u4").tobytes())  # kept
 LOOP_CELLS = 1 << 13  # the same on the loop, while a service waits: 10 ms
 CELLS_PER_ROW = 4  # where so many cells are read, so many times fewer rows are: each takes a call
 
@@ -80,7 +81,7 @@ class KvTable:
     """Which blocks of an engine have memory. Every block starts backed, generation 0."""
 
     def __init__(self, blocks: int, block_tokens: int, *, is_bare: bool = False) -> None:
-        """`is_bare`: without a page, until `begin`. Nothing of it may be touched before `is_brought`."""
+        """`is_bare`: without a page, until `begin`. Nothing of it may be touched before `take_pages`."""
         entries_at, columns_at = TABLE_HEAD.itemsize, TABLE_HEAD.itemsize + 4 * blocks
         self.bytes = columns_at + 4 * blocks
         with Fds() as fds:
@@ -99,17 +100,25 @@ class KvTable:
         if not is_bare:
             self._write_head()
 
-    @property
-    def is_brought(self) -> bool:
-        """Every page is there. None goes away again: nobody can shrink the file or punch holes into it.
+    def take_pages(self) -> bool:
+        """Of one that is bare: every page is there, and stays. Nobody can shrink the file or punch holes into it.
 
-        By mincore: blocks of fstat count pages beyond the end and those that an fallocate gives back when it fails, and
-        a seek for holes waits for locks that others may hold.
+        Others made them, by reading. The kernel drops such pages where anybody asks (MADV_PAGEOUT), and we would pay
+        for them at our next write: so they are written here, right after the look at them. By mincore: blocks of fstat
+        count pages beyond the end and those that an fallocate gives back when it fails, and a seek for holes waits for
+        locks that others may hold.
         """
-        found = ctypes.create_string_buffer(-(-self.bytes // mmap.PAGESIZE))
-        at = np.frombuffer(self._memory, np.uint8).ctypes.data
-        is_told = not _libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(self.bytes), found)
-        return is_told and b"\0" not in found.raw
+        pages = np.frombuffer(self._memory, np.uint8)
+        for at in range(0, self.bytes, PART):
+            part = pages[at : at + PART]
+            where, found = (
+                ctypes.c_void_p(part.ctypes.data),
+                ctypes.create_string_buffer(-(-len(part) // mmap.PAGESIZE)),
+            )
+            if _libc.mincore(where, ctypes.c_size_t(len(part)), found) or b"\0" in found.raw:
+                return False
+            part[:: mmap.PAGESIZE] = 0
+        return True
 
     def begin(self) -> None:
         """Of one that was bare and has its pages."""

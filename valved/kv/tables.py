@@ -93,7 +93,7 @@ class Tables:
         """The table that this hook has brought the memory of."""
         table = self._bare.pop(entry.id, None)
         is_right = table is not None and (table.blocks, table.block_tokens) == (body.blocks, body.block_tokens)
-        return table if table is not None and is_right and table.is_brought else None
+        return table if table is not None and is_right and table.take_pages() else None
 
     def attach(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
         """KV_ATTACH. The answer is the table, as soon as all ranks are known."""

@@ -263,7 +263,7 @@ def test_a_hook_never_attaches_before_it_has_made_each_page_of_its_table(tmp_pat
     node = MakingNode(tmp_path)
 
     assert attached_by(node) is not None
-    assert [table.is_brought for table in node.bare] == [True]
+    assert [table.take_pages() for table in node.bare] == [True]
 
 
 def test_a_hook_that_gets_no_bare_table_never_stays_unattached(tmp_path):
