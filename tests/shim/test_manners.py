@@ -11,7 +11,7 @@ from fake_daemon import LONG_S, OFFLINE, ONLINE, RUN, STOP, obey, until
 from kv_pool import BACK, CREATE, ELASTIC, MIB, QUARANTINE, ZERO, Entry
 
 H = 2 * MIB
-REFUSED_VERSION = 1
+REFUSED_VERSION, REFUSED_QUOTA = 1, 3
 EXIT_NO_DAEMON = 69
 TOLD = "another version"
 
@@ -182,6 +182,21 @@ def test_a_program_that_requires_valved_never_runs_without_it_for_want_of_a_thre
     done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout) == (EXIT_NO_DAEMON, "")
+
+
+@pytest.mark.parametrize("way", ["silent", "no-room"])
+def test_a_program_that_requires_valved_never_says_that_it_waits_when_it_ends(world, way):
+    daemon = world.daemon(OFFLINE)
+    daemon.silent = way == "silent"
+    daemon.refusal = REFUSED_QUOTA if way == "no-room" else None
+    program = world.libraries.compile("errno", f"-L{world.libraries.cuda}", "-l:libcuda.so.1")
+    environment = world.environment(role="offline", VALVE_REQUIRE="1")
+
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+    assert (done.returncode, done.stdout) == (EXIT_NO_DAEMON, "")
+    (said,) = (line for line in done.stderr.splitlines() if "valve" in line)
+    assert "no valved takes this offline process" in said
 
 
 def test_a_program_that_goes_elsewhere_never_loses_the_next_valved(world, monkeypatch):

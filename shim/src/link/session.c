@@ -336,6 +336,16 @@ static void serve(void)
 	valve_watcher_start(); /* again, where there was no thread to be had */
 }
 
+/* At its start: nothing was launched yet. */
+static void exit_if_required(void)
+{
+	if (!valve_settings.is_required)
+		return;
+	valve_say(
+	        "VALVE_REQUIRE is set, but no valved takes this offline process; start one with `valve up`");
+	_exit(EXIT_NO_DAEMON);
+}
+
 static int connect_to_valved(int timeout_ms)
 {
 	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
@@ -346,6 +356,8 @@ static int connect_to_valved(int timeout_ms)
 		valve_speak_for_the_past();
 	if (err == VALVE_LINK_NEVER)
 		valve_say("valved speaks another version of the link than this shim");
+	if (err && !session.linked_ns)
+		exit_if_required();
 	if (valve_link_would_take(err) && valve_settings.wanted_role == VALVE_ROLE_OFFLINE &&
 	    !valve_is_offline()) {
 		store_release(&valve_shim.role, VALVE_ROLE_OFFLINE); /* it would run ungated until then */
@@ -432,18 +444,10 @@ void *valve_keep(void *unused)
 
 /* ---- registration ---- */
 
-static void refuse_to_run(void)
-{
-	valve_say(
-	        "VALVE_REQUIRE is set, but no valved takes this offline process; start one with `valve up`");
-	_exit(EXIT_NO_DAEMON);
-}
-
 /* Precondition: this process has just opened nvidiactl, on the calling thread, and nothing was launched yet. */
 void valve_register(void)
 {
 	uint32_t expected = VALVE_STATE_NEW;
-	bool is_offline_wish;
 	int err;
 
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
@@ -452,24 +456,21 @@ void valve_register(void)
 	valve_until_forget();
 	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
 	valve_settings_read();
-	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
 	valve_link_handle(VALVE_LINK_ACK, take_ack);
 	valve_link_handle(VALVE_LINK_KV_ORDER, valve_orders_take);
 	valve_link_handle(VALVE_LINK_KV_RUNS, valve_orders_take_runs);
 	session.lost_ns = now_ns();
-	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
+	err = connect_to_valved(valve_settings.wanted_role == VALVE_ROLE_OFFLINE ? OFFLINE_WAIT_MS
+	                                                                         : ONLINE_WAIT_MS);
 	session.linked_ns = err ? 0 : now_ns();
 	if (!err || err == VALVE_LINK_NEVER)
 		store_release(&valve_shim.state, err ? VALVE_STATE_OFF : VALVE_STATE_LINKED);
-	if (err && is_offline_wish && valve_settings.is_required)
-		refuse_to_run();
 	if (valve_settings.names_mps)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;
 	if (valve_alone_spawn()) {
-		if (is_offline_wish && valve_settings.is_required)
-			refuse_to_run();
+		exit_if_required();
 		valve_alone_give_up();
 		return;
 	}

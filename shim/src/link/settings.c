@@ -87,7 +87,8 @@ void valve_settings_read(void)
 
 	memset(&valve_settings, 0, sizeof(valve_settings));
 	valve_settings.wanted_role = role_wish();
-	valve_settings.is_required = require && !strcmp(require, "1");
+	valve_settings.is_required =
+	        require && !strcmp(require, "1") && valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
 	valve_settings.orphan_ns = orphan_ns();
 	valve_settings.names_mps = setting("CUDA_MPS_PIPE_DIRECTORY") != NULL;
 	add_place(setting("VALVE_RUN_DIR"), "/link.sock");

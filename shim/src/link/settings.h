@@ -15,7 +15,7 @@ struct valve_place_of_socket {
 
 struct valve_settings {
 	uint32_t wanted_role; /* VALVE_ROLE: a wish, valved decides */
-	bool is_required;     /* VALVE_REQUIRE=1 */
+	bool is_required;     /* VALVE_REQUIRE=1, of an offline process */
 	uint64_t orphan_ns;   /* VALVE_ORPHAN_S: see orphan.c */
 	bool names_mps;       /* CUDA_MPS_PIPE_DIRECTORY is set */
 	uint32_t places;
