@@ -261,6 +261,27 @@ def test_no_order_is_ever_called_a_failure_because_the_loop_stood_while_its_disk
     assert with_api(tmp_path, story)
 
 
+@pytest.mark.parametrize("order", ["pause", "drain"])
+def test_a_resume_that_meets_an_order_of_another_is_never_told_that_the_disk_does_not_answer(
+    tmp_path, monkeypatch, order
+):
+    monkeypatch.setattr(node, "LATE_S", PATIENCE_S)
+
+    async def story(api):
+        api.world.node.pause("me")
+        api.world.brake._files = disk = BusyDisk()
+        asked = asyncio.ensure_future(api.stub.Resume(node_pb2.ResumeRequest()))
+        while not disk.left:
+            await asyncio.sleep(0.001)
+        disk.take()
+        (tmp_path / order).write_text("another\n")
+        return await asked
+
+    status = with_api(tmp_path, story)
+
+    assert (status.paused_by, status.draining) == (("another", False) if order == "pause" else ("", True))
+
+
 def test_a_drain_that_ends_valved_never_goes_on_after_a_resume_whose_disk_was_slow(tmp_path, monkeypatch):
     """No file says that drain, so the end of none ends it."""
     monkeypatch.setattr(node, "LATE_S", PATIENCE_S)

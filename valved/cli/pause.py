@@ -99,12 +99,16 @@ def _tell(method: str, request: Any, otherwise: str) -> int:
 
 
 def _show(method: str, status: Any) -> None:
-    """CliError: offline work may run, and it was to be paused."""
+    """CliError: offline work may run, and it was to be paused; or the reverse."""
     print(f"mode: {words.mode(status)}", flush=True)
     if method == "Pause" and not status.paused:
         raise CliError(
             "somebody has resumed this node meanwhile", FAILED, "valve pause once more, if that was not meant"
         )
+    if method == "Resume" and (status.paused or status.draining):
+        what = f"this node is {'draining' if status.draining else 'paused'}"
+        why = "somebody has ordered that meanwhile, or its file could not be removed"
+        raise CliError(f"{what}: {why}", FAILED, "valve resume once more, if that was not meant")
 
 
 def _not_ours(path: Path, error: OSError) -> CliError:

@@ -199,7 +199,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
 
         def told() -> Any:
             status = self._node.status()
-            if late and (status.paused or status.draining or not self._node.is_sure):
+            if late and not self._node.is_sure:
                 raise late[0]
             return convert.fill(node_pb2.Status(), status)
 

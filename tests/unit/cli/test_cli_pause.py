@@ -72,7 +72,7 @@ def answering(monkeypatch, module, lost, *, is_paused=True):
     status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=is_paused, paused_by="alice" if is_paused else "")
     status.unwritten.add(path=str(lost), error="Read-only file system", loss="the order holds until valved ends")
     connection = SimpleNamespace(
-        stub=SimpleNamespace(Pause=None, SetPolicy=None), call=lambda *_, **__: status, status=lambda: status
+        stub=SimpleNamespace(Pause=None, Resume=None, SetPolicy=None), call=lambda *_, **__: status, status=lambda: status
     )
     monkeypatch.setattr(module, "node", lambda: contextlib.nullcontext(connection))
 
@@ -99,6 +99,16 @@ def test_a_pause_that_was_taken_back_before_its_answer_is_never_a_success(folder
 
     assert caught.value.code == FAILED
     assert "mode: observe\n" in capsys.readouterr().out
+
+
+def test_a_resume_after_which_the_node_is_paused_is_never_a_success(folder, monkeypatch, capsys):
+    answering(monkeypatch, pause, folder / "state.json")
+
+    with pytest.raises(CliError, match="this node is paused") as caught:
+        pause.resume(None)
+
+    assert caught.value.code == FAILED
+    assert "paused by alice" in capsys.readouterr().out
 
 
 def test_a_mode_that_a_restart_forgets_is_never_a_success(folder, monkeypatch, capsys):
