@@ -1,7 +1,7 @@
 """Structured logs: one JSON object per line on standard error, an event name plus its facts.
 
 A thread writes them, so code that logs never waits for the reader of the log. Lines that find the queue full are
-counted, and so are lines that one user causes again and again. The counts stand in the log once there is room.
+counted, and so are lines that one user or process causes again and again. The counts stand in the log once there is room.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from valved.model.events import Event, EventKind
 MOST_LINES = 4096
 MOST_BYTES = 16 << 20  # of the file that `valve up` makes, in a folder that is in memory on most machines
 PARTING_S = 1.0  # how long the end of the process waits for a reader
-BURST, PER_SECOND = 20.0, 2.0  # lines of one kind that one user may cause
+BURST = 20.0  # lines of one kind that one user, or one process, may cause at once
 MOST_SHARES = 1024  # a process of root's may be a user after the other, without end
-CAUSED_BY_PEERS = frozenset({EventKind.MALFORMED, EventKind.REFUSED})
+# By whose lines, and how many a second: any process can make valved refuse something, and one whom valved cannot hear
+# whole comes and goes five times a second, for life.
+CAUSED_BY_PEERS = {
+    EventKind.MALFORMED: ("uid", 2.0),
+    EventKind.REFUSED: ("uid", 2.0),
+    EventKind.JOINED: ("pid", 0.1),
+    EventKind.LEFT: ("pid", 0.1),
+}
 CLIENT_FACTS = ("path", "error")  # of the API client, which valved shares with the scheduler
 
 
@@ -54,7 +61,7 @@ class _Share:
 
 
 class Limiter:
-    """Any process can make valved refuse something: each user's lines of a kind come at a bounded rate."""
+    """Lines that peers cause come at a bounded rate: of each kind, each user's or each process's."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[EventKind, object], _Share] = {}
@@ -66,11 +73,15 @@ class Limiter:
             return True
         now_s = time.monotonic()
         if len(self._shares) > self._most:  # one that is full again says no more than none
-            since_s = now_s - BURST / PER_SECOND
-            self._shares = {who: share for who, share in self._shares.items() if share.seen_s > since_s}
+            self._shares = {
+                who: share
+                for who, share in self._shares.items()
+                if share.seen_s > now_s - BURST / CAUSED_BY_PEERS[who[0]][1]
+            }
             self._most = max(MOST_SHARES, 2 * len(self._shares))  # else each new one would cost a look at all
-        share = self._shares.setdefault((event.kind, event.detail.get("uid")), _Share(BURST, now_s))
-        share.left = min(BURST, share.left + (now_s - share.seen_s) * PER_SECOND)
+        by, per_second = CAUSED_BY_PEERS[event.kind]
+        share = self._shares.setdefault((event.kind, event.detail.get(by)), _Share(BURST, now_s))
+        share.left = min(BURST, share.left + (now_s - share.seen_s) * per_second)
         share.seen_s = now_s
         if share.left < 1:
             share.silenced += 1

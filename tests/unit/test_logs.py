@@ -83,6 +83,22 @@ def test_one_user_never_fills_the_log(logger, capsys):
     assert [line["detail"]["uid"] for line in seen if line["detail"]["uid"] != 1000] == [1001]
 
 
+@pytest.mark.parametrize("kind", [EventKind.JOINED, EventKind.LEFT])
+def test_a_process_that_comes_and_goes_in_a_loop_never_fills_the_log(logger, monkeypatch, kind):
+    clock = itertools.count(step=0.2)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    limiter, told = Limiter(), []
+    handler = logging.NullHandler()
+    handler.handle = lambda record: told.append(record.event.detail["pid"]) if limiter.filter(record) else None
+    logger.addHandler(handler)
+
+    for number, pid in enumerate([200] * 1000 + [201]):  # 200 s
+        logger.info(kind.value, extra={"event": Event(number, 0, kind, 0, 0, (), "", {"pid": pid})})
+
+    assert BURST <= told.count(200) <= BURST + 21
+    assert told[-1] == 201
+
+
 def test_a_process_that_is_one_user_after_another_never_takes_memory_without_end(logger, monkeypatch):
     clock = itertools.count(step=0.01)
     monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
