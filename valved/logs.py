@@ -1,7 +1,8 @@
 """Structured logs: one JSON object per line on standard error, an event name plus its facts.
 
 A thread writes them, so code that logs never waits for the reader of the log. Lines that find the queue full are
-counted, and so are lines that one user or process causes again and again. The counts stand in the log once there is room.
+counted, and so are lines that one user or process causes again and again. The counts stand in the log once there is
+room.
 """
 
 from __future__ import annotations

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import socket
 
 import pytest
+from link_peers import say
 from node_world import FakeConnection
 from scarce import left
 
+from valved.abi.link import LinkType, RmClient
 from valved.clients.deaf import DEAF_NS
 from valved.model.ids import ProcessId, Role
 from valved.rpc.front import _CallerListener
@@ -88,6 +91,23 @@ def test_offline_work_never_runs_while_nobody_who_connects_can_be_heard(server):
     with left(1):
         sock = server.connect()
         server.until(lambda: all(are_held(server.world)))
+    sock.close()
+
+
+@pytest.mark.parametrize("role", [Role.ONLINE, Role.OFFLINE])
+def test_offline_work_never_runs_beside_a_service_that_comes_and_goes_as_its_words_are_lost(server, role):
+    """Between two of its links nobody hears its launches."""
+    world, start_time = server.world, server.world.processes.start_time(os.getpid())
+    if role is Role.ONLINE:
+        server.call(lambda: world.node.launch(os.getpid(), start_time, role, "chat"))
+    sock, welcome, _ = server.welcome()
+    body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+    server.rest()
+    with left(0):
+        say(sock, LinkType.RM_CLIENT, body, [sock.fileno()])
+        server.until(lambda: welcome.client not in world.books.clients)
+
+    assert all(are_held(world)) is (role is Role.ONLINE)
     sock.close()
 
 

@@ -44,6 +44,13 @@ YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what th
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
 
 
+class Unheard(EOFError):
+    """What a peer said is lost, as valved was out of descriptors or memory for it."""
+
+    def __str__(self) -> str:
+        return "valved is out of descriptors"
+
+
 class Received(msgspec.Struct, frozen=True, gc=False):
     packet: Packet
     fds: list[int]
@@ -224,7 +231,7 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
     fds, sender = passed(ancillary)
     if flags & LOST_FDS:  # all that can be sent fits: valved itself was out of them
         closer.close(fds)
-        raise EOFError("valved is out of descriptors")
+        raise Unheard
     if flags & CUT_SHORT:
         closer.close(fds)
         raise Malformed("a packet was cut short")

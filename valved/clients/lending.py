@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from valved.abi.link import Ack, LinkType, Malformed
-from valved.clients.connection import LinkConnection, Received
+from valved.clients.connection import LinkConnection, Received, Unheard
 from valved.clients.fetching import FETCHERS, UNFETCHED, Lent, fetch
 from valved.clients.turns import TurnLine
 from valved.machine.helpers import Helpers, Worker
@@ -104,7 +104,7 @@ class FetchedReader:
 
         def result() -> Received:
             if fds is None:
-                raise EOFError("valved is out of descriptors")
+                raise Unheard
             return Received(packet, fds, peer.pid)
 
         if fds is None and not (isinstance(error, OSError) and error.errno in SCARCE):

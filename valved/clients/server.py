@@ -30,7 +30,7 @@ from valved.abi.link import (
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
 from valved.clients.aside import AsideReader
-from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
+from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, Unheard, end
 from valved.clients.dear import DearAccounts
 from valved.clients.lending import FetchedReader
 from valved.clients.owing import OwingLine
@@ -272,6 +272,8 @@ class LinkServer:
             else:
                 self._take(peer, received.packet, received.fds)
         except EOFError as error:
+            if peer.is_online and isinstance(error, Unheard):  # it comes back, and is as deaf to us: time after time
+                self._register.admission.deaf.not_taken()
             self._drop(peer, str(error) or "link closed")
         except Malformed as error:
             self._register.malformed(peer.pid, peer.uid, str(error))

@@ -72,7 +72,9 @@ def answering(monkeypatch, module, lost, *, is_paused=True):
     status = node_pb2.Status(mode=node_pb2.MODE_OBSERVE, paused=is_paused, paused_by="alice" if is_paused else "")
     status.unwritten.add(path=str(lost), error="Read-only file system", loss="the order holds until valved ends")
     connection = SimpleNamespace(
-        stub=SimpleNamespace(Pause=None, Resume=None, SetPolicy=None), call=lambda *_, **__: status, status=lambda: status
+        stub=SimpleNamespace(Pause=None, Resume=None, SetPolicy=None),
+        call=lambda *_, **__: status,
+        status=lambda: status,
     )
     monkeypatch.setattr(module, "node", lambda: contextlib.nullcontext(connection))
 
