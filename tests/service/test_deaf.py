@@ -33,8 +33,10 @@ def test_offline_work_never_runs_beside_a_service_for_which_valved_had_no_descri
 
     world.hello(201)
     assert not any(are_held(world))
+    assert not world.node.status().lack
     world.hello(200)
     assert all(are_held(world))
+    assert world.node.status().lack
 
     world.run(DEAF_NS / 2e6)
     world.hello(200)
@@ -43,6 +45,7 @@ def test_offline_work_never_runs_beside_a_service_for_which_valved_had_no_descri
     world.gate.create_error = None
     world.run(DEAF_NS / 1e6)
     assert not any(are_held(world))
+    assert not world.node.status().lack
 
 
 @pytest.mark.parametrize("wanted", [Role.ONLINE, Role.HOOK])

@@ -41,6 +41,7 @@ PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a 
 LOCK, MEMORY = "driver lock", "KV memory"  # checks that ask valved
 WRITABLE = "see that it can be written (df, df -i, the kernel log); valved tries again by itself"
 SERVABLE = "free the port, or set another port or host (metrics_port, metrics_host), then start valved anew"
+LIMITS = "raise its limits (LimitNOFILE, MemoryMax; in Kubernetes the daemon's memory), or find what uses them up"
 CORES, LONG_WAIT_NS = "cores", 50_000  # of the gate's threads: what Valve's own share of a stop may take (P1)
 ENOUGH_RUNS = 100  # those of the start are not like those of stops
 REAL_TIME = "set fifo_priority = 5 (Kubernetes: in the chart's daemon.config), or run less beside it"
@@ -264,6 +265,7 @@ def check_valved() -> list[Finding]:
         judge_valved(answer),
         *(broken("files", f"{one.path}: {one.error}: {one.loss}", WRITABLE) for one in answer.unwritten),
         *(broken("valved", text, SERVABLE) for text in answer.troubles),
+        *([broken("valved", answer.lack, LIMITS)] if answer.lack else []),
         *judge_gate(answer.pid),
         judge_loop(answer.pid),
         judge_lock(answer.driver, widths),

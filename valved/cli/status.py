@@ -209,6 +209,7 @@ def notes(answer: Any) -> list[Text]:
     lines += [f"gpu {gpu.index} is not harvested: {gpu.guarded_because}" for gpu in answer.gpus if gpu.guarded_because]
     lines += [f"valved cannot write {one.path}: {one.error}: {one.loss}" for one in answer.unwritten]
     lines += answer.troubles
+    lines += [answer.lack] if answer.lack else []
     if not lines:
         return []
     return [Text("\n".join(["Notes", *(f"  {line}" for line in lines)]), style="yellow")]

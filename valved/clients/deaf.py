@@ -13,6 +13,7 @@ from valved.state.journal import Journal
 from valved.state.registry import DEAF_SERVICE
 
 DEAF_NS = 35_000_000_000  # a shim that was refused asks again every 30 s (REFUSED_MAX_NS of session.c)
+LACK = "valved lacks descriptors or memory for a process that connects: every GPU is held"
 STANDS_NS = 300_000_000_000  # the guard may stop one before it asks again, and lets it go each minute
 
 
@@ -29,8 +30,12 @@ class DeafHold:
             return
         self._timer = self._clock.call_at_ns(self._until_ns, self._look)
         self._gating.set_standing(DEAF_SERVICE, frozenset(self._gating.gpus))
-        why = "valved lacks descriptors or memory for a process that connects: every GPU is held. See its limits"
-        self._journal.emit(EventKind.NOTED, reason=why)
+        self._journal.emit(EventKind.NOTED, reason=f"{LACK}. See its limits")
+
+    @property
+    def lack(self) -> str:
+        """For people. Empty: it lacks nothing."""
+        return LACK if self._timer is not None else ""
 
     def may_wait(self) -> bool:
         """Whether somebody who was turned away unheard may not have asked again yet."""

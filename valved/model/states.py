@@ -247,6 +247,7 @@ class NodeState:
     leavers: tuple[LeaverState, ...] = ()
     unwritten: tuple[UnwrittenState, ...] = ()
     troubles: tuple[str, ...] = ()  # what it was configured to do and could not begin, for people
+    lack: str = ""  # of descriptors or memory: every GPU is held meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,8 @@ class Node:
 
     def status(self) -> NodeState:
         unwritten = (*self._handover.unwritten(), *self._brake.unwritten(), *self._journal.unwritten())
-        return replace(self._reporter.status(), unwritten=unwritten, troubles=tuple(self.troubles))
+        lack = self._register.admission.deaf.lack
+        return replace(self._reporter.status(), unwritten=unwritten, troubles=tuple(self.troubles), lack=lack)
 
     def save(self, then: Callable[[bool], None]) -> None:
         """`then`, soon: whether all is in the state file that could be read here up to now."""

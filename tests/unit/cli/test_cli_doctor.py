@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 from functools import partial
 
 import pytest
 from rich.console import Console
+from valve.v1 import node_pb2
 
 from valved.cli import doctor
 
@@ -21,6 +23,16 @@ def test_a_fix_of_the_doctor_is_never_broken_over_lines(monkeypatch, capsys):
     doctor.doctor(argparse.Namespace(json=False))
 
     assert f"fix: {fix}\n" in capsys.readouterr().out
+
+
+def test_a_lack_of_descriptors_is_never_left_out_by_the_doctor(monkeypatch):
+    answer = node_pb2.Status(pid=os.getpid(), lack="valved lacks descriptors")
+    monkeypatch.setattr(doctor, "ask", lambda folder: answer)
+
+    (found,) = (one for one in doctor.check_valved() if one.what == answer.lack)
+
+    assert found.verdict is doctor.Grade.BROKEN
+    assert found.fix
 
 
 LONG = "the kernel of this machine has no seal that keeps a client from writing what only valved may write, nor another"
