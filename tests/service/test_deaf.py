@@ -14,6 +14,7 @@ from node_world import FakeConnection
 from scarce import left
 
 from valved.abi.link import LinkType, RmClient
+from valved.clients import admission
 from valved.clients.deaf import DEAF_NS
 from valved.model.ids import ProcessId, Role
 from valved.rpc.front import _CallerListener
@@ -87,6 +88,24 @@ def test_a_job_to_which_valved_came_too_late_never_stands_for_good(world, monkey
     monkeypatch.undo()
     assert world.hello(200).client is not None
     assert not world.register.admission.waits_for_room(process)
+
+
+def test_a_job_that_waits_for_room_is_never_forgotten_for_the_many_of_another_account(world, monkeypatch):
+    """The guard would take it for one that never asks again, and let it stand."""
+    monkeypatch.setattr(admission, "REFUSALS_KEPT", 8)
+    monkeypatch.setattr(FakeConnection, "has_left", lambda _: True)
+    kept = world.register.admission.waits_for_room
+
+    for pid, uid in [(200, 1000), *((300 + number, 2000) for number in range(20))]:
+        world.processes.add(pid)
+        world.hello(pid, uid=uid)
+
+    waiting = [
+        pid
+        for pid in range(200, 320)
+        if pid in world.processes.table and kept(ProcessId(pid=pid, start_time=world.processes.start_time(pid)))
+    ]
+    assert waiting == [200, *range(313, 320)]
 
 
 def test_offline_work_never_runs_while_nobody_who_connects_can_be_heard(server):

@@ -57,6 +57,33 @@ class Connection(Protocol):
         ...
 
 
+class Roomless:
+    """Processes that would be taken if there was room, or an answer in time. Of the account that has most of them the
+    oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._account: dict[ProcessId, LinkAccount] = {}
+        self._of: dict[LinkAccount, dict[ProcessId, None]] = {}
+
+    def __contains__(self, process: ProcessId) -> bool:
+        return process in self._account
+
+    def put(self, process: ProcessId, account: LinkAccount) -> None:
+        self.drop(process)
+        self._account[process] = account
+        self._of.setdefault(account, {})[process] = None
+        if len(self._account) > REFUSALS_KEPT:
+            self.drop(next(iter(max(self._of.values(), key=len))))
+
+    def drop(self, process: ProcessId) -> None:
+        account = self._account.pop(process, None)
+        if account is None:
+            return
+        del self._of[account][process]
+        if not self._of[account]:
+            del self._of[account]
+
+
 class Admission:
     def __init__(
         self,
@@ -77,7 +104,7 @@ class Admission:
         self.welcomes = welcomes
         self.deaf = DeafHold(gating, journal, clock)
         self._refused: dict[ProcessId, str] = {}
-        self._roomless: dict[ProcessId, str] = {}  # those that would be taken if there was room, or an answer in time
+        self._roomless = Roomless()
         self._untold: dict[ProcessId, str] = {}  # refusals that the journal has not: its account was told of too often
         self._told = Buckets(share=1.0, burst_ns=AT_ONCE * TELL_NS)
 
@@ -89,7 +116,7 @@ class Admission:
                 return None
             connection.belong(peer.account)
             if connection.has_left():
-                _keep(self._roomless, peer.process, "valved came to it too late")
+                self._roomless.put(peer.process, peer.account)  # valved came to it too late
                 return None
             return peer
         except OSError as error:
@@ -129,14 +156,14 @@ class Admission:
     def took(self, peer: Peer, service: ServiceId) -> None:
         """It is welcomed now."""
         self._untold.pop(peer.process, None)
-        self._roomless.pop(peer.process, None)
+        self._roomless.drop(peer.process)
         if service not in self._gating.online:
             self.welcomes.took(peer)
 
     def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
         """Each is counted. What processes of an account cause in a loop never pushes a pause out of the audit file."""
         if why.code is Refusal.QUOTA:
-            _keep(self._roomless, peer.process, why.text)
+            self._roomless.put(peer.process, peer.account)
         self._tell(connection, seq, why)
         self._gating.counters.refuse(why.code.name.lower())
         now_ns = self._clock.now_ns()
