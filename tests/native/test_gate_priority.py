@@ -19,6 +19,7 @@ from valved.model.ids import ServiceId
 
 SERVICE = ServiceId(7)
 LISTENERS = 2  # valved/native/internal.h
+INHERITED = os.getpriority(os.PRIO_PROCESS, 0)  # not 0 under `nice`
 
 
 def threads() -> set[int]:
@@ -70,7 +71,7 @@ def test_a_thread_whose_run_a_client_decides_is_never_real_time(urgent: tuple[Ri
     rig, ours = urgent
 
     def at_rest() -> set[int]:
-        return {one for one in ours - real_time(ours) if niceness(one) == 0}
+        return {one for one in ours - real_time(ours) if niceness(one) == INHERITED}
 
     wait_until(lambda: len(at_rest()) == 1, "all but the watchdog have their priority")
     assert len(real_time(ours)) == workers(rig)
@@ -117,7 +118,7 @@ def test_a_call_that_took_long_never_moves_a_thread_that_was_not_real_time(drive
     before = threads()
     with gate_rig(driver, HASTY) as rig:
         ours = threads() - before
-        wait_until(lambda: [niceness(one) for one in ours].count(0) == 1, "all but the watchdog have theirs")
+        wait_until(lambda: [niceness(one) for one in ours].count(INHERITED) == 1, "all but the watchdog have theirs")
         rig.offline().add(2)
         back = hang_in_a_stop(rig)
         wait_until(lambda: rig.driver.counts.hanging == 1, "it hangs")
