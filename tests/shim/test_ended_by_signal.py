@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_daemon import CHANNEL_ADD, ENDING, FEATURE_ENDING, LONG_S, OFFLINE, ONLINE, until
+from fake_daemon import CHANNEL_ADD, ENDING, FEATURE_ENDING, LONG_S, OFFLINE, ONLINE, mask, until
 from rmkit import GR0, Process
 
 FIRST = 0x5C000008
@@ -21,13 +21,6 @@ TERM = signal.SIGTERM
 REFUSED_DRAINING = 4
 PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
 POLL, SIGACTION, SIGPROCMASK, GETTID, TGKILL = 7, 13, 14, 186, 234  # system calls of x86-64
-
-
-def mask(pid, name):
-    """Of /proc/PID/status: the signals that a process catches (SigCgt), ignores (SigIgn)."""
-    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    bits = int(lines[name], 16)
-    return {number for number in signal.Signals if bits >> (number - 1) & 1}
 
 
 def has_channel(puppet, client):

@@ -25,6 +25,7 @@ from fake_daemon import (
     ONLINE,
     REFUSED,
     SCHEDULE_WAIT,
+    mask,
     until,
 )
 from rmkit import GR0, Process, call
@@ -390,12 +391,6 @@ def test_a_thread_that_jumped_out_of_a_driver_call_never_goes_unheard(world):
 # -- room in valved --
 
 
-def catches(pid, number):
-    """A handler stands for it: SigCgt of /proc/PID/status."""
-    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
-
-
 def stands(world):
     """A job that its valved did not take."""
     puppet = world.puppet(role="offline")
@@ -425,7 +420,7 @@ def test_a_job_that_waits_for_room_never_dies_with_its_channels_off(world):
     daemon = world.daemon(OFFLINE)
     daemon.refusal = REFUSED_QUOTA
     puppet, process = stands(world)
-    until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
+    until(lambda: signal.SIGTERM in mask(puppet.process.pid, "SigCgt"), "it is watched")
 
     puppet.process.send_signal(signal.SIGTERM)
 
@@ -500,7 +495,7 @@ def test_a_job_that_valved_takes_as_a_signal_ends_it_never_dies_before_valved_is
     daemon.on_hello = greet
     daemon.silent = True
     puppet, process = stands(world)
-    until(lambda: catches(puppet.process.pid, signal.SIGTERM), "it is watched")
+    until(lambda: signal.SIGTERM in mask(puppet.process.pid, "SigCgt"), "it is watched")
     is_taken = True
 
     assert puppet.process.wait() == -signal.SIGTERM

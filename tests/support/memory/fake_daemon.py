@@ -11,6 +11,7 @@ import mmap
 import os
 import queue
 import select
+import signal
 import socket
 import struct
 import threading
@@ -162,6 +163,13 @@ def until(what: Callable[[], object], why: str = "") -> object:
         assert time.monotonic() < deadline, f"never happened: {why or what}"
         time.sleep(0.001)
     return value
+
+
+def mask(pid: int, name: str) -> set[signal.Signals]:
+    """Of /proc/PID/status: the signals that a process catches (SigCgt), ignores (SigIgn)."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    bits = int(lines[name], 16)
+    return {number for number in signal.Signals if bits >> (number - 1) & 1}
 
 
 def obey(client: Client, order: int) -> None:
