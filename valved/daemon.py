@@ -31,6 +31,7 @@ from valved.machine.ports import GatePort, ProcessPort, ProverPort
 from valved.machine.possession import RmProver
 from valved.machine.signals import Signals
 from valved.machine.startpages import give_back_start_pages
+from valved.machine.tasks import few_tasks
 from valved.machine.thawer import Thawer
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
@@ -148,6 +149,8 @@ async def run(
     link.start()
     servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
+    if text := few_tasks():  # now: its own threads are there
+        _tell(daemon, text)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, state.HAND_OVER):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, stop.set)
@@ -248,9 +251,13 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> A
     except (OSError, ValueError) as error:  # nobody goes ungated for want of a page; UnicodeError: no name of a host
         why = getattr(error, "strerror", None) or error
         text = f"no metrics on {config.metrics_host}:{config.metrics_port}: {why}"
-        daemon.note(text)
-        daemon.node.troubles.append(text)
+        _tell(daemon, text)
         return None
+
+
+def _tell(daemon: Daemon, trouble: str) -> None:
+    daemon.note(trouble)
+    daemon.node.troubles.append(trouble)
 
 
 def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:

@@ -73,7 +73,8 @@ class Roomless:
         self._account[process] = account
         self._of.setdefault(account, {})[process] = None
         if len(self._account) > REFUSALS_KEPT:
-            self.drop(next(iter(max(self._of.values(), key=len))))
+            most = max(self._of.values(), key=len)
+            self.drop(next(iter(most)))
 
     def drop(self, process: ProcessId) -> None:
         account = self._account.pop(process, None)

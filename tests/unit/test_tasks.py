@@ -1,0 +1,37 @@
+"""valved says at its start that it may have fewer tasks than it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from valved.machine.tasks import LEAST_LEFT, few_tasks
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "most", "is_told"),
+    [
+        ("0::/kube/valved\n", "kube/valved", 24 + LEAST_LEFT - 1, True),
+        ("0::/kube/valved\n", "kube", 24 + LEAST_LEFT - 1, True),
+        ("0::/\n", "", 24, True),
+        ("5:pids:/kube/valved\n0::/\n", "pids/kube", 30, True),
+        ("0::/kube/valved\n", "kube/valved", 24 + LEAST_LEFT, False),
+        ("0::/kube/valved\n", "kube/valved", "max", False),
+        ("0::/../other\n", "none", 24, False),
+    ],
+)
+def test_a_want_of_tasks_is_never_told_by_the_end_of_valved_alone(
+    tmp_path: Path, line: str, group: str, most: int | str, is_told: bool
+) -> None:
+    mine, root = tmp_path / "mine", tmp_path / "root"
+    mine.write_text(line)
+    (root / group).mkdir(parents=True)
+    (root / group / "pids.max").write_text(f"{most}\n")
+    (root / group / "pids.current").write_text("24\n")
+
+    assert bool(few_tasks(mine, root)) is is_told
+
+
+def test_a_machine_without_control_groups_is_never_said_to_lack_tasks(tmp_path: Path) -> None:
+    assert not few_tasks(tmp_path / "mine", tmp_path)
