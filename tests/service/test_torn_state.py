@@ -247,3 +247,4 @@ def test_a_switch_that_is_no_file_is_a_switch_and_never_keeps_valved_waiting(fir
     first.brake.look_at_file()
 
     assert first.brake.is_paused if name == "pause" else first.brake.is_draining
+    assert first.brake.paused_by.isprintable(), "people read it in a terminal"
