@@ -13,10 +13,12 @@ def short(text: str) -> str:
 
 
 def told(error: Exception) -> str:
-    """An error in words: of a file by its name, without a number that only a program knows."""
+    """An error in words: of a file by its name, without a number that only a program knows. Of two names the one that a
+    file was to have: whoever reads it knows that one, and what stands in the way is there."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    name = error.filename2 or error.filename
+    return f"{name}: {error.strerror}" if name else error.strerror
 
 
 _CURES = {

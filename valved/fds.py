@@ -11,6 +11,7 @@ from pathlib import Path
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESRCH)
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+MOST_BYTES = 64 << 20  # beyond any file of ours that is read whole: a state of a million channels has 50 MB
 
 
 class Fds(contextlib.ExitStack):
@@ -37,11 +38,15 @@ def is_absent(error: OSError) -> bool:
 
 def read_file(path: Path, most: int = -1) -> bytes:
     """All, or so many bytes. OSError for what is no file: a pipe or a device may have no end, and nobody may ever write
-    into it."""
+    into it. And for what is too large to be read whole: a container may have less memory than that, and would be killed
+    for it at each start."""
     with Fds() as fds:
         fd = fds.own(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "this is no file", str(path))
+        if most < 0 and found.st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MiB", str(path))
         with open(fd, "rb", closefd=False) as file:
             return file.read(most)
 

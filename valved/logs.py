@@ -118,8 +118,13 @@ class LogFile:
         sys.stderr.flush()
 
     def _turn(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._path.replace(self._path.with_name(self._path.name + ".1"))
+        except FileNotFoundError:
+            pass
+        except OSError:  # a folder has that name, say. A log without its past goes on
+            os.ftruncate(2, 0)
+            return
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         for number in (1, 2):
             os.dup2(fd, number)

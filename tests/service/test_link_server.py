@@ -33,6 +33,7 @@ from valved.clients.arrivals import PENDING_PER_PROCESS
 from valved.clients.dear import CORE_BURST_NS, DearAccounts, LinkLane
 from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
+from valved.errors import told
 from valved.machine.helpers import Closer
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -333,6 +334,19 @@ def test_a_new_server_takes_the_path_over_without_a_gap(server, tmp_path):
     server.connect().close()
     server.call(second.stop)
     sock.close()
+
+
+def test_starts_that_fail_never_fill_the_run_folder_and_name_what_stands_in_their_way(server, tmp_path):
+    """A service manager starts valved again and again, each time with another number in the name of the new socket."""
+    folder = tmp_path / "other"
+    (folder / "link.sock").mkdir(parents=True)
+    other = LinkServer(server.loop, server.world.register, folder / "link.sock", hello_s=1, closer=Closer())
+
+    with pytest.raises(OSError, match="Is a directory") as raised:
+        server.call(other.start)
+
+    assert told(raised.value) == f"{folder / 'link.sock'}: Is a directory"
+    assert sorted(path.name for path in folder.iterdir()) == ["client", "link.sock"]
 
 
 def test_containers_reach_the_link_through_a_folder_that_holds_nothing_else(tmp_path):

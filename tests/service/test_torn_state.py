@@ -205,7 +205,13 @@ def round_link(path):
     path.symlink_to(path.name)
 
 
-@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir], ids=lambda make: make.__name__)
+def huge(path):
+    """Nothing but a hole: no machine has as much memory."""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir, huge], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["state.json", ".state.json.new", "state.json.bad", "unsaved.jsonl", "valved.pid"])
 def test_what_is_no_file_never_keeps_valved_waiting(first, name, make):
     """A pipe that nobody writes into has no end, nor has a device."""
@@ -221,7 +227,19 @@ def test_what_is_no_file_never_keeps_valved_waiting(first, name, make):
     assert state.RunFolder(first.folder).take(replace=False) is None
 
 
-@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir], ids=lambda make: make.__name__)
+def test_no_file_beside_the_state_is_so_large_that_it_keeps_valved_from_starting(first):
+    chat = first.service_of(first.online(name="chat"))
+    first.handover.save()
+    huge(first.folder / "unsaved.jsonl")
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+
+    take_over(second, second.config, second.folder)
+
+    assert chat in second.books.services
+    assert any("unsaved.jsonl" in event.reason for event in second.events(EventKind.NOTED))
+
+
+@pytest.mark.parametrize("make", [pipe, endless, round_link, os.mkdir, huge], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["pause", "drain"])
 def test_a_switch_that_is_no_file_is_a_switch_and_never_keeps_valved_waiting(first, name, make):
     make(first.folder / name)
@@ -229,3 +247,4 @@ def test_a_switch_that_is_no_file_is_a_switch_and_never_keeps_valved_waiting(fir
     first.brake.look_at_file()
 
     assert first.brake.is_paused if name == "pause" else first.brake.is_draining
+    assert first.brake.paused_by.isprintable(), "people read it in a terminal"

@@ -61,7 +61,7 @@ def resume(_options: argparse.Namespace) -> int:
         path.unlink(missing_ok=True)
         path.with_name(DRAIN_FILE).unlink(missing_ok=True)
     except OSError as error:
-        raise _not_ours(path, error) from None
+        raise _not_ours(Path(error.filename or path), error) from None  # of the two the one that stays
     print(f"resumed: the files {PAUSE_FILE} and {DRAIN_FILE} are gone from {path.parent}", flush=True)
     return _tell("Resume", node_pb2.ResumeRequest(), "valved lets offline work run when it sees that the file is gone")
 

@@ -108,14 +108,15 @@ class LinkServer:
         with Fds() as fds:
             kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
             listener = fds.enter_context(socket.socket(socket.AF_UNIX, kind))
-            self._bind(listener)
+            fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            fds.callback(forget_name, fresh)  # each start has another name: starts that fail would fill the folder
+            self._bind(listener, fresh)
             self._loop.add_reader(listener, self._accept)
             fds.keep()
         self._listener = listener
         self._keep_spare()
 
-    def _bind(self, listener: socket.socket) -> None:
-        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+    def _bind(self, listener: socket.socket, fresh: Path) -> None:
         fresh.unlink(missing_ok=True)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # of each packet, not only of the connection
         with contextlib.suppress(OSError):

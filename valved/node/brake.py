@@ -124,13 +124,13 @@ class Brake:
             self._end_drain()
         by = self._order(self._pause_file, self.paused_by if self.is_paused else None, said)
         is_paused = by is not None
-        self.paused_by = by or ""
+        self.paused_by = plain(by or "")  # anything may stand in a file
         if is_paused == self.is_paused:
             return
         self.is_paused = is_paused
         self._apply()
         kind = EventKind.PAUSED if is_paused else EventKind.RESUMED
-        self._journal.emit(kind, reason=f"by {by}" if by else "pause file removed")
+        self._journal.emit(kind, reason=f"by {self.paused_by}" if by else "pause file removed")
 
     def drain(self, by: str, then: Callable[[], None] | None = None) -> None:
         """Stop all offline work, end its processes, and take none until resumed. With `then`, which is called when

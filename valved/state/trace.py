@@ -76,6 +76,7 @@ class LineFile:
 
     def _open(self) -> TextIO | None:
         try:
+            self._put_aside()
             file = _open_plain(self.path)
             self._bytes = self.path.stat().st_size
             file.write(
@@ -91,11 +92,17 @@ class LineFile:
     def _turn(self) -> None:
         assert self._file is not None
         self._file.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
         self._file = self._open()
 
+    def _put_aside(self) -> None:
+        """One that has its size, and before it is opened: where that fails nothing more is written to it."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_size > self._max_bytes:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+
     def _give_up(self, error: OSError) -> None:
-        before, self.failure = self.failure, error.strerror or str(error)
+        words = error.strerror or str(error)
+        before, self.failure = self.failure, f"{error.filename2}: {words}" if error.filename2 else words
         self._file = None
         if self.failure != before:
             log.warning("events are not written", extra={"facts": {"error": f"{self.path}: {self.failure}"}})

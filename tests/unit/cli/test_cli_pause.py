@@ -57,6 +57,14 @@ def test_a_brake_that_cannot_be_moved_is_an_error_with_a_next_step_and_never_a_t
     assert caught.value.next_step
 
 
+def test_a_resume_that_fails_never_names_another_file_than_the_one_that_stays(folder):
+    (folder / "pause").touch()
+    (folder / "drain").mkdir()
+
+    with pytest.raises(CliError, match=f"^{folder}/drain: "):
+        pause.resume(None)
+
+
 def test_a_pause_never_waits_for_the_other_end_of_a_pipe(folder):
     """valved takes whatever stands at that name for an order: it is paused already."""
     os.mkfifo(folder / "pause")

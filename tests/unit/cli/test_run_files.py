@@ -161,6 +161,28 @@ def test_a_file_that_was_deleted_or_moved_never_goes_on_taking_the_events(tmp_pa
     assert [record["seq"] for record in read_lines(path)] == [2]
 
 
+def test_a_file_that_cannot_be_put_aside_never_grows_beyond_its_size_nor_fills_the_log(tmp_path, caplog):
+    path, older = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
+    older.mkdir()
+    file = LineFile(path, 1000)
+    for _ in range(20):  # seconds
+        file.look()
+        for number in range(5):
+            file.write(an_event(number))
+        file.flush()
+
+    assert path.stat().st_size < 2000
+    assert [record.facts["error"] for record in caplog.records] == [f"{path}: {older}: Is a directory"]
+    assert str(older) in file.failure
+
+    older.rmdir()
+    file.look()
+    file.write(an_event(7))
+    file.close()
+    assert not file.failure
+    assert [record["seq"] for record in read_lines(path)] == [7]
+
+
 LOG = """
 import logging, os, pathlib, sys
 from valved import logs
@@ -175,6 +197,10 @@ def say(count):
 handler._stream._most = 2000
 say(200)
 assert path.stat().st_size < 3000 and path.with_name("valved.log.1").stat().st_size < 3000
+path.with_name("valved.log.1").unlink()
+path.with_name("valved.log.1").mkdir()
+say(40)
+assert path.stat().st_size < 3000 and "line 39" in path.read_text()
 path.unlink()
 say(2)
 print("late words of the C library", file=sys.stderr)
