@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import resource
 
-from node_rig import Offline, Online, settled
+from node_rig import Offline, Online
 
 
 def test_no_offline_work_runs_that_valved_has_no_descriptors_to_stop(node):
-    settled(node)
+    Online(node, "chat").wait_ready()
+    Offline(
+        node, "batch"
+    ).wait_running()  # it runs without asking valved, which has three descriptors open for each question
     assert node.valved is not None
     _, hard = resource.prlimit(node.valved.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(node.valved.pid, resource.RLIMIT_NOFILE, (node.valved_fds() + 3, hard))

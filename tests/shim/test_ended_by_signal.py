@@ -19,8 +19,8 @@ FIRST = 0x5C000008
 NUMBERS = [signal.SIGTERM, signal.SIGHUP]  # Python handles SIGINT
 TERM = signal.SIGTERM
 REFUSED_DRAINING = 4
-PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
-POLL, SIGACTION, SIGPROCMASK, GETTID, TGKILL = 7, 13, 14, 186, 234  # system calls of x86-64
+PTRACE_SYSCALL, PTRACE_SEIZE = 24, 0x4206
+POLL, SIGACTION, SIGPROCMASK, SENDMSG, GETTID, TGKILL = 7, 13, 14, 46, 186, 234  # system calls of x86-64
 
 
 def has_channel(puppet, client):
@@ -63,25 +63,27 @@ def test_a_job_that_runs_is_let_die_with_its_link(world):
     assert puppet.process.wait() == -TERM
 
 
-def held_still_in(call, pid):
-    """The first thread alone, by a debugger's call, once it is in this system call."""
-    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+def signal_and_hold(number, pid):
+    """The first thread alone stands still, by a debugger's calls, as it begins to wait for the answer of valved: it has let
+    go of the lock under which it told valved. From the signal on each of its system calls is waited for: it gives up soon."""
+    ptrace, met = ctypes.CDLL(None, use_errno=True).ptrace, []
     if ptrace(PTRACE_SEIZE, pid, None, None):
         pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
-    until(lambda: Path(f"/proc/{pid}/syscall").read_text().split()[0] == str(call))
-    assert not ptrace(PTRACE_INTERRUPT, pid, None, None)
-    os.waitpid(pid, 0)
+    os.kill(pid, number)
+    while SENDMSG not in met or met[-1] != POLL:
+        stop = os.WSTOPSIG(os.waitpid(pid, 0)[1])
+        met.append(int(Path(f"/proc/{pid}/syscall").read_text().split()[0]))
+        if met[-1] != POLL or SENDMSG not in met:
+            assert not ptrace(PTRACE_SYSCALL, pid, None, 0 if stop == signal.SIGTRAP else stop)
 
 
 def test_a_job_that_runs_is_never_left_running_once_valved_has_answered(world):
     """Online work that comes then switches channels off that an ending process leaves. The thread that the signal met
     looks only now and then."""
     puppet, client = job(world)
-    puppet.process.send_signal(TERM)
-    told = client.expect(ENDING)
-    held_still_in(POLL, puppet.process.pid)  # it has let go of the lock under which it told valved
+    signal_and_hold(TERM, puppet.process.pid)
 
-    client.ack(told)
+    client.ack(client.expect(ENDING))
 
     assert puppet.process.wait(LONG_S) == -TERM
 

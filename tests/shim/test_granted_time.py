@@ -9,7 +9,7 @@ import time
 from itertools import count
 
 import pytest
-from fake_daemon import CHANNEL_ADD, OFFLINE, until
+from fake_daemon import CHANNEL_ADD, OFFLINE, SCHEDULE_WAIT, until
 from rmkit import GR0, Process, call, end_now
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
@@ -92,7 +92,10 @@ def test_a_living_link_is_never_dropped_and_valveds_late_stop_takes_over(world, 
     calls = len(world.gate_calls())
     thirds = count(0x5C000778)
     until(lambda: is_left_on(world, process, next(thirds)), "its own stop is dropped")
-    assert not [line for line in world.gate_calls()[calls:] if line.startswith("enable")]
+    enabled = [line.split() for line in world.gate_calls()[calls:] if line.startswith("enable")]
+    assert not [line for line in enabled if {f"{FIRST:x}", f"{SECOND:x}"} & set(line)]
+    # A third that valved had not answered for by then is no part of its stop. Valved is asked first.
+    assert not enabled or client.has_said(SCHEDULE_WAIT)
     assert world.daemons[0].clients.empty()  # nobody came anew
 
 

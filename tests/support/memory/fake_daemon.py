@@ -370,6 +370,7 @@ class FakeDaemon:
         self.on_message = on_message
         self.clients: queue.Queue[Client] = queue.Queue()
         self.alive: list[Client] = []
+        self.serving: list[threading.Thread] = []
         self.path = folder / "link.sock"
         with suppress(FileNotFoundError):
             self.path.unlink()
@@ -412,6 +413,8 @@ class FakeDaemon:
     def discard(self) -> None:
         if self.thread.is_alive():
             self.close()
+        for thread in self.serving:
+            thread.join(LONG_S)  # it may be making the pages of one that has gone
         for client in self.alive:
             client.discard()
 
@@ -425,7 +428,8 @@ class FakeDaemon:
             link, _ = self.listener.accept()
             client = Client(link=link, role=self.role, lease_ns=self.lease_ns, words=dict(self.words))
             self.alive.append(client)
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            self.serving.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
+            self.serving[-1].start()
 
     def _serve(self, client: Client) -> None:
         for message in _messages(client, self.unfetched):
