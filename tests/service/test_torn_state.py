@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from fake_gate import FakeGate
@@ -42,6 +45,16 @@ def test_a_state_file_that_is_cut_at_any_byte_is_set_aside_and_named(first):
 @pytest.mark.parametrize("data", [b"", b"\0" * 4096, b"\xff", b"[]", b'{"more": ' + b"[" * 100_000])
 def test_a_state_file_that_is_none_never_keeps_valved_from_starting(tmp_path, data):
     assert set_aside(tmp_path / "state.json", data)
+
+
+def test_a_state_file_that_stays_where_it_is_is_never_said_to_be_set_aside(tmp_path, monkeypatch):
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=PermissionError(errno.EPERM, "")))
+
+    saved, problem = state.load(tmp_path / "state.json")
+
+    assert saved is None
+    assert "cannot be set aside" in problem
 
 
 def without_sense(said, *path):

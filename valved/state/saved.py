@@ -149,10 +149,9 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def boot_id() -> str:
-    try:
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (FileNotFoundError, PermissionError):
-        return ""
+    return ""
 
 
 class StateEncoder:
@@ -215,7 +214,8 @@ def load(path: Path) -> tuple[SavedState | None, str]:
             raise
         with contextlib.suppress(OSError):
             path.replace(path.with_name(path.name + BAD))
-        return None, f"{path} is unreadable and was set aside: {told(error)}"
+        fate = "cannot be" if os.path.lexists(path) else "was"
+        return None, f"{path} is unreadable and {fate} set aside: {told(error)}"
     return state, problem
 
 
