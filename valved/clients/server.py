@@ -204,8 +204,7 @@ class LinkServer:
     # Before their HELLO (arrivals.py)
 
     def turn_away(self, caller: LinkCaller, fds: list[int], why: str) -> None:
-        """Unread. `why` empty: they did nothing wrong. A thread tells them the end, for in how many ways they wait
-        for it is theirs to choose."""
+        """Unread. `why` empty: they did nothing wrong. A thread tells them: how they wait is theirs to choose."""
         if why:
             self._register.malformed(caller.pid, caller.uid, why, len(fds))
         self.closer.of(caller.uid).close_in_turn(fds)
