@@ -237,7 +237,7 @@ def test_a_thread_that_tidies_up_a_table_of_its_own_never_takes_channels_or_link
     client.expect(CHANNEL_ADD, h_channel=SECOND)
     assert client.none_of(CHANNEL_DEL)
     assert not client.gone.is_set()
-    assert world.daemons[0].clients.empty()
+    assert not world.daemons[0].has_another()
 
 
 @pytest.mark.parametrize("way", ["dup2", "dup3"])
