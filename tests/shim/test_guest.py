@@ -193,8 +193,9 @@ def test_a_thread_that_left_the_table_of_files_never_rings_the_bell_of_a_valved_
     assert client.bells() == 1
 
     world.daemons[0].close()
-    heir = world.daemon(ONLINE).client()
-    until(lambda: heir.submitted() == 1, "it is told what was launched before")
+    heir = world.daemon(ONLINE, gate_epoch=1).client()
+    assert heir.submitted() == 1, "it is told what was launched before"
+    until(heir.bells, "launches are counted there now, and the session has spoken for those before")
     heir.gate(3)
     there.launch(1)
 
