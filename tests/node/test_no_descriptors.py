@@ -8,10 +8,10 @@ from node_rig import Offline, Online
 
 
 def test_no_offline_work_runs_that_valved_has_no_descriptors_to_stop(node):
+    """It is not asked for its status before: a question has three descriptors open in valved, for a while also after
+    the answer."""
     Online(node, "chat").wait_ready()
-    Offline(
-        node, "batch"
-    ).wait_running()  # it runs without asking valved, which has three descriptors open for each question
+    Offline(node, "batch").wait_running()
     assert node.valved is not None
     _, hard = resource.prlimit(node.valved.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(node.valved.pid, resource.RLIMIT_NOFILE, (node.valved_fds() + 3, hard))

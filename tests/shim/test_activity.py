@@ -370,9 +370,9 @@ def test_a_launch_never_counts_where_valved_does_not_look(world):
     world.daemons[0].close()
     client.gone.wait()
     puppet.launch_in_threads(3, 2)  # on pages of its own
-    heir = world.daemon(ONLINE).client()
-    until(lambda: heir.region.magic, "the region is filled")
+    heir = world.daemon(ONLINE, gate_epoch=1).client()
     assert (heir.region.slot_count, heir.submitted()) == (12, 49)
+    until(heir.bells, "launches are counted there now, and the session has spoken for those before")
 
     puppet.launch_in_threads(260, 1)
     assert (heir.region.slot_count, heir.submitted()) == (256, 309)

@@ -64,8 +64,8 @@ def test_a_job_that_runs_is_let_die_with_its_link(world):
 
 
 def signal_and_hold(number, pid):
-    """The first thread alone stands still, by a debugger's calls, as it begins to wait for the answer of valved: it has let
-    go of the lock under which it told valved. From the signal on each of its system calls is waited for: it gives up soon."""
+    """The first thread alone stands still, by a debugger's calls, as it begins to wait for the answer of valved: it has
+    let go of the lock under which it told it. Its system calls from the signal on are waited for: it gives up soon."""
     ptrace, met = ctypes.CDLL(None, use_errno=True).ptrace, []
     if ptrace(PTRACE_SEIZE, pid, None, None):
         pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")

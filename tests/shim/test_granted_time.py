@@ -96,7 +96,7 @@ def test_a_living_link_is_never_dropped_and_valveds_late_stop_takes_over(world, 
     assert not [line for line in enabled if {f"{FIRST:x}", f"{SECOND:x}"} & set(line)]
     # A third that valved had not answered for by then is no part of its stop. Valved is asked first.
     assert not enabled or client.has_said(SCHEDULE_WAIT)
-    assert world.daemons[0].clients.empty()  # nobody came anew
+    assert not world.daemons[0].has_another()
 
 
 def test_an_end_that_is_cleared_in_time_stops_nothing(world, offline):

@@ -132,7 +132,7 @@ def test_files_that_a_sandbox_lets_nobody_ask_about_are_never_taken_for_lost(wor
 
     client.expect(CHANNEL_ADD, h_channel=CHANNEL)
     obeys(client, STOP)
-    assert daemon.clients.empty()
+    assert not daemon.has_another()
     files = [os.readlink(file) for file in Path(f"/proc/{puppet.process.pid}/fd").iterdir()]
     assert sum("eventfd" in file for file in files) == 2  # doorbell and order bell
 

@@ -207,7 +207,7 @@ def test_a_service_that_could_have_no_thread_never_stays_without_valved(world, t
         puppet.launch()
         return client.region.rings
 
-    # Its session made the link if valved took longer than the start waits, and then speaks for a launch that came meanwhile.
+    # Its session made the link if valved took longer than the start waits. It then speaks for a launch of meanwhile.
     assert until(rings, "it has moved to the new pages") in {1, 2}
 
 

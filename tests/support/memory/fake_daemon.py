@@ -390,6 +390,10 @@ class FakeDaemon:
             if client.region.magic:
                 return client
 
+    def has_another(self) -> bool:
+        """A client came after the last that `client` gave. One that gave up waiting, also earlier, took no region."""
+        return any(client.region.magic for client in list(self.clients.queue))
+
     def close(self) -> None:
         """As if valved had been killed: every socket goes, no word is written."""
         os.write(self.stop_w, b"x")
