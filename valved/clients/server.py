@@ -75,6 +75,7 @@ FROM_CLIENT = frozenset(
         LinkType.KV_MAKE,
     }
 )
+PACKETS = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 
 
 def scarce_from() -> float:
@@ -106,8 +107,7 @@ class LinkServer:
     def start(self) -> None:
         """Bind under another name and rename: a client never meets a half-made socket or the predecessor's."""
         with Fds() as fds:
-            kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            listener = fds.enter_context(socket.socket(socket.AF_UNIX, kind))
+            listener = fds.enter_context(socket.socket(socket.AF_UNIX, PACKETS))
             fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             fds.callback(forget_name, fresh)  # each start has another name: starts that fail would fill the folder
             self._bind(listener, fresh)
