@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_daemon import OFFLINE, ONLINE, Client, FakeDaemon
+from fake_daemon import OFFLINE, ONLINE, Client, FakeDaemon, until
 from kv_world import World as KvWorld
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import NO_LATENCY, Options, node
@@ -140,7 +141,12 @@ class World:
         puppet.load()
         puppet.cu("cuInit", 0)
         puppet.cu_out("cuDevicePrimaryCtxRetain", 0)
-        return puppet, daemon.client()
+        client = daemon.client()
+        os.eventfd_write(client.order_bell, 1)
+        heard = select.poll()
+        heard.register(client.order_bell, select.POLLIN)
+        until(lambda: not heard.poll(0), "its session has the link, and speaks for no launch from before")
+        return puppet, client
 
     def offline(self, daemon: FakeDaemon | None = None, **settings: Any) -> tuple[Puppet, Client]:
         daemon = daemon or self.daemon(OFFLINE)
