@@ -77,7 +77,7 @@ class Limiter:
             self._shares = {
                 who: share
                 for who, share in self._shares.items()
-                if share.seen_s > now_s - BURST / CAUSED_BY_PEERS[who[0]][1]
+                if share.left + (now_s - share.seen_s) * CAUSED_BY_PEERS[who[0]][1] < BURST
             }
             self._most = max(MOST_SHARES, 2 * len(self._shares))  # else each new one would cost a look at all
         by, per_second = CAUSED_BY_PEERS[event.kind]

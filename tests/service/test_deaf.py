@@ -13,7 +13,7 @@ from link_peers import say
 from node_world import FakeConnection
 from scarce import left
 
-from valved.abi.link import LinkType, RmClient
+from valved.abi.link import MAX_FDS, LinkType, RmClient
 from valved.clients import admission
 from valved.clients.deaf import DEAF_NS
 from valved.model.ids import ProcessId, Role
@@ -130,6 +130,20 @@ def test_offline_work_never_runs_beside_a_service_that_comes_and_goes_as_its_wor
         server.until(lambda: welcome.client not in world.books.clients)
 
     assert all(are_held(world)) is (role is Role.ONLINE)
+    sock.close()
+
+
+def test_a_service_that_sends_more_descriptors_than_any_packet_has_never_holds_the_gpus_of_others(server):
+    world, start_time = server.world, server.world.processes.start_time(os.getpid())
+    server.call(lambda: world.node.launch(os.getpid(), start_time, Role.ONLINE, "chat"))
+    sock, welcome, _ = server.welcome()
+    body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+    server.rest()
+    with left(2 * MAX_FDS):
+        say(sock, LinkType.RM_CLIENT, body, [sock.fileno()] * (3 * MAX_FDS))
+        server.until(lambda: welcome.client not in world.books.clients)
+
+    assert not any(are_held(world))
     sock.close()
 
 

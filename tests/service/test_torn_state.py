@@ -8,15 +8,16 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from fake_gate import FakeGate
 from node_world import World
 from valve.v1 import node_pb2
 
-from valved import metrics
+from valved import fds, metrics
 from valved.daemon import take_over
 from valved.model.events import EventKind
-from valved.model.ids import Mode
+from valved.model.ids import Mode, Role
 from valved.rpc import convert
 from valved.state import saved as state
 
@@ -238,6 +239,28 @@ def test_what_is_no_file_never_keeps_valved_waiting(first, name, make):
 
     assert not any("Errno" in event.reason for event in first.events(EventKind.NOTED)), "people read it"
     assert state.RunFolder(first.folder).take(replace=False) is None
+
+
+def test_no_state_is_ever_written_that_a_successor_finds_too_large(tmp_path, monkeypatch):
+    """A client may tell of channels that are none. What an operator set, and other clients' channels, outlive that."""
+    monkeypatch.setattr(state, "CLIENTS_BYTES", 6000, raising=False)
+    monkeypatch.setattr(fds, "MOST_BYTES", 8000)
+    channel = state.SavedChannel(gpu=0, h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True)
+    clients = [
+        state.SavedClient(pid=pid, start_time=1, role=Role.OFFLINE, service=1, channels=[channel] * count)
+        for pid, count in enumerate([1, 1000, 50, 500])
+    ]
+    empty = World(tmp_path).handover.snapshot()
+    state.save(
+        tmp_path / "state.json",
+        msgspec.structs.replace(empty, clients=clients, policy=state.SavedPolicy(mode=Mode.OFF)),
+    )
+
+    found, problem = state.load(tmp_path / "state.json")
+
+    assert found is not None, problem
+    assert found.policy.mode is Mode.OFF
+    assert [len(client.channels) for client in found.clients] == [1, 0, 50, 0]
 
 
 def test_no_file_beside_the_state_is_so_large_that_it_keeps_valved_from_starting(first):

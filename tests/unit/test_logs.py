@@ -111,3 +111,18 @@ def test_a_process_that_is_one_user_after_another_never_takes_memory_without_end
         refused(logger, uid=uid)
 
     assert len(limiter._shares) <= 2 * MOST_SHARES
+
+
+def test_processes_that_come_and_go_once_never_take_memory_without_end(logger, monkeypatch):
+    clock = itertools.count(step=0.01)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    limiter = Limiter()
+    handler = logging.NullHandler()
+    handler.handle = limiter.filter
+    logger.addHandler(handler)
+
+    for pid in range(10 * MOST_SHARES):
+        for kind in (EventKind.JOINED, EventKind.LEFT):
+            logger.info(kind.value, extra={"event": Event(0, 0, kind, 0, 0, (), "", {"pid": pid})})
+
+    assert len(limiter._shares) <= 2 * MOST_SHARES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,5 +34,19 @@ def test_a_want_of_tasks_is_never_told_by_the_end_of_valved_alone(
     assert bool(few_tasks(mine, root)) is is_told
 
 
+@pytest.mark.parametrize("name", [b"\xff", b"a\x0bb", "a\N{LINE SEPARATOR}b".encode()])
+def test_the_name_of_a_control_group_never_keeps_valved_from_starting(tmp_path: Path, name: bytes) -> None:
+    mine, root = tmp_path / "mine", tmp_path / "root"
+    mine.write_bytes(b"0::/" + name + b"\n")
+    group = root / os.fsdecode(name)
+    group.mkdir(parents=True)
+    (group / "pids.max").write_text("24\n")
+    (group / "pids.current").write_text("24\n")
+
+    assert few_tasks(mine, root)
+
+
 def test_a_machine_without_control_groups_is_never_said_to_lack_tasks(tmp_path: Path) -> None:
+    assert not few_tasks(tmp_path / "mine", tmp_path)
+    (tmp_path / "mine").touch()
     assert not few_tasks(tmp_path / "mine", tmp_path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from valved.abi.link import MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
+from valved.abi.link import MAX_FDS, MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
 from valved.clients.accounts import LinkAccount
 from valved.clients.arrivals import LinkCaller
 from valved.clients.dear import LinkLane
@@ -231,6 +231,8 @@ def _receive(sock: socket.socket, closer: Closer) -> Received | None:
     fds, sender = passed(ancillary)
     if flags & LOST_FDS:  # all that can be sent fits: valved itself was out of them
         closer.close(fds)
+        if len(fds) > MAX_FDS:
+            raise Malformed(f"more than {MAX_FDS} descriptors")  # for which there was room
         raise Unheard
     if flags & CUT_SHORT:
         closer.close(fds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,9 +22,9 @@ def few_tasks(mine: Path = MINE, root: Path = ROOT) -> str:
 def _groups(mine: Path, root: Path) -> list[Path]:
     """Its own and those above: each has a limit."""
     found: list[Path] = []
-    with suppress(OSError):
-        for line in mine.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
+    with suppress(OSError):  # a name may have any byte but the end of a line
+        lines = os.fsdecode(mine.read_bytes()).split("\n")
+        for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
             if controllers in ("", "pids"):
                 top = root / controllers
                 own = top / path.lstrip("/")

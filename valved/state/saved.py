@@ -19,12 +19,13 @@ import msgspec
 
 from valved import paths
 from valved.errors import AlreadyRunning, told
-from valved.fds import Fds, is_scarce, read_file, write_private
+from valved.fds import MOST_BYTES, Fds, is_scarce, read_file, write_private
 from valved.model.figures import fits
 from valved.model.ids import Mode, ProcessId, ServiceId
 from valved.model.memory import ReservationState
 
 VERSION = 1
+CLIENTS_BYTES = MOST_BYTES // 4 * 3  # of a state, which a successor reads only up to that size
 LOCK_FILE = "valved.lock"
 BAD = ".bad"
 NEXT_FILE = "valved.next"  # locked by a successor that waits
@@ -171,6 +172,10 @@ class StateEncoder:
             parts = [msgspec.json.encode(client) for client in state.clients]
             for part in parts:  # one at a time: all of them as objects are megabytes
                 msgspec.json.decode(part, type=SavedClient)
+            if sum(map(len, parts)) > CLIENTS_BYTES:  # no real channels: a client may tell of any
+                most = CLIENTS_BYTES // len(parts)
+                bare = [msgspec.json.encode(msgspec.structs.replace(one, channels=[])) for one in state.clients]
+                parts = [part if len(part) <= most else less for part, less in zip(parts, bare, strict=True)]
             self._clients, self._encoded = state.clients, msgspec.Raw(b"[" + b",".join(parts) + b"]")
         return msgspec.json.encode(msgspec.structs.replace(state, clients=self._encoded))
 
@@ -382,14 +387,9 @@ class RunFolder:
 
 def has_successor(path: Path) -> bool:
     """Somebody waits to become the valved of this folder."""
-    try:
-        fd = os.open(path / NEXT_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _lock(fd)
-    finally:
-        os.close(fd)
+    with contextlib.suppress(FileNotFoundError), Fds() as fds:
+        return not _lock(fds.own(os.open(path / NEXT_FILE, os.O_RDWR | os.O_CLOEXEC)))
+    return False
 
 
 def _lock(fd: int) -> bool:

@@ -187,6 +187,7 @@ LOG = """
 import logging, os, pathlib, sys
 from valved import logs
 path = pathlib.Path("valved.log")
+logs.PARTING_S = 1000.0  # of its end alone
 logs.set_up("info", path)
 log = logging.getLogger("valved")
 handler, = logging.getLogger().handlers
