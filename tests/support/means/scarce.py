@@ -29,7 +29,7 @@ def opened() -> Counter[str]:
 def left(count: int) -> Iterator[None]:
     """No more than `count` further descriptors can be open at a time: who asks for one beyond gets EMFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    top = max(map(int, os.listdir("/proc/self/fd"))) + 64
+    top = max(map(int, os.listdir("/proc/self/fd"))) + 64 + count
     fillers = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     while fillers[-1] < top:  # the kernel gives out the lowest number that is free
         fillers.append(os.dup(fillers[0]))
