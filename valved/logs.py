@@ -56,9 +56,13 @@ class JsonFormatter(logging.Formatter):
 
 @dataclass(slots=True)
 class _Share:
-    left: float
+    per_second: float
     seen_s: float
+    left: float = BURST
     silenced: int = 0
+
+    def left_at(self, now_s: float) -> float:
+        return min(BURST, self.left + (now_s - self.seen_s) * self.per_second)
 
 
 class Limiter:
@@ -74,16 +78,11 @@ class Limiter:
             return True
         now_s = time.monotonic()
         if len(self._shares) > self._most:  # one that is full again says no more than none
-            self._shares = {
-                who: share
-                for who, share in self._shares.items()
-                if share.left + (now_s - share.seen_s) * CAUSED_BY_PEERS[who[0]][1] < BURST
-            }
+            self._shares = {who: share for who, share in self._shares.items() if share.left_at(now_s) < BURST}
             self._most = max(MOST_SHARES, 2 * len(self._shares))  # else each new one would cost a look at all
         by, per_second = CAUSED_BY_PEERS[event.kind]
-        share = self._shares.setdefault((event.kind, event.detail.get(by)), _Share(BURST, now_s))
-        share.left = min(BURST, share.left + (now_s - share.seen_s) * per_second)
-        share.seen_s = now_s
+        share = self._shares.setdefault((event.kind, event.detail.get(by)), _Share(per_second, now_s))
+        share.left, share.seen_s = share.left_at(now_s), now_s
         if share.left < 1:
             share.silenced += 1
             return False

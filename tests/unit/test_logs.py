@@ -34,6 +34,21 @@ def refused(logger, uid, number=0):
     logger.info("refused", extra={"event": event})
 
 
+def came_and_went(logger, kind, pid):
+    logger.info(kind.value, extra={"event": Event(0, 0, kind, 0, 0, (), "", {"pid": pid})})
+
+
+def limited(logger, monkeypatch, step_s, told):
+    """A limiter of what the logger logs, one line each `step_s`. `told`: what passes it."""
+    clock = itertools.count(step=step_s)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    limiter = Limiter()
+    handler = logging.NullHandler()
+    handler.handle = lambda record: told.append(record.event) if limiter.filter(record) else None
+    logger.addHandler(handler)
+    return limiter
+
+
 def test_a_log_that_nobody_reads_never_holds_up_who_writes_it(logger):
     """64 KiB of refusals in a pipe, and the daemon's only thread stood in write(2)."""
     read, write = os.pipe()
@@ -85,27 +100,19 @@ def test_one_user_never_fills_the_log(logger, capsys):
 
 @pytest.mark.parametrize("kind", [EventKind.JOINED, EventKind.LEFT])
 def test_a_process_that_comes_and_goes_in_a_loop_never_fills_the_log(logger, monkeypatch, kind):
-    clock = itertools.count(step=0.2)
-    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    limiter, told = Limiter(), []
-    handler = logging.NullHandler()
-    handler.handle = lambda record: told.append(record.event.detail["pid"]) if limiter.filter(record) else None
-    logger.addHandler(handler)
+    told = []
+    limited(logger, monkeypatch, 0.2, told)
 
-    for number, pid in enumerate([200] * 1000 + [201]):  # 200 s
-        logger.info(kind.value, extra={"event": Event(number, 0, kind, 0, 0, (), "", {"pid": pid})})
+    for pid in [200] * 1000 + [201]:  # 200 s
+        came_and_went(logger, kind, pid)
 
-    assert BURST <= told.count(200) <= BURST + 21
-    assert told[-1] == 201
+    pids = [event.detail["pid"] for event in told]
+    assert BURST <= pids.count(200) <= BURST + 21
+    assert pids[-1] == 201
 
 
 def test_a_process_that_is_one_user_after_another_never_takes_memory_without_end(logger, monkeypatch):
-    clock = itertools.count(step=0.01)
-    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    limiter = Limiter()
-    handler = logging.NullHandler()
-    handler.handle = limiter.filter
-    logger.addHandler(handler)
+    limiter = limited(logger, monkeypatch, 0.01, [])
 
     for uid in range(10 * MOST_SHARES):
         refused(logger, uid=uid)
@@ -114,15 +121,10 @@ def test_a_process_that_is_one_user_after_another_never_takes_memory_without_end
 
 
 def test_processes_that_come_and_go_once_never_take_memory_without_end(logger, monkeypatch):
-    clock = itertools.count(step=0.01)
-    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    limiter = Limiter()
-    handler = logging.NullHandler()
-    handler.handle = limiter.filter
-    logger.addHandler(handler)
+    limiter = limited(logger, monkeypatch, 0.01, [])
 
     for pid in range(10 * MOST_SHARES):
         for kind in (EventKind.JOINED, EventKind.LEFT):
-            logger.info(kind.value, extra={"event": Event(0, 0, kind, 0, 0, (), "", {"pid": pid})})
+            came_and_went(logger, kind, pid)
 
     assert len(limiter._shares) <= 2 * MOST_SHARES

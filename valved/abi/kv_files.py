@@ -111,10 +111,8 @@ class KvTable:
         pages = np.frombuffer(self._memory, np.uint8)
         for at in range(0, self.bytes, PART):
             part = pages[at : at + PART]
-            where, found = (
-                ctypes.c_void_p(part.ctypes.data),
-                ctypes.create_string_buffer(-(-len(part) // mmap.PAGESIZE)),
-            )
+            found = ctypes.create_string_buffer(-(-len(part) // mmap.PAGESIZE))
+            where = ctypes.c_void_p(part.ctypes.data)
             if _libc.mincore(where, ctypes.c_size_t(len(part)), found) or b"\0" in found.raw:
                 return False
             part[:: mmap.PAGESIZE] = 0
