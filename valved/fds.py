@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESRCH)
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
 MOST_BYTES = 64 << 20  # beyond any file of ours that is read whole: a state of a million channels has 50 MB
 
 

@@ -7,13 +7,14 @@ import errno
 import os
 import resource
 import socket
+from unittest import mock
 
 import pytest
 from link_peers import say
 from node_world import FakeConnection
 from scarce import left
 
-from valved.abi.link import MAX_FDS, LinkType, RmClient
+from valved.abi.link import MAX_FDS, Ack, LinkType, RmClient
 from valved.clients import admission
 from valved.clients.deaf import DEAF_NS
 from valved.model.ids import ProcessId, Role
@@ -116,6 +117,20 @@ def test_offline_work_never_runs_while_nobody_who_connects_can_be_heard(server):
     sock.close()
 
 
+def test_offline_work_never_runs_while_the_kernel_has_no_room_to_wait_for_who_connects(server, monkeypatch):
+    """And that is no fault of theirs, so they are not told of as hostile."""
+    ears = mock.Mock()
+    ears.register.side_effect = OSError(errno.ENOSPC, "a test")
+    with monkeypatch.context() as patch:
+        patch.setattr(server.link.arrivals, "_ears", ears)
+        with server.connect() as sock:
+            said = sock.recv(4096)
+
+    assert said == b""
+    assert all(are_held(server.world))
+    assert not server.world.gating.counters.malformed
+
+
 @pytest.mark.parametrize("role", [Role.ONLINE, Role.OFFLINE])
 def test_offline_work_never_runs_beside_a_service_that_comes_and_goes_as_its_words_are_lost(server, role):
     """Between two of its links nobody hears its launches."""
@@ -128,6 +143,27 @@ def test_offline_work_never_runs_beside_a_service_that_comes_and_goes_as_its_wor
     with left(0):
         say(sock, LinkType.RM_CLIENT, body, [sock.fileno()])
         server.until(lambda: welcome.client not in world.books.clients)
+
+    assert all(are_held(world)) is (role is Role.ONLINE)
+    sock.close()
+
+
+@pytest.mark.parametrize("role", [Role.ONLINE, Role.OFFLINE])
+def test_offline_work_never_runs_beside_a_service_that_is_dropped_as_valved_cannot_copy_what_it_sends_it(server, role):
+    world, start_time = server.world, server.world.processes.start_time(os.getpid())
+    if role is Role.ONLINE:
+        server.call(lambda: world.node.launch(os.getpid(), start_time, role, "chat"))
+    sock, welcome, fds = server.welcome()
+
+    def is_dropped():
+        """For want of a descriptor, once its socket is full: it reads nothing."""
+        for _ in range(200):
+            world.register.send(welcome.client, LinkType.ACK, Ack(), 1, (fds[0],))
+        return welcome.client not in world.books.clients
+
+    server.rest()
+    with left(0):
+        server.until(is_dropped)
 
     assert all(are_held(world)) is (role is Role.ONLINE)
     sock.close()

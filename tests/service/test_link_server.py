@@ -30,6 +30,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.arrivals import PENDING_PER_PROCESS
+from valved.clients.deaf import Unheard
 from valved.clients.dear import CORE_BURST_NS, DearAccounts, LinkLane
 from valved.clients.server import LinkServer
 from valved.clients.turns import SHARE
@@ -281,6 +282,15 @@ def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
     assert all(one.cancel.called for one in timers)
 
 
+@pytest.mark.parametrize("code", [errno.ENOBUFS, errno.ETOOMANYREFS])
+def test_a_peer_is_never_taken_for_broken_as_the_kernel_has_no_room_for_what_valved_sends(code):
+    peer, broken = mock.Mock(), []
+    peer.sendmsg.side_effect = OSError(code, "a test")
+
+    assert not box_for(mock.Mock(), peer, broken.append).send(b"packet", ())
+    assert [*map(type, broken)] == [Unheard]
+
+
 def test_copies_that_could_not_all_be_made_never_stay_open():
     peer, broken, none_left = mock.Mock(), [], OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     peer.sendmsg.side_effect = BlockingIOError
@@ -291,7 +301,7 @@ def test_copies_that_could_not_all_be_made_never_stay_open():
         assert not box.send(b"packet", (fd, fd, fd))
 
     assert not opened() - before
-    assert broken == ["out of descriptors"]
+    assert [*map(type, broken)] == [Unheard]
     os.close(fd)
 
 

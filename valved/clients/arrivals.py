@@ -105,15 +105,16 @@ class LinkArrivals:
     def come(self, accepted: Iterable[Accepted]) -> bool:
         """Costs little for each: they may be a flood that stands before somebody else's. Whether there was room for
         all."""
-        known = self._awaited.pids()
-        refused: dict[LinkCaller, list[int]] = {}
+        known, refused = self._awaited.pids(), dict[LinkCaller, list[int]]()
         replaced: dict[LinkCaller, list[int]] = {}
         for one in accepted:
             caller = self._callers.get((one.pid, one.uid))
             if caller is None:
                 caller = self._begin(one, known)
             may = len(caller) < PENDING_PER_PROCESS or (caller not in refused and self._make_room(caller, replaced))
-            if not (may and self._listen_to(caller, one.fd)):
+            if may:
+                self._listen_to(caller, one.fd)
+            else:
                 refused.setdefault(caller, []).append(one.fd)
         self._turn_away(replaced, SILENT)
         self._turn_away(refused, OFTEN)
@@ -143,16 +144,16 @@ class LinkArrivals:
         self._loop.remove_reader(self._ears)
         self._ears.close()
 
-    def _listen_to(self, caller: LinkCaller, fd: int) -> bool:
-        """False: the kernel has no room for it."""
+    def _listen_to(self, caller: LinkCaller, fd: int) -> None:
         try:
             self._ears.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except OSError:
-            return False
+        except OSError:  # the kernel has no room for it
+            self._server.cannot_hear()
+            self._server.turn_away(caller, [fd], "")
+            return
         self._callers[caller.pid, caller.uid] = caller
         self._caller_of[fd] = caller
         caller.silent[fd] = time.monotonic_ns()
-        return True
 
     def _make_room(self, caller: LinkCaller, replaced: dict[LinkCaller, list[int]]) -> bool:
         """By the oldest, if it has said nothing for a while. To turn the new one away is cheaper."""
@@ -257,8 +258,7 @@ class LinkArrivals:
         """At least one of each kind, so that none keeps the others waiting for ever."""
         if self._next is not None:
             self._next.cancel()
-        self._next = None
-        self._wait_ns = 0
+        self._next, self._wait_ns = None, 0
         until_ns = time.monotonic_ns() + PASS_NS
         has_more = True  # if one of them fails, the others have their turns all the same
         try:

@@ -47,6 +47,6 @@ class AsideReader:
 
         try:
             if not self._server.read_one(peer, result) and peer.client is None:
-                self._server.drop_later(peer, "no HELLO")
+                self._server.drop_later(peer, EOFError("no HELLO"))
         finally:  # also if valved failed to handle it
             self._server.go_on(peer)

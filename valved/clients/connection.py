@@ -18,6 +18,7 @@ import msgspec
 from valved.abi.link import MAX_FDS, MAX_PACKET, Body, LinkType, Malformed, Packet, build, parse
 from valved.clients.accounts import LinkAccount
 from valved.clients.arrivals import LinkCaller
+from valved.clients.deaf import Unheard
 from valved.clients.dear import LinkLane
 from valved.clients.fetching import Lent, is_dead, pidfd_of, split
 from valved.clients.outbox import Arrived, Outbox, Unsent, send_on, widen
@@ -42,13 +43,6 @@ UNREAD_OF_ALL, UNREAD_LEAST = 16 << 20, 4 << 10  # where there are more than 512
 FULL_NS, FULL_MOST_NS = 1_000_000, 512_000_000
 YOUNG_NS = 10_000_000_000  # all who come back after a restart have told what they hold by then
 ORDERS = frozenset({LinkType.KV_ORDER, LinkType.KV_RUNS})  # each has one KV_DONE
-
-
-class Unheard(EOFError):
-    """What a peer said is lost, as valved was out of descriptors or memory for it."""
-
-    def __str__(self) -> str:
-        return "valved is out of descriptors"
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):

@@ -17,6 +17,13 @@ LACK = "valved lacks descriptors or memory for a process that connects: every GP
 STANDS_NS = 300_000_000_000  # the guard may stop one before it asks again, and lets it go each minute
 
 
+class Unheard(EOFError):
+    """What a peer said, or what it should hear, is lost, as valved was out of descriptors or memory for it."""
+
+    def __str__(self) -> str:
+        return "valved is out of descriptors"
+
+
 class DeafHold:
     def __init__(self, gating: GateService, journal: Journal, clock: Clock) -> None:
         self._gating, self._journal, self._clock = gating, journal, clock

@@ -7,7 +7,6 @@ pays for, whether anything came of it or not. And nothing of a link is read whil
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from valved.abi.link import Ack, LinkType, Malformed
-from valved.clients.connection import LinkConnection, Received, Unheard
+from valved.clients.connection import LinkConnection, Received
+from valved.clients.deaf import Unheard
 from valved.clients.fetching import FETCHERS, UNFETCHED, Lent, fetch
 from valved.clients.turns import TurnLine
+from valved.fds import is_scarce
 from valved.machine.helpers import Helpers, Worker
 
 if TYPE_CHECKING:
     from valved.clients.server import LinkServer
 
 OF_ACCOUNT = FETCHERS // 4
-SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # valved's own trouble
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class FetchedReader:
                 raise Unheard
             return Received(packet, fds, peer.pid)
 
-        if fds is None and not (isinstance(error, OSError) and error.errno in SCARCE):
+        if fds is None and not (isinstance(error, OSError) and is_scarce(error)):
             began_ns = time.thread_time_ns()
             peer.send(LinkType.ACK, Ack(status=UNFETCHED), packet.seq)
             loan.ran_ns += time.thread_time_ns() - began_ns

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from valved.clients.deaf import Unheard
 from valved.clients.dear import LinkLane
-from valved.fds import Fds
+from valved.fds import Fds, is_scarce
 
 SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
 MOST_BYTES = 1 << 20
@@ -61,9 +62,13 @@ def send_some(sock: socket.socket, packets: Sequence[Unsent]) -> tuple[int, OSEr
     return len(packets), None
 
 
+def _end_by(error: Exception) -> EOFError:
+    return Unheard() if isinstance(error, OSError) and is_scarce(error) else EOFError("its socket is broken")
+
+
 class Outbox:
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[str], None], lane: LinkLane
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[EOFError], None], lane: LinkLane
     ) -> None:
         self._loop = loop
         self._sock = sock
@@ -85,8 +90,8 @@ class Outbox:
             self._send(packet, fds)
         except (BlockingIOError, InterruptedError):
             return self._keep(packet, fds, arrived)
-        except OSError:
-            self._broken("its socket is broken")
+        except OSError as error:
+            self._broken(_end_by(error))
             return False
         if arrived is not None:
             arrived()
@@ -107,14 +112,14 @@ class Outbox:
     def _keep(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None) -> bool:
         more_bytes, more_fds = (SEND_BUFFER, ASIDE_FDS) if self._lane.is_aside else (0, 0)
         if self._bytes + len(packet) > MOST_BYTES + more_bytes or self._fds + len(fds) > MOST_FDS + more_fds:
-            self._broken("it does not read")
+            self._broken(EOFError("it does not read"))
             return False
         try:
             with Fds() as copies:
                 mine = [copies.own(os.dup(fd)) for fd in fds]
                 copies.keep()
-        except OSError:
-            self._broken("out of descriptors")
+        except OSError as error:
+            self._broken(_end_by(error))
             return False
         self._queue.append((packet, mine, arrived))
         self._bytes += len(packet)
@@ -135,7 +140,7 @@ class Outbox:
 
     def _look(self, taken: int) -> None:
         if self._taken == taken and not self._handed:  # else it waits for a thread, maybe for what others made it owe
-            self._broken("it does not read")
+            self._broken(EOFError("it does not read"))
         else:
             self._watch(self._taken)
 
@@ -150,8 +155,8 @@ class Outbox:
                 self._send(packet, fds)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
-                self._break()
+            except OSError as error:
+                self._break(error)
                 return
             self._is_sent()
         if not self._queue:  # a caller that was told may have sent more
@@ -172,9 +177,9 @@ class Outbox:
             os.close(fd)
         return arrived
 
-    def _break(self) -> None:
+    def _break(self, error: Exception) -> None:
         self._stop_writing()
-        self._broken("its socket is broken")
+        self._broken(_end_by(error))
 
     def _hand_over(self) -> None:
         """The queue to a thread. The link may be closed meanwhile, but its lane keeps the socket open."""
@@ -194,7 +199,7 @@ class Outbox:
         if isinstance(failed, BlockingIOError | InterruptedError):
             self._loop.add_writer(self._sock, self._flush)
         elif failed is not None:
-            self._break()
+            self._break(failed)
         elif self._queue:
             self._hand_over()
         else:

@@ -30,7 +30,8 @@ from valved.abi.link import (
 )
 from valved.clients.arrivals import LinkArrivals, LinkCaller
 from valved.clients.aside import AsideReader
-from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, Unheard, end
+from valved.clients.connection import SO_PASSRIGHTS, LinkConnection, Received, end
+from valved.clients.deaf import Unheard
 from valved.clients.dear import DearAccounts
 from valved.clients.lending import FetchedReader
 from valved.clients.owing import OwingLine
@@ -100,6 +101,7 @@ class LinkServer:
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
         self.left_unread = register.admission.welcomes.left_unread
+        self.cannot_hear = register.admission.deaf.not_taken  # somebody who may be online work, for want of our own
         self._path = path
         self._listener: socket.socket | None = None
         self._peers: set[LinkConnection] = set()
@@ -149,7 +151,7 @@ class LinkServer:
         """The same socket in a folder of its own: what containers may see of the run folder, without the API."""
         return self._path.parent / CLIENT_FOLDER / self._path.name
 
-    def drop_later(self, peer: LinkConnection, why: str) -> None:
+    def drop_later(self, peer: LinkConnection, why: EOFError) -> None:
         self._loop.call_soon(self._drop, peer, why)
 
     def forget(self, peer: LinkConnection) -> None:
@@ -165,26 +167,24 @@ class LinkServer:
         try:
             accepted = accept(self._listener)
         except OSError:  # out of descriptors: say so, and do not turn in a circle
-            self._register.admission.deaf.not_taken()
-            self._refuse_one()
-            self._rest_accepting(0.1)
+            self.cannot_hear()
+            self._refuse_one(self._listener)
+            self._rest_accepting(self._listener, 0.1)
             return
         if not self.arrivals.come(accepted):
-            self._rest_accepting(FLOOD_REST_S)
+            self._rest_accepting(self._listener, FLOOD_REST_S)
 
-    def _rest_accepting(self, seconds: float) -> None:
-        assert self._listener is not None
-        self._loop.remove_reader(self._listener)
+    def _rest_accepting(self, listener: socket.socket, seconds: float) -> None:
+        self._loop.remove_reader(listener)
         self._loop.call_later(seconds, self._resume_accept)
 
-    def _refuse_one(self) -> None:
+    def _refuse_one(self, listener: socket.socket) -> None:
         """Every connection gets an answer: the spare descriptor is lent for it."""
-        assert self._listener is not None
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
             refused = RefusedMessage(code=Refusal.QUOTA, text="valved is out of descriptors")
             words = build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns())
             self.closer.do(partial(end, sock, [(words, [])], [], self.closer))
@@ -216,7 +216,7 @@ class LinkServer:
         if peer.lane.is_aside:
             self._aside.read(peer)
         elif not self.read_one(peer):
-            self.drop_later(peer, "no HELLO")
+            self.drop_later(peer, EOFError("no HELLO"))
         return peer.is_online
 
     # Their messages
@@ -272,12 +272,10 @@ class LinkServer:
             else:
                 self._take(peer, received.packet, received.fds)
         except EOFError as error:
-            if peer.is_online and isinstance(error, Unheard):  # it comes back, and is as deaf to us: time after time
-                self._register.admission.deaf.not_taken()
-            self._drop(peer, str(error) or "link closed")
+            self._drop(peer, error)
         except Malformed as error:
             self._register.malformed(peer.pid, peer.uid, str(error))
-            self._drop(peer, "malformed")
+            self._drop(peer, EOFError("malformed"))
         finally:
             if is_welcomed and peer.is_open and peer.wanted == wanted:
                 self.charge(peer, time.thread_time_ns() - began_ns)
@@ -326,10 +324,12 @@ class LinkServer:
         if peer.is_open:
             self._loop.add_reader(peer.fileno(), self._read, peer)
 
-    def _drop(self, peer: LinkConnection, reason: str) -> None:
+    def _drop(self, peer: LinkConnection, why: EOFError) -> None:
+        if peer.is_online and isinstance(why, Unheard):  # it comes back, and is as deaf to us: time after time
+            self.cannot_hear()
         began_ns = time.thread_time_ns()
         peer.close()
         if peer.client is not None:
-            self._register.leave(peer.client, reason)
+            self._register.leave(peer.client, str(why) or "link closed")
             if not peer.is_online:
                 self.arrivals.took(peer.caller, time.thread_time_ns() - began_ns)
