@@ -9,7 +9,7 @@ import pytest
 from node_world import World
 
 from valved.clients.deaf import DEAF_NS, STANDS_NS
-from valved.clients.untold import LOOKS_BEFORE_FREEZE
+from valved.clients.untold import LOOKS_BEFORE_FREEZE, NO_ROOM, NO_SHIM
 from valved.config import LadderTable
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Role
@@ -145,6 +145,21 @@ def test_a_job_that_valved_refused_for_want_of_room_never_stands_for_good(rig):
     for _ in range(LOOKS_BEFORE_FREEZE):
         rig.look(600, 601)
     assert (600, "SIGSTOP") in rig.world.signals[-2:], "it did not register"
+
+
+def test_a_job_for_which_valved_had_no_room_is_never_told_to_run_without_the_shim(rig):
+    root = rig.world.processes.add(600)
+    rig.world.node.launch(600, 6000, Role.OFFLINE, "batch")
+    rig.world.gate.create_error = OSError(errno.EMFILE, "too many")
+    rig.world.hello(600)
+    rig.world.processes.add(601, parent=root, comm="static")
+    for _ in range(LOOKS_BEFORE_FREEZE):
+        rig.look(600, 601)
+
+    assert {one.detail["pid"]: one.reason.partition("GPU ")[2] for one in rig.world.events(EventKind.FROZEN)} == {
+        600: NO_ROOM,
+        601: NO_SHIM,
+    }
 
 
 def test_a_job_that_waits_for_room_never_stands_for_good_because_valved_is_restarted(rig):

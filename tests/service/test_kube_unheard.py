@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 from fakeapi import until
 from kube_node import GIB, OFFLINE_UID, ONLINE_UID, group, kube_node, pod, registered, scenario, uuid_of
 
 from valved.abi.link import Feature
+from valved.clients.untold import NO_ROOM
 from valved.machine.cards import CardUse
 from valved.model.events import EventKind
 from valved.model.ids import Role
@@ -32,6 +34,26 @@ async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unrep
         assert told["podUID"] == OFFLINE_UID
         (state,) = [one for one in node.api.reports[-1]["conditions"] if one["type"] == "OfflineUngated"]
         assert (state["status"], state["message"]) == ("True", "process 900 (bare) of default/batch-0")
+
+
+@scenario
+async def test_an_offline_pod_for_which_valved_had_no_room_is_never_told_to_run_without_the_shim(tmp_path):
+    """It is frozen and evicted as one that does: another node may have room."""
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
+        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
+        node.world.processes.add(900, comm="late", cgroup=group(OFFLINE_UID))
+        node.world.gate.create_error = OSError(errno.EMFILE, "too many")
+        assert node.world.hello(900).client is None
+        info = node.world.gate.gpus()[0]
+        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+        await until(lambda: node.api.reports and node.api.reports[-1]["ungated"])
+
+        (frozen,) = node.world.events(EventKind.FROZEN)
+        assert frozen.reason == f"process 900 (late) of default/batch-0 uses a GPU {NO_ROOM}"
+        assert "without the shim" not in " ".join(one.reason for one in node.world.events(EventKind.GUARD))
 
 
 @scenario

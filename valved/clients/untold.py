@@ -14,6 +14,7 @@ from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.state.registry import Books, ClientEntry
 
 UNTOLD = "by channels of which valved was not told"
+NO_SHIM, NO_ROOM = "without the shim", "unregistered, and valved may have had no room for it"
 LOOKS_TO_CLOSE = 2  # a moment between a look and the books is no sign
 LOOKS_BEFORE_FREEZE = 5  # one that is frozen is not looked at any more: its threads may be many
 

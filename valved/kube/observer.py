@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from valve_kube import names
 
 from valved.clients.register import Register
-from valved.clients.untold import LOOKS_TO_CLOSE, UNTOLD, Untold
+from valved.clients.untold import LOOKS_TO_CLOSE, NO_ROOM, NO_SHIM, UNTOLD, Untold
 from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
@@ -115,9 +115,9 @@ class Observer:
             Stranger(
                 name=self._words(pid),
                 gpu=gpu.index,
-                process=ProcessId(pid=pid, start_time=start_time),
+                process=(process := ProcessId(pid=pid, start_time=start_time)),
                 offline_uid=self._offline_pod(pid),
-                how=UNTOLD if pid in registered else "without the shim",
+                how=UNTOLD if pid in registered else self._how_unheard(process),
             )
             for gpu in self.gpus
             for pid in (cards[gpu.uuid].by_pid if gpu.uuid in cards else ())
@@ -125,6 +125,9 @@ class Observer:
             and (start_time := self.processes.start_time(pid)) is not None
             and not self.processes.is_ending(pid, start_time)
         ]
+
+    def _how_unheard(self, process: ProcessId) -> str:
+        return NO_ROOM if self.register.admission.waits_for_room(process) else NO_SHIM
 
     def _is_heard(self, client: ClientEntry | None, pid: int, gpu: GpuIndex) -> bool:
         if client is None:

@@ -1,4 +1,5 @@
 """Stops offline pods that use a GPU without the shim or past it: frozen by signal, reported, evicted by the controller.
+So is one for which valved had no room. Nobody knows that its shim stops it, and another node may have room.
 
 Nothing else can stop such a process when a request comes, so it is frozen at the second look that finds it: within two
 seconds. One look is not enough: a process may be in NVML's list for a moment before it is registered. A shim that has

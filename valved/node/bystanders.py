@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from valved.clients.identity import identify
-from valved.clients.untold import LOOKS_BEFORE_FREEZE, LOOKS_TO_CLOSE, UNTOLD, Untold
+from valved.clients.untold import LOOKS_BEFORE_FREEZE, LOOKS_TO_CLOSE, NO_ROOM, NO_SHIM, UNTOLD, Untold
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.machine.ports import GpuInfo, ProcessPort
@@ -115,8 +115,9 @@ class Bystanders:
         for process, looks in self._looks.items():
             if looks < LOOKS_BEFORE_FREEZE:  # after a restart of valved its shim comes back by itself
                 continue
-            why = f"{ungated[process]} uses a GPU without the shim"
-            if not self._waits_for_room(process):
+            waits = self._waits_for_room(process)
+            why = f"{ungated[process]} uses a GPU {NO_ROOM if waits else NO_SHIM}"
+            if not waits:
                 self._ladder.freeze_stranger(process, why)
             elif looks < LOOKS_BEFORE_ASKING:  # a successor does not know that it waits: it lets it go
                 self._ladder.freeze_untold(process, why)

@@ -86,7 +86,7 @@ def _ungated(node: Object) -> set[str]:
 
 
 def _ungated_leaver(pod: Object, node: str) -> Leaver:
-    note = f"it uses GPUs of {node} without the shim: nothing could stop it when a request comes"
+    note = f"it uses GPUs of {node} without the shim, past it, or unregistered: nothing could stop it for a request"
     return Leaver(pod=pod, reason=Told.OFFLINE_UNGATED, note=note)
 
 
