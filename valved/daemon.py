@@ -9,6 +9,7 @@ in between; without one it stays stopped by the lease of its shims. Both write t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -21,13 +22,14 @@ from valved import paths
 from valved.clients.server import LinkServer
 from valved.compose import Daemon, Outer, build
 from valved.config import Config, group_id
+from valved.fds import forget_name
 from valved.machine.cards import CardReader
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Helpers, Prompt, Worker, heard
 from valved.machine.kept import kept_bytes
 from valved.machine.notify import Notify
-from valved.machine.ports import GatePort, ProcessPort, ProverPort
+from valved.machine.ports import GatePort, ProcessPort, ProverPort, WorkPort
 from valved.machine.possession import RmProver
 from valved.machine.signals import Signals
 from valved.machine.startpages import give_back_start_pages
@@ -40,7 +42,16 @@ from valved.model.ids import Mode
 from valved.model.plain import plain
 from valved.node.api import Node
 from valved.node.brake import Brake
-from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, keep_reading, leave_nobody_standing, settled
+from valved.node.upkeep import (
+    LoopBeat,
+    Upkeep,
+    end,
+    keep_going,
+    keep_reading,
+    leave_at_once,
+    leave_nobody_standing,
+    settled,
+)
 from valved.state import pending
 from valved.state import saved as state
 from valved.state.trace import LineFile
@@ -49,7 +60,7 @@ if TYPE_CHECKING:
     from valved.kube.host import KubeBooks
     from valved.kube.room import Room
 
-PARTING_NS = 2_000_000_000  # the last state may be written for so long
+PARTING_NS = 2_000_000_000  # the last state may be written for so long, and names removed
 
 
 def _outer(
@@ -167,22 +178,42 @@ async def run(
     await stop.wait()
     daemon.brake.hand_over()
     await end(beside)  # the room takes its slots back
+    is_answering = await _end(daemon, outer.disk, link, servers, metrics)
+    loop.remove_reader(gate.stamps_fd())
+    notify.close()
+    beat.stop()
+    if not is_answering:  # the lock ends with the process: no thread removes a successor's name
+        leave_at_once(0)
+    return not daemon.brake.leaving.present()  # asked again: the link is closed, and a process may have come meanwhile
+
+
+async def _end(daemon: Daemon, disk: WorkPort, link: LinkServer, servers: list[Any], metrics: Any) -> bool:
+    """Whether the disk of the run folder answers."""
     is_empty = not daemon.brake.leaving.present()
     daemon.journal.emit(
         EventKind.STOPPED, reason="no offline work" if is_empty else "GPUs stay stopped until the next valved starts"
     )
-    for server in servers:
+    is_answering = await _forget(disk, [name for server in servers for name in server.names])
+    for server in servers if is_answering else ():
         await server.stop(grace=0.5)
     if metrics is not None:
         metrics.close()
-    await leave_nobody_standing(gate, daemon.brake)
+    await leave_nobody_standing(daemon.gate, daemon.brake)
     daemon.handover.save()
     await heard(partial(daemon.handover.when_saved, within_ns=PARTING_NS, is_last=True))
+    is_answering = is_answering and await _forget(disk, link.names)
     await _close(daemon, link)
-    loop.remove_reader(gate.stamps_fd())
-    notify.close()
-    beat.stop()
-    return not daemon.brake.leaving.present()  # asked again: the link is closed, and a process may have come meanwhile
+    return is_answering
+
+
+async def _forget(disk: WorkPort, names: list[Path]) -> bool:
+    """Sockets, by a thread, and before they close: `valve tune` knows by the name that no valved is here. False: the
+    disk does not answer."""
+    is_done = asyncio.Event()
+    disk.do(lambda: [*map(forget_name, names)], lambda *_: is_done.set())
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(is_done.wait(), PARTING_NS / 1e9)
+    return is_done.is_set()
 
 
 async def _close(daemon: Daemon, link: LinkServer) -> None:

@@ -17,7 +17,6 @@ from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli import words
 from valved.cli.client import explain_error
-from valved.cli.tune import has_valved
 from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.machine import helpers
@@ -55,15 +54,6 @@ def with_api(folder, story):
             return await asyncio.wait_for(story(api), PATIENCE_S)
 
     return asyncio.run(run())
-
-
-def test_a_valved_that_ended_in_good_order_is_never_taken_for_one_that_lives(tmp_path):
-    async def story(api):
-        assert has_valved(api.path.parent)
-
-    with_api(tmp_path, story)
-
-    assert not has_valved(tmp_path)
 
 
 def test_the_status_travels_whole(tmp_path):

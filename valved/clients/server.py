@@ -103,6 +103,9 @@ class LinkServer:
         self.left_unread = register.admission.welcomes.left_unread
         self.cannot_hear = register.admission.deaf.not_taken  # somebody who may be online work, for want of our own
         self._path = path
+        # The same socket in a folder of its own: what containers may see of the run folder, without the API.
+        self._for_clients = path.parent / CLIENT_FOLDER / path.name
+        self.names = [path, self._for_clients]  # of files, for whoever ends it
         self._listener: socket.socket | None = None
         self._peers: set[LinkConnection] = set()
 
@@ -126,10 +129,9 @@ class LinkServer:
         listener.bind(str(fresh))
         fresh.chmod(0o666)  # anybody may knock; quotas and identity come after
         listener.listen(BACKLOG)
-        for_clients = self._for_clients()
-        for_clients.parent.mkdir(mode=0o755, exist_ok=True)
-        for_clients.unlink(missing_ok=True)
-        for_clients.hardlink_to(fresh)
+        self._for_clients.parent.mkdir(mode=0o755, exist_ok=True)
+        self._for_clients.unlink(missing_ok=True)
+        self._for_clients.hardlink_to(fresh)
         fresh.replace(self._path)
 
     def stop(self) -> None:
@@ -138,18 +140,12 @@ class LinkServer:
             self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-            forget_name(self._path)
-            forget_name(self._for_clients())
         for peer in list(self._peers):
             peer.close()
         self.arrivals.close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
-
-    def _for_clients(self) -> Path:
-        """The same socket in a folder of its own: what containers may see of the run folder, without the API."""
-        return self._path.parent / CLIENT_FOLDER / self._path.name
 
     def drop_later(self, peer: LinkConnection, why: EOFError) -> None:
         self._loop.call_soon(self._drop, peer, why)

@@ -79,8 +79,13 @@ class Upkeep:
         self._brake.hand_over()
         await leave_nobody_standing(self._gate, self._brake)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
-        logging.shutdown()  # else the last line stays in the queue
-        os._exit(EXIT_FAILED)
+        leave_at_once(EXIT_FAILED)
+
+
+def leave_at_once(status: int) -> None:
+    """Whatever ends in good order asks the disk of the run folder, and may wait for it without end."""
+    logging.shutdown()  # else the last line stays in the queue
+    os._exit(status)
 
 
 async def settled(is_under_way: Callable[[], bool]) -> None:

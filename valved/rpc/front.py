@@ -24,7 +24,7 @@ from typing import cast
 import msgspec
 
 from valved.clients.connection import ANCILLARY, RECEIVE, SO_PASSRIGHTS, passed
-from valved.fds import Fds, forget_name, is_scarce
+from valved.fds import Fds, is_scarce
 from valved.machine.helpers import Closer
 
 PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -154,10 +154,7 @@ class Front:
         self._path.chmod(mode)
 
     async def stop_listening(self) -> None:
-        """Its name goes with it, which is how `valve tune` knows that no valved is here. No successor has it before we
-        end: it waits for our lock."""
         if self._server is not None:
-            forget_name(self._path)
             self._server.close()
 
     async def close(self) -> None:

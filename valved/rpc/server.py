@@ -30,6 +30,7 @@ class GrpcServer:
 
     def __init__(self, servicer: NodeServicer, path: Path, crowd: Crowd) -> None:
         self._behind = path.with_name(path.name + ".in")
+        self.names = [path, self._behind]  # of files, for whoever ends it; gRPC looks for its own all the same
         self._front = Front(path, self._behind, crowd)
         self._aside = LoopAside("valved-api")
         self._server = grpc.aio.server(options=OPTIONS)
