@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import threading
 
+import pytest
 from fakeapi import until
 from kube_node import GIB, OFFLINE_UID, ONLINE_UID, group, kube_node, pod, registered, scenario, uuid_of
 
 from valved.abi.link import Feature
 from valved.clients.untold import NO_ROOM
+from valved.kube import counting, seriesfile
 from valved.machine.cards import CardUse
 from valved.model.events import EventKind
 from valved.model.ids import Role
@@ -92,6 +96,26 @@ async def test_an_offline_pod_whose_channels_are_in_no_book_never_runs_on_unrepo
         await until(lambda: (900, "SIGSTOP") in node.world.signals)
         await until(lambda: node.guarded() == [0])
         await until(lambda: node.api.reports[-1]["ungated"])
+
+
+@scenario
+async def test_a_disk_that_hangs_never_ends_the_look_for_ungated_pods(tmp_path):
+    """What it is to take is the node's series, for the next valved."""
+    begun, free = threading.Event(), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "SAVE_NS", 0)
+        patch.setattr(seriesfile, "keep", lambda *_: (begun.set(), free.wait()))
+        async with kube_node(tmp_path, start=False) as node, contextlib.AsyncExitStack() as end:
+            end.callback(free.set)
+            node.start_room()
+            node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
+            await until(begun.is_set)
+            node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
+            info = node.world.gate.gpus()[0]
+            node.world.processes.add(900, comm="bare", cgroup=group(OFFLINE_UID))
+            node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+            await until(lambda: (900, "SIGSTOP") in node.world.signals, 30)
 
 
 @scenario

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from valved.kube import seriesfile
 from valved.kube.host import Host, LastHeard, Uncounted
@@ -15,6 +17,7 @@ from valved.kube.pods import PodBook
 from valved.kube.series import NodeSeries
 from valved.kube.ungated import Ungated
 from valved.machine.cards import CardReader
+from valved.machine.helpers import Helpers, Worker
 from valved.model.ids import GpuIndex, ServiceId
 from valved.state.registry import STANDING
 from valved.state.saved import boot_id
@@ -26,6 +29,7 @@ BEAT_S = 0.1  # between looks at which services are busy: fine enough for the ov
 BOOK_S = 1.0
 SECOND_NS = 1_000_000_000
 SAVE_NS = 60 * SECOND_NS  # what a crash may lose of the series
+PARTING_S = 2.0  # for its last write
 
 
 class Counting:
@@ -50,6 +54,8 @@ class Counting:
         self.lent_s: dict[ServiceId, float] = {}
         self._cards = CardReader()
         self._file = host.run_dir / seriesfile.FILE, boot_id(), [gpu.uuid_text for gpu in self._gpus]
+        self._disk, self._is_kept = Worker(asyncio.get_running_loop(), Helpers("valved-series", 1)), asyncio.Event()
+        self._is_kept.set()
         path, boot, uuids = self._file
         why = seriesfile.read(path, self.series, boot, uuids, host.now_s())
         log.info("series", extra={"facts": {"taken_over": not why, "why_not": why}})
@@ -87,8 +93,7 @@ class Counting:
             self._book_memory(now_ns)
             if now_ns >= save_ns:
                 save_ns = now_ns + SAVE_NS
-                saved = self.series.saved()
-                await asyncio.to_thread(seriesfile.keep, self._file[0], saved, *self._file[1:])
+                self._keep()
             strangers = self._observer.strangers(self._known.cards)
             if self.ungated.look(strangers, now_ns / 1e9, self._observer.registered()):
                 self._changed()  # its GPU is closed at once
@@ -115,11 +120,20 @@ class Counting:
                 self.series.memory(now_ns / 1e9, place, free, use.total_bytes, is_held=is_held)
                 self.observed.note_free(place, free, is_held)
 
-    def close(self) -> None:
-        path, boot, uuids = self._file
-        seriesfile.keep(path, self.series.saved(), boot, uuids)
+    def _keep(self) -> None:
+        """In a thread, which a disk that hangs has for as long as it likes."""
+        if self._is_kept.is_set():
+            self._is_kept.clear()
+            path, boot, uuids = self._file
+            job = partial(seriesfile.keep, path, self.series.saved(), boot, uuids)
+            self._disk.do(job, lambda *_: self._is_kept.set())
+
+    async def close(self) -> None:
         self._host.journal.unwatch(self._wakes)
         self._cards.leave()
+        self._keep()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._is_kept.wait(), PARTING_S)
 
 
 def _figures(account: GpuAccount) -> tuple[int, int, int, int]:

@@ -150,9 +150,9 @@ class Room(PodsListener):
         finally:
             await end(tasks)
             self._host.journal.unwatch(self._watcher)
-            self.counting.close()
             self._deletions.close()
             self.api.close()
+            await self.counting.close()
 
     async def _first_reconciliation(self) -> None:
         """The pods first: identity comes from them. An API server that is away must not keep the node waiting."""
