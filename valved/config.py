@@ -31,7 +31,6 @@ from valved.policy.wake import WakeSettings
 
 MIB = 1 << 20
 EVERYBODY = "*"  # as a view_group
-MANUAL = "see docs/configuration.md for names, units and bounds"
 
 # Bounds: what is beyond them is a slip (a wrong unit, one digit too many) and not an opinion. `le` also refuses inf.
 HOUR_S = 3600.0
@@ -305,7 +304,7 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         where = f"{path}: " if path is not None else ""
         text, key = _named(short(str(error)))
-        raise ConfigError(f"{where}{text}", field=key, next_step=MANUAL) from None
+        raise ConfigError(f"{where}{text}", field=key) from None
     check(config)
     return config
 
@@ -321,10 +320,10 @@ def check(config: Config) -> None:
     """What no type of one setting can say."""
     for name, value in effective(config).items():
         if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
-            raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
+            raise ConfigError(f"{name} = {value}: must be a number", field=name)
         if isinstance(value, str) and not value.isprintable():
             text = f"{name} = {short(repr(value))}: must be printable text"
-            raise ConfigError(text, field=name, next_step=MANUAL)
+            raise ConfigError(text, field=name)
     _check_order(config)
     group_id(config.group)
     group_id("" if config.view_group == EVERYBODY else config.view_group, "view_group")
@@ -339,7 +338,7 @@ def check(config: Config) -> None:
         try:
             make()
         except ValueError as error:
-            raise ConfigError(f"[{table}] {short(str(error))}", field=table, next_step=MANUAL) from None
+            raise ConfigError(f"[{table}] {short(str(error))}", field=table) from None
     if config.memory.handle_mib % 2:
         raise ConfigError(
             f"memory.handle_mib = {config.memory.handle_mib}: must be a multiple of 2", field="memory.handle_mib"
@@ -356,7 +355,7 @@ def group_id(name: str, setting: str = "group") -> int:
         return grp.getgrnam(name).gr_gid if name else -1
     except KeyError:
         text = f"{setting} = {short(name)!r}: this machine has no such group"
-        raise ConfigError(text, field=setting, next_step=MANUAL) from None
+        raise ConfigError(text, field=setting) from None
 
 
 def _check_order(config: Config) -> None:
@@ -370,12 +369,10 @@ def _check_order(config: Config) -> None:
     for names in rising:
         for low, high in itertools.pairwise(names):
             if flat[low] > flat[high]:
-                raise ConfigError(
-                    f"{low} = {flat[low]}: must not be greater than {high} = {flat[high]}", field=low, next_step=MANUAL
-                )
+                raise ConfigError(f"{low} = {flat[low]}: must not be greater than {high} = {flat[high]}", field=low)
     if config.loop_priority and (config.loop_priority >= config.fifo_priority or config.spin_us):
         why = "the gate's threads must come before the loop: less than fifo_priority, and spin_us = 0"
-        raise ConfigError(f"loop_priority = {config.loop_priority}: {why}", field="loop_priority", next_step=MANUAL)
+        raise ConfigError(f"loop_priority = {config.loop_priority}: {why}", field="loop_priority")
 
 
 def effective(config: Config) -> dict[str, Any]:

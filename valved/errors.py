@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from typing import ClassVar
 
 MOST_TEXT = 200  # of what somebody else wrote, in a message that people read in a terminal
 
@@ -26,6 +27,9 @@ _CURES = {
     errno.EDQUOT: "make room there: this user's quota is used up",
     errno.EROFS: "that file system can only be read now: see the kernel log, then mount it for writing again",
     errno.EIO: "that device fails: see the kernel log",
+    errno.EMFILE: "raise the limit of descriptors (ulimit -n, LimitNOFILE=)",
+    errno.ENFILE: "this machine has no descriptor left: see fs.file-max",
+    errno.ENOMEM: "see the limits of memory: of its control group, and of this machine",
 }
 
 
@@ -35,29 +39,42 @@ def cure(error: OSError, otherwise: str) -> str:
 
 
 class ValveError(Exception):
-    """Root of Valve's own errors: what happened, in which field, and the next step."""
+    """Root of Valve's own errors: what happened, in which field, and the next step. Each class has a usual one, so that
+    none goes without."""
+
+    usual: ClassVar[str]
 
     def __init__(self, message: str, *, field: str = "", next_step: str = "") -> None:
         super().__init__(message)
         self.field = field
-        self.next_step = next_step
+        self.next_step = next_step or self.usual
 
 
 class ConfigError(ValveError):
     """A setting is unknown, unreadable or out of range: correct it and start again."""
 
+    usual = "see docs/configuration.md for names, units and bounds"
+
 
 class InvalidRequest(ValveError):
     """An argument makes no sense: correct the call."""
+
+    usual = "correct the call: see --help and docs/cli.md"
 
 
 class NotFound(ValveError):
     """What was named is not here, or not any more: name another one."""
 
+    usual = "name another one: valve status shows what is here"
+
 
 class NotNow(ValveError):
     """The request is fine, but the state of the node does not allow it: do the next step first."""
 
+    usual = "see valve status, and try again"
+
 
 class AlreadyRunning(ValveError):
     """Another valved owns the run folder."""
+
+    usual = "see in its log what keeps it, or end it, and start again"

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from valved import logs, paths
-from valved.config import MANUAL, Config, effective, load_config
+from valved.config import Config, effective, load_config
 from valved.daemon import run
 from valved.errors import ConfigError, ValveError, cure, short, told
 from valved.machine.cardlock import CardLock
@@ -27,6 +27,7 @@ log = logging.getLogger("valved")
 
 EXIT_FAILED, EXIT_CONFIG = 1, 78  # EX_CONFIG of sysexits.h: a restart would not help
 LOOP_NS = 2_000_000_000  # far beyond any pass of the loop; below the patience of an online process that starts
+IN_THE_WAY = "see who may use that file or device, and whether something else has its name"
 GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections over thousands of channels cost most
 SWITCH_S = 0.0001  # so long may a thread that computes keep the loop waiting; Python's own is 5 ms
 
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             config = msgspec.structs.replace(config, kube=msgspec.structs.replace(config.kube, node=options.node))
         run_dir = Path(config.run_dir) if config.run_dir else paths.run_dir()
         if why := paths.unfit(run_dir):
-            raise ConfigError(f"run_dir = {short(str(run_dir))}: {why}", field="run_dir", next_step=MANUAL)
+            raise ConfigError(f"run_dir = {short(str(run_dir))}: {why}", field="run_dir")
         logs.set_up(config.log_level, run_dir / paths.LOG_FILE)
         folder = state.RunFolder(run_dir.absolute())
         if options.wait:
@@ -109,8 +110,8 @@ def main(argv: list[str] | None = None) -> int:
             folder.take(replace=options.replace)
         cards.take()
     except (ValveError, OSError) as error:
-        next_step = cure(error, "") if isinstance(error, OSError) else error.next_step
-        print(f"valved: {told(error)}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
+        next_step = cure(error, IN_THE_WAY) if isinstance(error, OSError) else error.next_step
+        print(f"valved: {told(error)}\n  next: {next_step}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
     mode_flag = Mode(options.mode) if options.mode else None
     try:
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         if asyncio.run(run(config, folder, gate, LinuxProcesses(), mode_flag)):
             gate.close()
     except OSError as error:
-        log.error("failed", extra={"facts": {"error": told(error), "next": cure(error, "")}})
+        log.error("failed", extra={"facts": {"error": told(error), "next": cure(error, IN_THE_WAY)}})
         return EXIT_FAILED
     finally:
         cards.release()

@@ -20,4 +20,4 @@ class CliError(Exception):
         super().__init__(message)
         self.code = code
         self.is_silence = is_silence  # valved did not answer: it may yet
-        self.next_step = next_step
+        self.next_step = next_step or "see: valve status"

@@ -122,8 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except CliError as error:
         print(f"valve: {error}", file=sys.stderr)
-        if error.next_step:
-            print(f"valve: {error.next_step}", file=sys.stderr)
+        print(f"valve: {error.next_step}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         return 130

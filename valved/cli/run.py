@@ -132,7 +132,7 @@ def words(options: argparse.Namespace) -> Said:
     try:
         check(said)
     except ValueError as error:
-        raise CliError(f"--{error}", USAGE) from None
+        raise CliError(f"--{error}", USAGE, "valve run --help has the forms") from None
     return said
 
 

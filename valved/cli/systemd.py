@@ -117,7 +117,7 @@ def asked_systemctl(*arguments: str) -> subprocess.CompletedProcess[str]:
 def systemctl(*arguments: str) -> None:
     done = asked_systemctl(*arguments)
     if done.returncode:
-        raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED)
+        raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED, "systemctl status valved")
 
 
 def _install(path: Path, options: argparse.Namespace) -> None:
