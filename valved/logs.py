@@ -8,6 +8,7 @@ room.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -134,6 +135,7 @@ def _stream(path: Path) -> LogSink:
     """`path`: where `valve up` lets standard error go."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.fstat(2), path.stat()):
+            fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)  # a file that is cut has no hole
             return LogFile(path)
     return sys.stderr
 

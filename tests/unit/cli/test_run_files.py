@@ -218,6 +218,25 @@ def test_the_log_of_valve_up_never_grows_without_bound_nor_goes_on_in_a_deleted_
     assert "late words" in text
 
 
+def test_a_log_that_is_cut_never_has_a_hole_however_it_was_opened(tmp_path):
+    """By a shell, say. It is cut where it cannot be moved: a folder has that name."""
+    (tmp_path / "valved.log.1").mkdir()
+    program = """
+import pathlib
+from valved import logs
+log = logs._stream(pathlib.Path("valved.log"))
+log._most = 4096
+for number in range(1000):
+    log.write(f"line {number}\\n")
+"""
+    with (tmp_path / "valved.log").open("wb") as log:
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stderr=log, check=True)
+
+    text = (tmp_path / "valved.log").read_bytes()
+    assert text.endswith(b"line 999\n")
+    assert b"\0" not in text
+
+
 def test_an_error_stream_that_is_another_s_file_is_never_moved_or_begun_anew(tmp_path):
     program = "import pathlib; from valved import logs; print(logs._stream(pathlib.Path('valved.log')))"
     (tmp_path / "valved.log").touch()
