@@ -26,8 +26,9 @@
  *                                   between, so valved gates them again. No answer. Only sent to a daemon that
  *                                   announces VALVE_FEATURE_SCHEDULE_DONE
  *   ENDING                    ->    offline, to a daemon that announces VALVE_FEATURE_ENDING: a signal has come that ends
- *                                   this process, and one thread of it waits. What comes first lets it: ACK, no channel
- *                                   is off; or the end of the link, all are on and valved has no part in them any more
+ *                                   this process, and one thread of it waits. ACK lets it: no channel is off, or it
+ *                                   stands until all are on, and the link ends. An end without an ACK: that valved has
+ *                                   died, or is an older one, and the process switches its channels on itself
  *
  * KV memory (kv.h), between peers that both announce VALVE_FEATURE_MEMORY
  *   KV_RANGE                  ->    shim: an address range was reserved. ACK comes when it is backed: in whole, or,

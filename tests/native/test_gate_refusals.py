@@ -102,6 +102,28 @@ def test_a_channel_that_comes_while_nothing_can_be_stopped_never_stays_out_of_th
     assert late.on() == 0
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_channel_that_comes_while_the_driver_has_no_time_is_never_beyond_the_gate_for_good(
+    rig: Rig, is_held: bool
+) -> None:
+    """No rung reached it then, and none was tried again: it ran beside every service from then on."""
+    workload = rig.offline()
+    if is_held:
+        rig.online(7, {0})
+        rig.wait_gated(0)
+    rig.driver.rules.fail_disable = REFUSED
+
+    (result,) = workload.add()
+
+    assert result.reach is Reach.CHANNEL_OWN
+    if is_held:
+        rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)  # what is frozen meanwhile goes by this
+    rig.driver.rules.fail_disable = 0
+    if not is_held:
+        rig.online(7, {0})
+    wait_until(lambda: workload.on() == 0, "it is off")
+
+
 def test_an_enable_that_was_refused_is_never_left_at_that(rig: Rig) -> None:
     workload, online = rig.offline(), rig.online(7, {0})
     workload.add()

@@ -41,10 +41,12 @@ def test_a_job_that_a_signal_ends_never_dies_with_its_channels_off(world):
         return True
 
     world._signal = signal
+    connection = world.connections[client]
 
-    world.say_ending(client)
+    seq = world.say_ending(client)
     world.run(60_000)
 
+    assert (seq, 0) in connection.acks(), "else it switches its channels itself"
     assert order == [(pid, "SIGSTOP", True, True), (pid, "SIGCONT", False, False)]
     assert not world.events(EventKind.KILLED)
     assert not world.ladder.standing()

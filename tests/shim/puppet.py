@@ -320,6 +320,10 @@ class Commands:
     def heard_in_c(self):
         return ctypes.c_int.in_dll(self.handed_on, "heard").value
 
+    def open_in_clone(self, library, flags):
+        """In a child that shares with us what the flags say; it has ended when this returns."""
+        return ctypes.CDLL(library).open_in_clone(flags)
+
     def raise_signal(self, number):
         signal.raise_signal(number)
 

@@ -97,6 +97,18 @@ def test_a_valved_that_hangs_keeps_no_job_from_dying(world):
     client.expect(ENDING)
 
 
+@pytest.mark.parametrize("end", [lambda client: None, let_go], ids=["hangs", "dies"])
+def test_a_job_never_dies_with_channels_off_because_the_valved_that_it_told_does_not_answer(world, end):
+    puppet, client = job(world)
+
+    puppet.process.send_signal(TERM)
+    client.expect(ENDING)
+    end(client)
+
+    assert puppet.process.wait() == -TERM
+    assert [line.split()[0] for line in world.gate_calls()] == ["enable"]
+
+
 def test_a_job_without_valved_dies_as_ever(world):
     puppet, client = job(world)
     world.daemons[0].close()

@@ -172,6 +172,38 @@ def test_a_thread_that_leaves_the_table_of_files_never_takes_a_channel_along(wor
     assert client.none_of(CHANNEL_DEL)
 
 
+CLONE_VM, CLONE_FILES, CLONE_VFORK = 0x100, 0x400, 0x4000
+
+
+def open_in_clone(world, puppet, flags):
+    return puppet.open_in_clone(str(world.libraries.compile("clones", "-shared", "-fPIC")), flags)
+
+
+def test_a_child_that_shares_our_table_of_files_never_closes_our_link(world):
+    puppet, client = world.online()
+    own = own_numbers(puppet)
+
+    assert open_in_clone(world, puppet, CLONE_FILES) == 0
+
+    assert set(own) <= set(own_numbers(puppet))
+    client.gate(1)
+    puppet.launch(1)
+    assert (client.bells(), client.gone.is_set()) == (1, False)
+
+
+def test_a_process_never_goes_unseen_because_a_child_in_its_memory_opened_the_driver_first(world):
+    daemon = world.daemon(ONLINE)
+    puppet = world.puppet(role="online")
+    puppet.load()
+    assert open_in_clone(world, puppet, CLONE_VM | CLONE_VFORK) == 0
+
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+
+    daemon.client().expect(CHANNEL_ADD, h_channel=FIRST)
+
+
 class Elsewhere:
     """The puppet's commands, on its thread that has left the table of files."""
 

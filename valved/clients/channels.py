@@ -107,7 +107,7 @@ class Channels:
             case Schedule():
                 self._schedule_done(entry, body)
             case EndingMessage():
-                self._gating.client_ends(entry, body.signal, lambda: self._ack(entry.id, packet.seq))
+                self.schedules.ends(entry, packet.seq, body.signal)
             case NoteMessage():
                 self._note(entry, body)
             case _:

@@ -247,9 +247,7 @@ class Register:
         self.channels.forget(client)
         self._read_tokens(entry)
         enabled = self.departures.remove(entry, reason)
-        changed = False
-        for key in list(entry.channels):
-            changed |= self._books.drop_channel(entry, key)
+        changed = sum(self._books.drop_channel(entry, key) for key in list(entry.channels)) > 0
         self._books.drop_client(client)
         self._gating.client_left(entry, self._exits.processes.is_gone)
         self.listener.client_left(entry, is_dead=is_dead)
@@ -272,6 +270,7 @@ class Register:
     def let_die(self, process: ProcessId) -> bool:
         """It stands, and is killed next: its channels are enabled. False: once the driver answers, so ask again."""
         for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
+            self.channels.schedules.let_end(entry)
             self.leave(entry.id, KILL)
         return self.departures.has_all_on(process)
 

@@ -5,6 +5,8 @@ and the shim asks again. SCHEDULE_DONE closes the race of a gate that falls betw
 are stopped once more. A shim that had stopped its own channels asks the same for all of them (no h_client) before it
 ends that. Those that valved switches are handed to it: its thread may stand still between our answer and an enable of
 its own, which a stop would be too early for. They run at SCHEDULE_DONE, if no stop came in between.
+
+A process that a signal ends waits for an ACK, too (gate/ending.py).
 """
 
 from __future__ import annotations
@@ -58,6 +60,17 @@ class Schedules:
         self._of: dict[LinkAccount, dict[tuple[ClientId, int], HeldSchedule]] = {}  # those of threads, oldest first
         self._handed: dict[ClientId, int] = {}  # when their channels were last handed to valved
         self._to_run: set[ClientId] = set()  # of them, whose channels valved may not run yet
+
+    def ends(self, entry: ClientEntry, seq: int, number: int) -> None:
+        """A signal ends the process, which waits for our leave."""
+        entry.ending_seq = seq
+        self._gating.client_ends(entry, number, lambda: self.let_end(entry))
+
+    def let_end(self, entry: ClientEntry) -> None:
+        """If it waits for that: no channel of it is off, or it stands until that is so."""
+        if entry.ending_seq:
+            self._ack(entry.id, entry.ending_seq, 0)
+            entry.ending_seq = 0
 
     def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
         gpus = self._gated_gpus(entry, body.h_client)

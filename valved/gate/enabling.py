@@ -15,6 +15,7 @@ GPU_IS_LOST = 0x0F  # the GPU fell off the bus, and its work is lost
 INVALID_CHANNEL = 0x21
 NOT_SUPPORTED = 0x56
 DENIED = frozenset({0x1B, NOT_SUPPORTED})  # the answer to a client that names channels of others
+NOT_NOW = frozenset({0x03, 0x51, 0x65, 0x66})  # busy, no memory, no answer in time: it may do the same in a moment
 GONE = frozenset({INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
 
 

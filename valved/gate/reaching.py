@@ -14,7 +14,7 @@ from typing import Any
 from valve_abi import Feature
 
 from valved.gate.armed import LADDER, LOSSES, ArmedChannel, ArmedChannels, GateClient, RmNumbers, entry_of, is_worse
-from valved.gate.enabling import GONE, INVALID_CHANNEL, NOT_SUPPORTED, Enabling
+from valved.gate.enabling import GONE, INVALID_CHANNEL, NOT_NOW, NOT_SUPPORTED, Enabling
 from valved.gate.kept import KeptFiles
 from valved.machine.ports import ArmResult
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
@@ -53,8 +53,7 @@ class NativeChannels(Enabling):
         self._forget_gone(channel.gpu)  # what it tells anew is not what ended
         known = self._channels.get(client, channel.h_client, channel.h_channel)
         is_off = known is not None and known.app_disabled and known.ref.cid == channel.cid
-        reach = numbers.reach or Reach.CHANNEL_OWN
-        entry = ArmedChannel(ref=channel, client=client, reach=reach, app_disabled=is_off)
+        entry = ArmedChannel(ref=channel, client=client, reach=numbers.reach or LADDER[0], app_disabled=is_off)
         status = 0 if known is not None and known.ref == channel else self._verify(channel)
         if status != 0:
             return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False, is_known=False)
@@ -109,22 +108,23 @@ class NativeChannels(Enabling):
                 if status in (0, -errno.ETIMEDOUT):  # a driver that hangs has not refused
                     numbers.reach = reach
                     return status, entry
+                if status in NOT_NOW and is_worse(Reach.CHANNEL_SELF, reach):  # nor has this one
+                    return status, self._arm_untested(entry)
                 missing = status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and lib.valve_gpu_state(self._gate, entry.ref.gpu) == lib.VALVE_GPU_FAILED:
-            return status, self._arm_untested(holder, numbers, entry)
+            best = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
+            return status, self._arm_untested(replace(entry, reach=best))
         self._put(given_up := replace(entry, reach=Reach.NONE))
         self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [entry])  # undoes the tries
         return status, given_up
 
-    def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel) -> ArmedChannel:
-        """Arms without a test, because this GPU cannot be stopped now. Takes the best rung that lacks nothing; later
-        tries test it with the others.
-        """
-        reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
-        self._put(untested := replace(entry, reach=reach))
+    def _arm_untested(self, entry: ArmedChannel) -> ArmedChannel:
+        """Arms without a test, because this GPU cannot be stopped now. Later tries test it with the others."""
+        self._put(entry)
         self._arm(entry.ref.gpu)
-        return untested
+        lib.valve_gpu_stop_again(self._gate, entry.ref.gpu)
+        return entry
 
     def _missing(self, holder: GateClient, numbers: RmNumbers, reach: Reach) -> str | None:
         """What this rung lacks, before anything is tried."""

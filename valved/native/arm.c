@@ -207,6 +207,13 @@ void valve_gpu_run_again(struct valve_gate *gate, uint32_t gpu)
 	issuer_kick(&gate->gpu[gpu]);
 }
 
+/* What came into its plan while it was stopped may run. If it still is, its plan is stopped again and again until that is well. */
+void valve_gpu_stop_again(struct valve_gate *gate, uint32_t gpu)
+{
+	store_release(&gate->gpu[gpu].owes_stop, 1);
+	issuer_kick(&gate->gpu[gpu]);
+}
+
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++)

@@ -243,6 +243,7 @@ uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);
 uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t gpu);
 uint32_t valve_gate_turning(struct valve_gate *gate);
 void valve_gpu_run_again(struct valve_gate *gate, uint32_t gpu);
+void valve_gpu_stop_again(struct valve_gate *gate, uint32_t gpu);
 int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                   uint32_t *cid);
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);

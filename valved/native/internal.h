@@ -147,10 +147,10 @@ struct gpu {
 	uint32_t handled;            /* the kick that the issuer went to sleep on */
 	uint32_t flight, flier;      /* issuer and watchdog; flier: the thread that is in the driver */
 	uint64_t flight_ns;
-	uint32_t owes_release; /* others ordered holds for it, which an enable takes back; issuer clears */
-	struct plan *plan;     /* issuer's; the watchdog's while a flight is lost */
-	struct mail *spent;    /* issuer pushes, caller takes all */
-	struct mail *late;     /* issuer's alone: answered, but what it was to run now was refused */
+	uint32_t owes_release, owes_stop; /* holds to take back; a stop in doubt. Issuer clears */
+	struct plan *plan;                /* issuer's; the watchdog's while a flight is lost */
+	struct mail *spent;               /* issuer pushes, caller takes all */
+	struct mail *late; /* issuer's alone: answered, but what it was to run now was refused */
 	uint32_t late_failures;
 	uint64_t late_ns;              /* and is not tried again before then */
 	uint32_t gone_head, gone_tail; /* a ring: the issuer fills it, the caller empties it */

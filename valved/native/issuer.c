@@ -367,6 +367,8 @@ void issuer_serve(struct gpu *gpu)
 		read_mail(gpu);
 		if (owes_release && gpu->state < VALVE_GPU_STOPPED)
 			store_release(&gpu->state, VALVE_GPU_ENABLING);
+		if (swap(&gpu->owes_stop, 0) && gpu->state == VALVE_GPU_STOPPED)
+			store_release(&gpu->state, VALVE_GPU_FAILED);
 		timeout_ns = follow(gpu);
 		timeout_ns = sooner(timeout_ns, follow_end(gpu));
 		timeout_ns = sooner(timeout_ns, late_turn(gpu, seen));

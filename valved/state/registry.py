@@ -63,6 +63,7 @@ class ClientEntry:
     app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
     uses_mps: bool = False  # it said so: none of its channels is ever stopped
     asked_fd: bool = False  # it was told to send its nvidiactl files: one that proves an RM client is kept
+    ending_seq: int = 0  # of its word that a signal ends it, until that is answered
     lease_flag: bool | None = None  # what set_online_registered was last told
 
     def gpus(self) -> set[GpuIndex]:

@@ -8,6 +8,7 @@
  */
 #include "shim.h"
 
+#include <linux/kcmp.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -15,11 +16,19 @@ enum { CHILD, BECOMING, SELF };
 
 static uint32_t *what_we_are; /* NULL: no driver was opened, or a kernel before 4.14 */
 
+/* A bare clone() may leave the table of files the parent's, too: what is closed in it is closed there (CLONE_FILES). */
+static bool has_parents_files(void)
+{
+	return valve_shim.pid && !syscall(SYS_kcmp, valve_shim.pid, syscall(SYS_getpid), KCMP_FILES, 0, 0);
+}
+
 static void reset(void)
 {
+	bool is_shared = has_parents_files();
+
 	if (valve_shim.state != VALVE_STATE_NEW)
 		valve_map_fresh();
-	for (int which = 0; which < VALVE_OWNS; which++)
+	for (int which = 0; which < VALVE_OWNS && !is_shared; which++)
 		valve_own_close(which); /* else the parent's end of file would wait for the child's */
 	memset(&valve_shim, 0, sizeof(valve_shim));
 	valve_tls.slot = valve_tls.fenced = NULL;
@@ -62,14 +71,21 @@ bool valve_is_child(void)
 	       valve_shim.pid != (uint32_t)syscall(SYS_getpid);
 }
 
+/* A vfork child, whether its parent is a client already or not: what it registered would count for the parent. */
+static bool is_in_parents_memory(uint32_t pid)
+{
+	uint32_t parent = (uint32_t)syscall(SYS_getppid);
+
+	return (what_we_are && valve_shim.pid == parent) || !syscall(SYS_kcmp, parent, pid, KCMP_VM, 0, 0);
+}
+
 bool valve_begin_process(void)
 {
 	uint32_t pid = (uint32_t)syscall(SYS_getpid);
 	void *page;
 
 	valve_heed_child();
-	if (what_we_are && valve_shim.pid && valve_shim.pid != pid &&
-	    (uint32_t)syscall(SYS_getppid) == valve_shim.pid)
+	if (valve_shim.pid != pid && is_in_parents_memory(pid))
 		return false;
 	valve_shim.pid = pid;
 	if (what_we_are)

@@ -5,8 +5,8 @@
  * The kernel's own end of a process tells nobody before. So SIGTERM, SIGINT and SIGHUP have a handler of ours where they have
  * none: set when the first channel is there, and again if the program sets SIG_DFL again. A handler or SIG_IGN of the program's
  * is never replaced. The handler does not return: its thread, which would run no line any more, waits with all signals blocked.
- * The others go on meanwhile. It dies soon in any case, without an answer after some looks. Where no valved is linked, the
- * session's thread enables what may be off.
+ * The others go on meanwhile. It dies soon in any case. Where no valved is linked, or the one that was told has died or does not
+ * answer after some looks, the session's thread enables what may be off.
  * One that is set later may call the handler that it found, as signal-hook's (Rust) and c10's do. Without us there is none.
  *
  * All that the handler calls is a system call. It may have interrupted a thread that has our locks, so it waits for none.
@@ -82,13 +82,15 @@ static bool stands_alone(void)
 }
 
 /* It may be connecting just now (RECONNECT_MS of session.c), and the driver takes its time after that. If valved takes us then, it
- * is to be told after all. */
-static void wait_for_session(int number)
+ * is to be told after all. `is_told`: one has been, and it has not answered. */
+static void wait_for_session(int number, bool is_told)
 {
 	ending.number = number;
 	store_release(&ending.alone, 1);
-	for (int look = 0; look < 2 * LOOKS && !load_acquire(&ending.answered) && !valve_is_linked();
-	     look++) {
+	if (is_told)
+		valve_own_hang_up();
+	for (int look = 0;
+	     look < 2 * LOOKS && !load_acquire(&ending.answered) && (is_told || !valve_is_linked()); look++) {
 		futex_wake(&valve_shim.leaving, 1); /* it may have looked just before, and waits only now */
 		sleep_ns(LOOK_MS * 1000000u);
 	}
@@ -117,7 +119,7 @@ static void try_to_tell(int link, bool is_borrowed, int number, int look)
 		valve_unlock(&valve_shim.link_lock);
 }
 
-/* Ends with the link, whose end the kernel shows as POLLHUP. */
+/* Ends with the link, whose end the kernel shows as POLLHUP. The answer comes before that: the session reads it. */
 static void wait_for_valved(int number, bool is_teller)
 {
 	uint32_t generation = load_relaxed(&valve_shim.link_generation);
@@ -157,9 +159,11 @@ static void leave(int number)
 			bool is_teller = swap_if(&ending.begun, &nobody, 1);
 
 			if (stands_alone() || load_acquire(&ending.alone))
-				wait_for_session(number);
-			if (may_tell())
+				wait_for_session(number, false);
+			if (may_tell()) {
 				wait_for_valved(number, is_teller);
+				wait_for_session(number, true);
+			}
 		}
 		die(number);
 	}
@@ -168,7 +172,8 @@ static void leave(int number)
 
 /* ---- the session's thread ---- */
 
-/* At once: our channels are on, and online work that comes before our end has them switched off again. */
+/* At once: our channels are on, and online work that comes before our end has them switched off again. Or they were switched on
+ * as we stood, and the link ends. */
 void valve_ending_answer(uint32_t seq)
 {
 	if (seq != load_acquire(&ending.seq))
@@ -177,7 +182,7 @@ void valve_ending_answer(uint32_t seq)
 	store_release(&ending.answered, 1); /* a sandbox keeps this thread from it */
 }
 
-/* No valved is there that would do it. */
+/* No valved is there that would do it, or has done it. */
 static void end_alone(void)
 {
 	store_relaxed(&valve_shim.self_stopped, 0);
