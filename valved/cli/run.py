@@ -193,7 +193,7 @@ def online(name: str, said: Said, command: str) -> dict[str, str]:
         except CliError as error:
             if not (error.is_silence and leave_claim(name, said)):
                 raise
-            say(f"{error}; {command} is gated as soon as valved answers")
+            say(f"{error}; {command} runs unprotected until valved answers")
         return environment("online", run_dir())
     except Exception as error:
         say(f"{told(error)}; {command} runs untouched")
