@@ -46,6 +46,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="How far valved may go. Default: as configured, or as set since.",
     )
     parser.add_argument(
+        "--default-mode",
+        choices=[mode.value for mode in Mode],
+        help="The same where none was set since: for units, which say it at each start. Default: as configured.",
+    )
+    parser.add_argument(
         "--metrics-port",
         type=int,
         help="Serve Prometheus metrics on this loopback port. 0 switches them off. Default: as configured.",
@@ -90,7 +95,8 @@ def _import_early(config: Config) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    flags = {"mode": options.mode, "metrics_port": options.metrics_port, "trace_file": options.trace_file}
+    mode = options.mode or options.default_mode
+    flags = {"mode": mode, "metrics_port": options.metrics_port, "trace_file": options.trace_file}
     if options.run_dir is not None:
         flags["run_dir"] = str(options.run_dir)
     cards = CardLock()

@@ -66,4 +66,5 @@ def option(parser: argparse._ActionsContainer, name: str, default: object, text:
     shown = "%(default)g" if isinstance(default, float) else "%(default)s"
     kind = type(default)
     more.setdefault("type", whole() if kind is int else amount if kind is float else kind)
+    more["type"](str(default))  # bounds that refuse their own default are none that anybody meant
     parser.add_argument(name, default=default, help=f"{text} Default: {shown}.", **more)

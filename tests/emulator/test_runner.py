@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rm_process import RmProcess, grow_tree
+from valve_tools.emulator import run as runner_module
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import LIBRARIES, NO_LATENCY, Options, environment, is_running, node
 
@@ -35,6 +37,38 @@ def test_the_banner_names_the_seed_on_standard_error() -> None:
     done = run("--seed", "77", "--", "true")
 
     assert "seed 77" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--", "no-such-program"), 127, "no-such-program: No such file"),
+        (("--", "/etc/passwd"), 126, "/etc/passwd: Permission denied"),
+        (("--dir", "/proc/folder", "--", "true"), 1, "No such file or directory: '/proc/folder'"),
+        (("--gpus", "99", "--", "true"), 1, "did not start"),
+    ],
+)
+def test_what_cannot_be_run_is_never_answered_with_a_traceback(arguments: list[str], code: int, said: str) -> None:
+    done = run(*arguments)
+
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert said in done.stderr
+
+
+def test_a_user_whose_card_it_is_not_is_told_to_use_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "lock"))
+
+    monkeypatch.setattr(runner_module, "shared_node", refuse)
+
+    assert runner_module.main(["--dir", str(tmp_path), "--", "true"]) == 1
+    assert capsys.readouterr().err.rstrip().endswith("use a folder of your own: --dir, or VALVE_EMU_DIR")
+
+
+def test_a_card_of_another_size_than_the_usual_one_can_be_had() -> None:
+    assert run("--bytes", str(24 << 30), "--", "true").returncode == 0
 
 
 def test_the_exit_code_is_the_program_s() -> None:

@@ -254,9 +254,9 @@ def test_a_gpu_that_is_not_there_is_never_called_unknown_without_those_that_are(
 
 
 def test_a_policy_change_is_on_record_with_who(world):
-    world.node.set_policy(Mode.OBSERVE, {}, 0)
+    world.node.set_policy(Mode.OBSERVE, {}, 0, "uid 7")
 
-    assert world.events(EventKind.POLICY)[-1].detail["by"] == "SetPolicy"
+    assert world.events(EventKind.POLICY)[-1].detail["by"] == "uid 7"
 
 
 def test_an_impossible_policy_changes_nothing(world):

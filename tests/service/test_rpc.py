@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import stat
 from functools import partial
 from types import SimpleNamespace
@@ -54,6 +55,25 @@ def with_api(folder, story):
             return await asyncio.wait_for(story(api), PATIENCE_S)
 
     return asyncio.run(run())
+
+
+def test_no_order_is_ever_on_record_without_the_user_whom_the_kernel_names(tmp_path):
+    """What a caller calls itself stands behind it, however long that is."""
+
+    async def story(api):
+        await api.stub.Pause(node_pb2.PauseRequest(by="root " * 40))
+        await api.stub.Resume(node_pb2.ResumeRequest())
+        await api.stub.SetPolicy(node_pb2.Policy(mode=node_pb2.MODE_OBSERVE))
+        await api.stub.SetPolicy(node_pb2.Policy(cooldown_floor_ns=7_000_000))
+        await api.stub.Drain(node_pb2.DrainRequest(by="valve drain"))
+        (paused,) = api.world.events(EventKind.PAUSED)
+        policy = api.world.events(EventKind.POLICY)
+        assert [event.reason for event in policy] == ["resume", "mode observe", "cooldown", "drain"]
+        assert policy[2].detail["floor_ns"] == 7_000_000
+        said = [paused.reason.removeprefix("by "), *(event.detail["by"] for event in policy)]
+        assert [by.partition(" (")[0] for by in said] == [f"uid {os.getuid()}"] * len(said)
+
+    with_api(tmp_path, story)
 
 
 def test_the_status_travels_whole(tmp_path):
@@ -174,7 +194,7 @@ def test_pause_resume_and_drain_answer_with_the_new_state(tmp_path):
 
     paused, resumed, drained, stopped = with_api(tmp_path, story)
 
-    assert (paused.paused, paused.paused_by) == (True, "me")
+    assert (paused.paused, paused.paused_by) == (True, f"uid {os.getuid()} (me)")
     assert not resumed.paused
     assert drained.draining
     assert stopped

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from valve_kube.options import option
-from valve_tools.emulator.node import Options, environment, is_running, shared_node
+from valve_kube.options import option, whole
+from valve_tools.emulator.node import NoCard, Options, environment, is_running, shared_node
 
 DEFAULTS: dict[str, Any] = {
     "gpus": 1,
@@ -33,7 +33,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first also where a 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/emulator/run", description=__doc__.splitlines()[0] if __doc__ else "")
     option(parser, "--gpus", DEFAULTS["gpus"], "The number of cards.")
-    option(parser, "--bytes", DEFAULTS["bytes"], "The memory of each card in bytes.")
+    option(parser, "--bytes", DEFAULTS["bytes"], "The memory of each card in bytes.", type=whole(1, 1 << 50))
     option(parser, "--name", DEFAULTS["name"], "The name of each card.")
     option(parser, "--seed", DEFAULTS["seed"], "The seed that decides the cards' UUIDs.")
     parser.add_argument(
@@ -65,7 +65,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run_command(command: list[str], directory: Path, came: list[int]) -> int:
     """Run it to its end. Signals of the terminal reach it by itself; ours must survive to stop the server."""
-    child = subprocess.Popen(command, env=environment(directory, os.environ))
+    try:
+        child = subprocess.Popen(command, env=environment(directory, os.environ))
+    except OSError as error:  # as a shell says it
+        print(f"tools/emulator/run: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
     for number in ENDS:
         signal.signal(number, lambda got, _frame: child.send_signal(got))
     for earlier in came:
@@ -91,6 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     directory = Path(known) if known else Path(tempfile.mkdtemp(prefix="valve-emu-"))
     try:
         return share(options, directory, came)
+    except (OSError, NoCard) as error:  # a folder of another user, say: the card is for one
+        step = "use a folder of your own: --dir, or VALVE_EMU_DIR" if isinstance(error, PermissionError) else ""
+        print(f"tools/emulator/run: {error}", *filter(None, [step]), sep=": ", file=sys.stderr)
+        return 1
     finally:
         if not known and not is_running(directory):  # else a program that it started uses it yet
             shutil.rmtree(directory, ignore_errors=True)

@@ -40,6 +40,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def drain(options: argparse.Namespace) -> int:
+    try:
+        return drained(options)
+    except KeyboardInterrupt:  # which ends this command alone
+        print("a drain that has begun goes on and ends offline processes; undo it: valve resume", file=sys.stderr)
+        raise
+
+
+def drained(options: argparse.Namespace) -> int:
+    """Once no offline process is left."""
     end_s = time.monotonic() + options.timeout
     silence = Unanswered(ends=options.stop)
     with node() as connection:

@@ -193,10 +193,12 @@ def online(name: str, said: Said, command: str) -> dict[str, str]:
         except CliError as error:
             if not (error.is_silence and leave_claim(name, said)):
                 raise
-            say(f"{error}; {command} is gated as soon as valved answers")
+            say(f"{error}; {command} runs unprotected until valved answers")
         return environment("online", run_dir())
     except Exception as error:
-        say(f"{told(error)}; {command} runs untouched")
+        say(f"{told(error)}; {command} runs untouched, and Valve does not protect it")
+        if step := getattr(error, "next_step", ""):
+            say(step)
         return dict(os.environ)
 
 

@@ -110,7 +110,7 @@ def services(answer: Any) -> RenderableType:
     columns = ("id", "name", "role", "gpus", "stops", "delay", "harvested", "pids", "state")
     table = FittingTable("Services", columns, spare=SPARE, sentence="state")
     if not answer.services:
-        return Text("Services: none yet (valve run --online -- CMD)\n")
+        return Text("Services: none here (valve run --online -- CMD)\n")
     for service in answer.services:
         online = service.role == node_pb2.ROLE_ONLINE
         most = f" (most {service.max_preemptions_per_request} a request)" if service.hinted else ""

@@ -11,10 +11,11 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from valved.cli import drain
+from valved.cli import drain, policy, words
 from valved.cli.client import ask
 from valved.cli.exits import FAILED, NOT_RUNNING, OK, REFUSED, CliError
 from valved.cli.up import PATIENCE_S, configured_folder
@@ -82,12 +83,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def unit(options: argparse.Namespace) -> str:
     folder = "" if configured_folder(options.config) else f" --run-dir {SYSTEM_RUN_DIR}"
-    return TEMPLATE.format(python=quoted(sys.executable), folder=folder, options=_options(options))
+    return TEMPLATE.format(python=quoted(sys.executable), folder=folder, options=_options(options, "--default-mode"))
 
 
-def _options(options: argparse.Namespace) -> str:
-    """Of valved and of `valve up` alike."""
-    mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
+def _options(options: argparse.Namespace, mode_flag: str) -> str:
+    """`--mode` would win over what is set while valved runs, and a unit says it again whenever valved has crashed."""
+    mode = f" {mode_flag} {options.mode}" if options.mode else ""
     return mode + (f" --config {quoted(options.config.resolve())}" if options.config else "")
 
 
@@ -137,7 +138,10 @@ def _install(path: Path, options: argparse.Namespace) -> None:
     if is_outdated(int(shown().get("MainPID", 0)), [path, *([options.config] if options.config else [])]):
         systemctl("try-restart", UNIT)  # the next takes over from its state file
     systemctl("enable", "--now", UNIT)
-    _wait_until_up(folder_of(text), path)
+    running = _wait_until_up(folder_of(text), path)
+    if options.mode and options.mode != words.MODES[running.mode]:  # another one was set before
+        os.environ[ENV_RUN_DIR] = str(folder_of(text))
+        policy.mode(options)
 
 
 def shown() -> dict[str, str]:
@@ -158,14 +162,14 @@ def is_outdated(pid: int, settings: list[Path]) -> bool:
     return any(file.stat().st_ctime > began_s for file in [*settings, *program])  # an archive may bring old mtimes
 
 
-def _wait_until_up(folder: Path, path: Path) -> None:
+def _wait_until_up(folder: Path, path: Path) -> Any:
     """systemd calls a service started whose program has begun, whatever becomes of it."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         state = shown()
         with contextlib.suppress(CliError):
-            if str(ask(folder).pid) == state.get("MainPID"):
-                return
+            if str((answer := ask(folder)).pid) == state.get("MainPID"):
+                return answer
         has_ended = state.get("ActiveState") in ("failed", "inactive")
         if has_ended or time.monotonic() > deadline:
             break
@@ -236,7 +240,8 @@ def service(options: argparse.Namespace) -> int:
         return OK
     is_used = not options.no_start and BOOTED.is_dir()
     if options.action == "install" and not options.no_start and not is_used:
-        step = f"start valved without it: valve up{_options(options)}; to write the unit all the same: --no-start"
+        command = f"valve up{_options(options, '--mode')}"
+        step = f"start valved without it: {command}; to write the unit all the same: --no-start"
         raise CliError("systemd does not run this machine", FAILED, step)
     if not os.access(options.folder, os.W_OK):
         raise CliError(f"cannot write in {options.folder}", FAILED, "run it as root, or name a --folder")

@@ -86,7 +86,12 @@ def up(options: argparse.Namespace) -> int:
     with opened(log_path) as log:
         began = log.tell()  # what earlier starts wrote stands before it
         child = start(arguments(options, folder), log)
-    wait_until_up(child, folder, log_path, began)
+    try:
+        wait_until_up(child, folder, log_path, began)
+    except KeyboardInterrupt:  # whoever did not want this would not look for a daemon that harvests
+        child.terminate()
+        child.wait()
+        raise
     running = ask(folder)
     if running.pid != child.pid:  # another command was quicker
         return say_running(running, options, folder)
@@ -125,7 +130,10 @@ def start(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 def wait_until_up(child: subprocess.Popen[bytes], folder: Path, log_path: Path, began: int = 0) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_running(folder):
-        if child.poll() is not None or time.monotonic() > deadline:
+        has_ended = child.poll() is not None
+        if has_ended or time.monotonic() > deadline:
             tail = log_path.read_bytes()[began:].decode(errors="replace").splitlines()[-5:]
-            raise CliError("valved did not start:\n  " + "\n  ".join(tail), FAILED, f"the whole log: {log_path}")
+            slow = f"valved (pid {child.pid}) does not answer after {PATIENCE_S:g} s, and goes on"
+            text = "\n  ".join(["valved did not start:" if has_ended else f"{slow}:", *tail])
+            raise CliError(text, FAILED, f"the whole log: {log_path}")
         time.sleep(0.05)

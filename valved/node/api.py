@@ -22,6 +22,7 @@ from valved.state.journal import Journal, Watcher
 
 ANSWER_NS = 1_000_000_000  # who was not answered by then reads in the status that it is not written
 CLAIM_NS = 100_000_000  # a service that starts waits for its claim, and no longer
+UNNAMED = "an unnamed caller"
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
 
@@ -117,7 +118,9 @@ class Node:
             lease_ns=self.lease_ns,
         )
 
-    def set_policy(self, mode: Mode | None, changes: dict[str, int | float], lease_ns: int) -> PolicyState:
+    def set_policy(
+        self, mode: Mode | None, changes: dict[str, int | float], lease_ns: int, by: str = UNNAMED
+    ) -> PolicyState:
         """Fields left at zero keep their value. Everything is checked before anything changes."""
         if lease_ns not in (0, self.lease_ns):
             raise InvalidRequest(
@@ -131,26 +134,26 @@ class Node:
                 str(error).replace("_ns", ""), field="cooldown", next_step="valve policy shows these settings, in ms"
             ) from None
         if after != before:
-            self._set_cooldown(after, changes)
+            self._set_cooldown(after, changes, by)
         if mode is not None:
-            self._brake.set_mode(mode, "SetPolicy")
+            self._brake.set_mode(mode, by)
             self._handover.keep(mode=mode)
         self._handover.save()  # who was answered reads no other setting after a crash
         return self.policy()
 
-    def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:
+    def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float], by: str) -> None:
         self._gating.settings.cooldown = settings
         self._handover.keep(
             cooldown=(settings.start_ns, settings.floor_ns, settings.ceiling_ns, settings.factor, settings.window_ns),
         )
-        words = ", ".join(f"{name} {value}" for name, value in changes.items())
-        self._journal.emit(EventKind.POLICY, reason=f"cooldown {words}")
+        detail = {name: value if isinstance(value, int) else f"{value:g}" for name, value in changes.items()}
+        self._journal.put(EventKind.POLICY, 0, 0, (), "cooldown", 0, {**detail, "by": by})
 
     def pause(self, by: str) -> None:
-        self._brake.pause(plain(by) or "an unnamed caller")
+        self._brake.pause(by)
 
-    def resume(self) -> None:
-        self._brake.resume()
+    def resume(self, by: str = UNNAMED) -> None:
+        self._brake.resume(by)
 
     @property
     def is_sure(self) -> bool:
@@ -162,7 +165,7 @@ class Node:
 
     def drain(self, by: str, *, stop: bool) -> None:
         """Returns at once: offline processes may take their time to end."""
-        self._brake.drain(plain(by) or "an unnamed caller", self.stop if stop else None)
+        self._brake.drain(by, self.stop if stop else None)
 
     def explain(self, subject: str, number: int) -> Explanation:
         explainers = {

@@ -99,7 +99,9 @@ class Brake:
         self._put(self._pause_file, by, is_first=True)
         self.look_at_file({self._pause_file: self.paused_by if self.is_paused else by})
 
-    def resume(self) -> None:
+    def resume(self, by: str = "") -> None:
+        if self.is_paused or self.is_draining:
+            self._journal.emit(EventKind.POLICY, reason="resume", by=by)
         try:
             self._files.do(partial(_remove, self._pause_file, self._drain_file))
         except TimeoutError:  # it goes once its disk answers: an order that was not written by now is over, too

@@ -50,7 +50,7 @@ STANDING = {
     BRAKE_SERVICE: "the pause",
     GUARD_SERVICE: "the guard",
     MEMORY_SERVICE: "a move of memory",
-    COME_BACK_SERVICE: "the start of valved, until online processes are back,",
+    COME_BACK_SERVICE: "the start of valved (until online processes are back)",
     DEAF_SERVICE: "valved's want of descriptors or memory",
 }
 WORDS = {

@@ -20,6 +20,7 @@ from valved.errors import InvalidRequest, NotFound, NotNow, ValveError, cure
 from valved.fds import is_scarce
 from valved.machine.helpers import heard
 from valved.model.consent import Said
+from valved.model.plain import plain
 from valved.node.api import ANSWER_NS, CLAIM_NS, Node
 from valved.rpc import convert
 from valved.rpc.front import Caller, Crowd, Places
@@ -79,10 +80,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         }
         mode = convert.MODE_OF.get(request.mode)
 
-        def call() -> Any:
+        def call(by: str) -> Any:
             if mode is None and request.mode != node_pb2.MODE_UNSPECIFIED:
                 raise InvalidRequest(f"there is no mode {request.mode}", field="mode", next_step=MODES)
-            return convert.fill(node_pb2.Policy(), self._node.set_policy(mode, changes, request.lease_ns))
+            return convert.fill(node_pb2.Policy(), self._node.set_policy(mode, changes, request.lease_ns, by))
 
         return await self._change(context, call)
 
@@ -90,21 +91,21 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         role = convert.role(request.role)
         said = Said(slo=request.slo, grant=request.grant, share_weights=request.share_weights)
 
-        def call() -> Any:
+        def call(_: str) -> Any:
             service = self._node.launch(request.pid, request.start_time, role, request.name, said)
             return node_pb2.LaunchReply(service=service)
 
         return await self._change(context, call, CLAIM_NS)
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        return await self._order(context, lambda: self._node.pause(request.by))
+        return await self._order(context, self._node.pause, request.by)
 
     async def Resume(self, request: Any, context: Any) -> Any:
         del request
         return await self._order(context, self._node.resume)
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        return await self._order(context, lambda: self._node.drain(request.by, stop=request.stop))
+        return await self._order(context, partial(self._node.drain, stop=request.stop), request.by)
 
     async def Explain(self, request: Any, context: Any) -> Any:
         subject = request.WhichOneof("subject") or ""
@@ -181,19 +182,20 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         await self._pace.turn(who.uid)
         return who
 
-    async def _change(self, context: Any, call: Callable[[], Any], within_ns: int = ANSWER_NS) -> Any:
+    async def _change(self, context: Any, call: Callable[[str], Any], within_ns: int = ANSWER_NS) -> Any:
         """Who was answered reads nothing else after a crash, or reads in the status what is not written."""
-        answer = await self._answer(context, call)
+        who = await self._caller(context)
+        answer = await self._in_turn(who, context, partial(call, named(who)))
         await heard(partial(self._node.when_saved, within_ns=within_ns))
         return answer
 
-    async def _order(self, context: Any, call: Callable[[], Any]) -> Any:
-        """Nobody is told of a failure for what a file takes a moment later."""
+    async def _order(self, context: Any, call: Callable[[str], Any], by: str = "") -> Any:
+        """Nobody is told of a failure for what a file takes a moment later. `by`: what the caller calls itself."""
         late: list[TimeoutError] = []  # of a resume alone
 
         def order() -> None:
             try:
-                call()
+                call(named(who, by))
             except TimeoutError as error:
                 late.append(error)
 
@@ -270,6 +272,11 @@ async def caller(context: Any) -> Caller:
         step = "end another command of this user that is connected to valved"
         await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, step)
     return who
+
+
+def named(who: Caller, by: str = "") -> str:
+    """Who gave an order: the user first, as the kernel says. `by`, the caller's own word, may be cut short."""
+    return f"uid {who.uid} ({plain(by)})" if by else f"uid {who.uid}"
 
 
 async def _abort(context: Any, code: grpc.StatusCode, text: str, next_step: str, *more: tuple[str, Any]) -> None:

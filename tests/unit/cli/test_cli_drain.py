@@ -42,7 +42,7 @@ def run(monkeypatch):
 
         def answer(*_):
             told = left.pop(0) if len(left) > 1 else left[0]
-            if isinstance(told, Exception):
+            if isinstance(told, BaseException):
                 raise told
             return told
 
@@ -52,6 +52,13 @@ def run(monkeypatch):
         return drain.drain(argparse.Namespace(stop=stop, timeout=timeout))
 
     return run
+
+
+def test_a_drain_that_is_interrupted_never_goes_on_without_a_word(run, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        run(status(leaver(7)), KeyboardInterrupt())
+
+    assert capsys.readouterr().err.endswith("goes on and ends offline processes; undo it: valve resume\n")
 
 
 def test_a_drain_never_waits_without_saying_for_whom_and_how_long_at_most(run, capsys):

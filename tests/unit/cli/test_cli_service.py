@@ -11,8 +11,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from valve.v1 import node_pb2
 
-from valved.cli import systemd
+from valved.cli import policy, systemd
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, CliError
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
@@ -40,7 +41,7 @@ def calls(tmp_path, monkeypatch):
     )
     tool.chmod(0o755)
     state.write_text("MainPID=0\nActiveState=active\n")
-    monkeypatch.setattr(systemd, "_wait_until_up", lambda *_: None)
+    monkeypatch.setattr(systemd, "_wait_until_up", lambda *_: SimpleNamespace(mode=node_pb2.MODE_OBSERVE))
     monkeypatch.setattr(systemd, "PROGRAM", tmp_path / "program")
     (tmp_path / "program").mkdir()
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
@@ -149,7 +150,18 @@ def test_a_setting_that_is_installed_over_a_running_unit_is_never_left_for_its_n
     service(tmp_path, mode="observe")
 
     assert calls()[-3:] == ["daemon-reload", "try-restart valved.service", "enable --now valved.service"]
-    assert "--mode observe" in (tmp_path / "valved.service").read_text()
+    assert "--default-mode observe" in (tmp_path / "valved.service").read_text()
+
+
+def test_a_mode_that_is_installed_never_yields_to_one_that_was_set_before(tmp_path, calls, monkeypatch):
+    told = []
+    monkeypatch.setattr(policy, "mode", lambda options: told.append((options.mode, os.environ[ENV_RUN_DIR])))
+    monkeypatch.setenv(ENV_RUN_DIR, "/of/the/caller")
+    service(tmp_path)
+    service(tmp_path, mode="observe")
+    service(tmp_path, mode="off")
+
+    assert told == [("off", str(SYSTEM_RUN_DIR))]
 
 
 def test_the_same_unit_installed_again_never_restarts_what_runs(tmp_path, calls):

@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -195,6 +196,30 @@ def test_a_start_that_another_one_overtook_is_never_a_success_in_another_mode(tm
         up.up(argparse.Namespace(config=None, mode="off", foreground=False, metrics_port=None))
 
     assert refused.value.code == REFUSED
+
+
+def test_a_start_that_is_interrupted_never_leaves_a_valved_that_harvests(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    valved = subprocess.Popen(["sleep", "1000"])
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(up, "start", lambda argv, log: valved)
+    monkeypatch.setattr(up, "wait_until_up", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        up.up(argparse.Namespace(config=None, mode=None, foreground=False, metrics_port=None))
+
+    assert valved.poll() == -signal.SIGTERM
+
+
+def test_a_start_that_takes_long_is_never_called_one_that_failed(tmp_path, monkeypatch):
+    (log := tmp_path / "valved.log").touch()
+    monkeypatch.setattr(up, "PATIENCE_S", 0.0)
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        with pytest.raises(CliError, match=f"pid {child.pid}.* goes on"):
+            up.wait_until_up(child, tmp_path, log)
+        child.kill()
 
 
 @pytest.mark.parametrize("name", ["007", "00", "gpu01", "\u0663"])

@@ -301,7 +301,7 @@ def test_the_systemd_unit_names_mode_and_config(tmp_path):
 
     unit = systemd.unit(options)
 
-    assert f"--mode observe --config {tmp_path / 'valve.toml'}" in unit
+    assert f"--default-mode observe --config {tmp_path / 'valve.toml'}" in unit
     assert "KillMode=process" in unit
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from valved.cli import run
-from valved.cli.exits import CliError
+from valved.cli.exits import REFUSED, CliError
 
 VALVE = Path(sys.executable).parent / "valve"
 STATUS = "grep SigIgn /proc/self/status"
@@ -44,7 +44,18 @@ def test_a_service_never_stays_down_because_something_fails_in_valve(became, mon
     ((argv, env),) = became
     assert argv == ["serve", "model"]
     assert "VALVE_ROLE" not in env
-    assert "serve runs untouched" in capsys.readouterr().err
+    assert "serve runs untouched, and Valve does not protect it" in capsys.readouterr().err
+
+
+def test_a_service_that_valve_does_not_protect_is_never_started_without_a_next_step(became, monkeypatch, capsys):
+    def refused(*_):
+        raise CliError("you may not use this socket", REFUSED, "use sudo")
+
+    monkeypatch.setattr(run, "claim", refused)
+    run.run(options("online", "serve"))
+
+    told = capsys.readouterr().err.splitlines()
+    assert (len(told), told[1:]) == (2, ["valve: use sudo"])
 
 
 def test_a_service_never_stays_down_because_nobody_reads_what_valve_says(became, monkeypatch):
