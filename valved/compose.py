@@ -198,7 +198,10 @@ def _welcomes(outer: Outer) -> Welcomes:
 
 def _settings(config: Config) -> GateSettings:
     return GateSettings(
-        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
+        cooldown=config.cooldown_settings(),
+        wake=config.wake_settings(),
+        breaker=config.breaker_settings(),
+        by_arrivals=config.cooldown.arrivals,
     )
 
 

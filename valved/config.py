@@ -72,6 +72,7 @@ class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ceiling_ms: Ms = 200.0
     factor: Factor = 2.0
     window_s: Window = 600.0
+    arrivals: bool = False  # shortened by how gaps are spread (valved/policy/apart.py)
 
 
 class WakeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -236,10 +237,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def wake_settings(self) -> WakeSettings:
-        return WakeSettings(
-            watcher_lease_ns=round(self.wake.watcher_lease_s * SECOND),
-            hint_lease_ns=round(self.wake.hint_lease_s * SECOND),
-        )
+        lease_s, hint_s = self.wake.watcher_lease_s, self.wake.hint_lease_s
+        return WakeSettings(watcher_lease_ns=round(lease_s * SECOND), hint_lease_ns=round(hint_s * SECOND))
 
     def breaker_settings(self) -> BreakerSettings:
         return BreakerSettings(

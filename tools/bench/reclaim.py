@@ -37,7 +37,8 @@ from valved.state.trace import read_lines
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK_MIB = 2  # a block over all its planes: 16 tokens of an 8B model
 TAG_KIB = 128  # with a tag on each page of 4 KiB the host takes 7 ms to unmap what takes the model 0.35
-SAMPLES = 4  # reclaims in one run; the first one pays for cold caches and is left out
+SAMPLES = 14  # reclaims in one run: runs of four differed by half. The first one pays for cold caches and is left out
+GAP_S = 1.5  # between two of them; offline work has all memory back within one
 OWN_BUDGET_MS = 1.0
 SMALL_BUDGET_MS = 2.0  # with handles of 2 MiB: 512 of them
 KNOBS = {"helper": {"fills": "silent"}}  # a trial of `sparse` reads what was filled
@@ -111,7 +112,7 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
     pool_mib = case.blocks * BLOCK_MIB + case.column_mib
     config = CONFIG.format(trace=trace, handle_mib=case.handle_mib, pool_mib=pool_mib, remap=case.remap)
     tokens = int(case.gib * 1024) // BLOCK_MIB * 16 - 64
-    lines = [f"{3 + 4 * i},{tokens},20" for i in range(SAMPLES)]
+    lines = [f"{3 + GAP_S * i},{tokens},20" for i in range(SAMPLES)]
     requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
     cache = ["--kv-blocks", str(case.blocks), "--kv-planes", str(case.planes)]
     cache += ["--block-kib", str(BLOCK_MIB * 1024 // case.planes), "--tag-kib", str(TAG_KIB)]
@@ -119,7 +120,7 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
         node.start_valved()
         offline = node.run("offline", [*kv_batch.COMMAND, *cache], name="batch", out=folder / "off")
         node.wait_for(lambda: _is_full(node, case), "the offline engine has all the memory")
-        duration = str(3 + 4 * SAMPLES)
+        duration = str(3 + GAP_S * SAMPLES)
         argv = [*kv_service.COMMAND, *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
         online = node.run("online", argv, name="chat", out=folder / "on")
         samples: list[ReclaimTimes] = []
@@ -127,7 +128,8 @@ def run(case: Case, folder: Path) -> list[ReclaimTimes]:
         seen = 0
         while online.poll() is None:
             time.sleep(0.5)  # each page keeps the last calls only: read them soon
-            events = [event for event in read_lines(trace) if event["kind"] == "reclaimed"]
+            told = read_lines(trace) if trace.exists() else ()  # it begins with the first event
+            events = [event for event in told if event["kind"] == "reclaimed"]
             clients |= {client.role: client.pid for client in node.status().clients}  # the service may have ended
             for event in events[seen:]:
                 samples += _sample(event, node, clients, case)

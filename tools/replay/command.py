@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 from valve_tools.replay import (
     cluster,
+    cooldown,
     crowding,
     early,
     eviction,
@@ -117,6 +118,7 @@ EXPERIMENTS |= {
     "whatif": _whatif,
     "machine": _machine,
     "early": partial(_over_traces, early),
+    "cooldown": partial(_over_traces, cooldown),
 }
 
 

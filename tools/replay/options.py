@@ -26,13 +26,14 @@ HELP = {
     "forecast": "Ask what placement should count on: missed SLAs against saved GPUs, beside an oracle.",
     "crowding": "Ask which pairs placement refuses because online needs, at its peaks, the memory that the job holds.",
     "early": "Ask how early to take memory that comes between two offline steps.",
+    "cooldown": "Ask what the cooldown of a service without hints should learn from.",
     "whatif": "Estimate your own load on your own machine and recommend settings.",
     "validate": "Compare the simulator with the product on the emulated GPU, in real time.",
     "machine": "Compare the machine model with tables of measured layer times, and fit it again.",
     "quick": "Check the claims of pairs once more, small and loosely, in minutes.",
     "render": "Make the pages of finished experiments again, from their JSON.",
     "stale": "Name the pages that another product made, with other settings or policies.",
-    "all": "Run every experiment but validate, whatif and early. Machine runs where the folder has its tables.",
+    "all": "Run all but validate, whatif, early and cooldown. Machine runs where the folder has its tables.",
 }
 
 

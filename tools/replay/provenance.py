@@ -50,6 +50,8 @@ OF_AN_ENGINE = ("eviction",)
 """Of which columns it loses, and in which order it hands out blocks: how much online keeps plays no part."""
 ENGINE_POLICIES = tuple(f"valved.policy.{name}" for name in ("columns", "eviction", "handout"))
 OF_BOTH = ("crowding",)
+WITHOUT_HINTS = ("cooldown", "sensitivity", "whatif")
+"""They simulate services without hints, too, for which how gaps are spread counts."""
 OF_NO_POLICY = ("machine",)
 LINE = "Product: settings and policies `{}`; `valve replay stale` compares.\n"
 FOUND = re.compile(re.escape(LINE.strip()).replace(r"\{\}", "([0-9a-f]{16})"))
@@ -66,7 +68,8 @@ def made_with(experiment: str) -> str:
     if experiment in OF_AN_ENGINE:
         return _digest([*(source(name) for name in ENGINE_POLICIES), repr(Config().eviction_settings())])
     of_both = CLUSTER_POLICIES if experiment in OF_BOTH else ()
-    return _digest([*(source(name) for name in (*NODE_POLICIES, *of_both)), settings(Config())])
+    without = ("valved.policy.apart",) if experiment in WITHOUT_HINTS else ()
+    return _digest([*(source(name) for name in (*NODE_POLICIES, *of_both, *without)), settings(Config())])
 
 
 def stale(folder: Path) -> list[str]:

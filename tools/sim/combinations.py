@@ -160,5 +160,7 @@ def run_combination(combination: Combination, context: Context) -> Result:
         compute=combination.compute,
         hinted=combination.hinted,
     )
-    wake = ProductWake(hinted=combination.hinted, cooldown=tuning.cooldown)
+    wake = ProductWake(
+        hinted=combination.hinted, cooldown=tuning.cooldown, by_arrivals=tuning.by_arrivals and not combination.hinted
+    )
     return run(world, combination.memory(context), wake)

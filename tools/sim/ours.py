@@ -20,6 +20,7 @@ from valved.model.memory import (
     ReservationState,
 )
 from valved.policy import reservation
+from valved.policy.apart import LEAST_NS, GapsState, shorten, step_gaps
 from valved.policy.columns import uniform_columns
 from valved.policy.cooldown import (
     CooldownObservation,
@@ -196,10 +197,13 @@ class ProductWake:
     """valved's wake and cooldown policies for one service of one client."""
 
     hinted: bool
+    by_arrivals: bool = False
     cooldown: CooldownSettings = field(default_factory=CooldownSettings)
     wake: WakeSettings = field(default_factory=WakeSettings)
     _memory: HandleView = field(init=False)
     _cooldown: CooldownState = field(init=False)
+    _gaps: GapsState = field(default_factory=GapsState)
+    _held_ns: int = 0
     _wake: WakeState = field(default_factory=WakeState)
     _cooldown_ns: int = 0
 
@@ -208,9 +212,11 @@ class ProductWake:
         self._cooldown = first_cooldown(0, self.cooldown)
         self._step(0, ())
 
-    def on_gap(self, now_ns: int, gap_ns: int) -> None:
-        """A gap inside one hold, large enough to matter: the core keeps smaller ones to itself."""
-        self._step(now_ns, (gap_ns,))
+    def on_gap(self, now_ns: int, gap_ns: int, held: bool) -> None:
+        """A gap that is large enough to matter: the core keeps smaller ones to itself. `held`: offline did not run."""
+        self._step(now_ns, (gap_ns,) if held else (), held)
+        if self.by_arrivals:
+            self._gaps = step_gaps(self._gaps, (gap_ns,), now_ns, self._held_ns, self.cooldown)
 
     def on_wake(self, now_ns: int, open_requests: int, quiet_ns: int) -> int:
         """0 to wake now, else when to ask again."""
@@ -227,10 +233,12 @@ class ProductWake:
             return 0
         return decision.look_again_ns or now_ns + SECOND_NS
 
-    def _step(self, now_ns: int, gaps_ns: tuple[int, ...]) -> None:
-        self._cooldown, read = step_cooldown(
-            self._cooldown, CooldownObservation(gaps_ns=gaps_ns), now_ns, self.cooldown
-        )
+    def _step(self, now_ns: int, gaps_ns: tuple[int, ...], held: bool = True) -> None:
+        self._held_ns += now_ns - self._cooldown.seen_ns if held else 0
+        observation = CooldownObservation(gaps_ns=gaps_ns, held=held)
+        self._cooldown, read = step_cooldown(self._cooldown, observation, now_ns, self.cooldown)
+        read = shorten(read, self._gaps, self.cooldown)
         self._cooldown_ns = read.cooldown_ns
         # Half the mark: a smaller gap can set it only after 110 s of held time, and larger ones come far more often.
-        self._memory.set_cooldown(read.cooldown_ns, read.gap_ns // 2)
+        floor_ns = min(read.gap_ns // 2, LEAST_NS) if self.by_arrivals else read.gap_ns // 2
+        self._memory.set_cooldown(read.cooldown_ns, floor_ns)

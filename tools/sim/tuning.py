@@ -20,6 +20,8 @@ class Tuning:
 
     reservation: ReservationSettings = field(default_factory=ReservationSettings)
     cooldown: CooldownSettings = field(default_factory=CooldownSettings)
+    by_arrivals: bool = False
+    """Without a hint, how gaps are spread shortens the cooldown."""
     settings: Settings = field(default_factory=Settings)
     stop: StopTimes = CHANNEL_STOP
     serial_gate: bool = True

@@ -169,7 +169,7 @@ class WakePolicy(Protocol):
 
     def begin(self, memory: HandleView) -> None: ...
     def on_wake(self, now_ns: int, open_requests: int, quiet_ns: int) -> int: ...
-    def on_gap(self, now_ns: int, gap_ns: int) -> None: ...
+    def on_gap(self, now_ns: int, gap_ns: int, held: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -318,7 +318,7 @@ def run(world: World, memory_policy: MemoryPolicy, wake_policy: WakePolicy | Non
         if wake_policy is not None:
             wakes = wake_policy
             answers[SimEvent.WAKE] = wakes.on_wake
-            answers[SimEvent.GAP] = lambda now, a, b: wakes.on_gap(now, a)
+            answers[SimEvent.GAP] = lambda now, a, b: wakes.on_gap(now, a, bool(b))
             wakes.begin(memory)
         memory_policy.begin(memory)
         failed = lib.sim_run(sim)

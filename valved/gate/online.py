@@ -15,6 +15,7 @@ from valved.machine.stamps import Stamp
 from valved.model.consent import SILENT, Said
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.native._booking import ffi
+from valved.policy.apart import GapsState, common_gaps, shorten, step_gaps
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
     Cooldown,
@@ -87,6 +88,7 @@ class OnlineService:
     cooldown: Cooldown
     looked_ns: int = 0  # when its clients' regions were last read
     read_ns: int = 0  # when the cooldown was last read off its state
+    gaps: GapsState = field(default_factory=GapsState)  # without a hint, if asked for
     breaker: BreakerState
     rule: WakeRule | None = None  # by which the native side may wake it; None: it may not
     decision: WakeDecision | None = None
@@ -179,24 +181,38 @@ class OnlineService:
         fresh = self.judged.minus(before)
         return replace(fresh, held_ns=min(max(0, fresh.held_ns - rested_ns), most_held_ns))
 
-    def observe(self, looks: Sequence[tuple[ClientEntry, ClientView]], now_ns: int, settings: CooldownSettings) -> None:
+    def observe(
+        self,
+        looks: Sequence[tuple[ClientEntry, ClientView]],
+        now_ns: int,
+        settings: CooldownSettings,
+        by_arrivals: bool,
+    ) -> None:
         """Take in what the clients' regions say: requests, and gaps to learn the cooldown from."""
         hints: list[int] = []
-        gaps: list[tuple[int, int]] = []
+        launchers: list[list[tuple[int, int]]] = []
         for client, view in looks:
             if is_hinting(client, view):
                 self.hear(client, view)
                 hints.append(view.open_requests)
-            if client.role is not Role.HOOK:
-                gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
+            if client.role is not Role.HOOK and (view.gaps or not view.is_idle):
+                launchers.append([(gap.end_ns, gap.gap_ns) for gap in view.gaps])
+        gaps = [gap for of in launchers for gap in of]
         open_before, self.open_requests = self.open_requests, sum(hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)
         since_ns = max(self.book.since_ns, self.book.watch_since_ns)
         inside = gaps_inside_hold(gaps, since_ns, now_ns) if counted and gaps and self.book.holding else ()
-        if inside or now_ns - self.read_ns > AGE_NS:
+        learns = by_arrivals and not hints
+        spread = gaps_inside_hold(common_gaps(launchers), self.book.watch_since_ns, now_ns) if learns else ()
+        if inside or spread or now_ns - self.read_ns > AGE_NS:
             self.read_ns = now_ns
             observation = CooldownObservation(gaps_ns=inside)
-            self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
+            self.cooldown_state, _ = step_cooldown(self.cooldown_state, observation, now_ns, settings)
+            self.gaps = step_gaps(self.gaps, spread, now_ns, self.hold_ns(now_ns), settings)
+            self.read_cooldown(settings)
+
+    def read_cooldown(self, settings: CooldownSettings) -> None:
+        self.cooldown = shorten(read_cooldown(self.cooldown_state, settings), self.gaps, settings)
 
     def hear(self, client: ClientEntry, view: ClientView) -> None:
         """What an engine counts: requests."""

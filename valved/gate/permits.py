@@ -12,7 +12,7 @@ from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import ClientView, GatePort, WakeLook, WakeRule
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.breaker import BreakerSettings
-from valved.policy.cooldown import CooldownSettings, read_cooldown
+from valved.policy.cooldown import CooldownSettings
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings
 from valved.state.registry import Books, ClientEntry
 from valved.state.stats import GpuAccount
@@ -34,6 +34,7 @@ class GateSettings:
     cooldown: CooldownSettings
     wake: WakeSettings
     breaker: BreakerSettings
+    by_arrivals: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -111,14 +112,14 @@ class Permits:
         if online.holding:
             online.looked_ns = now_ns
             views = self._views(online.id)
-            online.observe(views, now_ns, self._settings.cooldown)
+            online.observe(views, now_ns, self._settings.cooldown, self._settings.by_arrivals)
             if online.open_requests and online.rule is not None:
                 cooldown_ns, since_ns = online.cooldown.cooldown_ns, online.book.since_ns
                 online.doubt.look(views, online.open_requests, since_ns, cooldown_ns, now_ns)
             elif online.doubt.held_since_ns:
                 online.doubt.end()
         else:
-            online.cooldown = read_cooldown(online.cooldown_state, self._settings.cooldown)
+            online.read_cooldown(self._settings.cooldown)
         if obstacle is None:
             self._permit(online)
             online.decision = decision_of(self._gate.look(online.id), before)

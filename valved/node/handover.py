@@ -37,7 +37,7 @@ from valved.node.comeback import TELL_NS
 from valved.node.kv import Kv
 from valved.node.snapshot import COUNTERS, Snapshots, saved_client
 from valved.policy.breaker import resumed
-from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
+from valved.policy.cooldown import CooldownSettings, CooldownState
 from valved.state import saved as files
 from valved.state.journal import Journal
 from valved.state.registry import Books, ClientEntry, ProcessClaim, ServiceEntry, is_number
@@ -324,7 +324,7 @@ def _restore_online(online: OnlineService, saved: SavedService, now_ns: int, set
     if saved.cooldown is not None:
         mark_ns, age_ns, gaps = (plausible(number, LONGEST_NS) for number in saved.cooldown)
         online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)
-    online.cooldown = read_cooldown(online.cooldown_state, settings.cooldown)
+    online.read_cooldown(settings.cooldown)
     if saved.breaker is not None:
         online.breaker = resumed(*saved.breaker, now_ns, settings.breaker)
 

@@ -113,15 +113,15 @@ static void stall(struct sim *s)
 	s->event_ns = s->now + STALL_RETRY_NS;
 }
 
-/* A gap that offline ran in is none: only what ends while the service holds its GPUs teaches the cooldown. */
+/* Only what ends while the service holds its GPUs teaches the largest gap; how gaps are spread is told by all of them. */
 static void tell_gap(struct sim *s)
 {
 	int64_t gap = s->now - s->quiet_from;
 
-	if (s->p.compute != SIM_CHANNEL || !s->gated || gap < s->gap_floor_ns)
+	if (s->p.compute != SIM_CHANNEL || gap < s->gap_floor_ns || (s->p.hinted && !s->gated))
 		return;
 	s->n.callbacks++;
-	s->call(SIM_ON_GAP, s->now, gap, 0);
+	s->call(SIM_ON_GAP, s->now, gap, s->gated);
 }
 
 static void on_launch(struct sim *s)
