@@ -11,7 +11,7 @@ import numpy as np
 
 from valved.abi.kv_link import KvHow
 from valved.gate.wake import GateService
-from valved.kv.beside import LET_REST_NS, Beside
+from valved.kv.beside import LET_REST_NS, Beside, waits_in_vain
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
@@ -24,7 +24,7 @@ from valved.kv.turn import GateTurn
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, Remap, Role, ServiceId
+from valved.model.ids import GpuIndex, Remap, ServiceId
 from valved.state.journal import Journal
 from valved.state.stats import MemoryCounters
 
@@ -86,11 +86,7 @@ class Lending:
             await until(settled, self._clock, self._clock.now_ns() + LET_REST_NS if lets else until_ns)
 
     def _is_waited_for(self, engine: Engine) -> bool:
-        """A service there waits for memory, and there is no other."""
-        beside = (one for one in self._books.engines_with(Role.ONLINE) if not one.gpus.isdisjoint(engine.gpus))
-        short = (one for one in beside if one.view().wanted_blocks > one.standing_count() * one.blocks_per_column)
-        supply = self._supply
-        return any(len(one.bare_columns()) and not supply.obtainable(one, supply.within_reach(one)) for one in short)
+        return waits_in_vain(self._books, self._supply, engine.gpus)
 
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:
         """Returns when the mapping is done."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from valved.kv.beside import Latecomers
 from valved.kv.books import KvBooks
 from valved.kv.columns import Queue
 from valved.kv.engines import Engine
@@ -31,6 +32,7 @@ class Looks:
     _rungs: Rungs
     _reserve: Reserve
     _lender: Lender
+    _latecomers: Latecomers
     _clock: Clock
     _costs: EvictionSettings
     _work: WorkPort
@@ -71,6 +73,7 @@ class Looks:
         self._rungs.heed()
         for engine in self._books.engines_with(Role.OFFLINE):
             self._lender.serve(engine)
+        self._latecomers.look()
         self._arm()
 
     def _arm(self) -> None:

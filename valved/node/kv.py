@@ -12,7 +12,7 @@ from valved.config import Config, MemoryTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.kv.account import ReclaimLog, ReclaimTeller
-from valved.kv.beside import Beside
+from valved.kv.beside import Beside, Latecomers
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
 from valved.kv.first import Firsts
@@ -134,7 +134,8 @@ def put_together(
     rungs = Rungs(books, ways, settings)
     reserve = Reserve(books, supply, firsts, growth, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes, shares)
-    looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
+    latecomers = Latecomers(books, supply, beside, clock)
+    looks = Looks(books, supply, rungs, reserve, lender, latecomers, clock, costs, work)
     parts = (books, ranges, layouts, tables, unheeded, outside, supply, reserve, lender, looks, whole)
     service = KvService(
         *parts, log, gate, clock, outside_port, Exits(reactor, processes, clock), register, ladder, changes
