@@ -60,6 +60,9 @@ class Driver:
     def valve_gpu_state(self, gate, gpu):
         return self.VALVE_GPU_FAILED if self.is_failed else self.VALVE_GPU_STOPPED if gpu in self.gated else 0
 
+    def valve_gpu_stop_again(self, gate, gpu):
+        pass
+
     def valve_gate_orders(self, gate):
         return 0
 
