@@ -217,9 +217,11 @@ def test_a_start_that_takes_long_is_never_called_one_that_failed(tmp_path, monke
     (log := tmp_path / "valved.log").touch()
     monkeypatch.setattr(up, "PATIENCE_S", 0.0)
     with subprocess.Popen(["sleep", "1000"]) as child:
-        with pytest.raises(CliError, match=f"pid {child.pid}.* goes on"):
-            up.wait_until_up(child, tmp_path, log)
-        child.kill()
+        try:
+            with pytest.raises(CliError, match=f"pid {child.pid}.* goes on"):
+                up.wait_until_up(child, tmp_path, log)
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize("name", ["007", "00", "gpu01", "\u0663"])
