@@ -124,6 +124,21 @@ def test_a_channel_that_comes_while_the_driver_has_no_time_is_never_beyond_the_g
     wait_until(lambda: workload.on() == 0, "it is off")
 
 
+def test_a_channel_is_never_kept_on_a_rung_that_this_valved_does_not_have(driver: FakeDriver) -> None:
+    """The driver had no time for our own RM client as valved began: that is for good, and the next rung is well."""
+    driver.rules.fail_clients = REFUSED
+    with gate_rig(driver) as rig:
+        driver.rules.fail_clients = 0
+        workload = rig.offline()
+        workload.pass_fd()
+
+        (result,) = workload.add()
+        rig.online(7, {0})
+
+        assert result.reach is Reach.CHANNEL_FD
+        wait_until(lambda: workload.on() == 0, "it is off")
+
+
 def test_an_enable_that_was_refused_is_never_left_at_that(rig: Rig) -> None:
     workload, online = rig.offline(), rig.online(7, {0})
     workload.add()

@@ -108,7 +108,8 @@ class NativeChannels(Enabling):
                 if status in (0, -errno.ETIMEDOUT):  # a driver that hangs has not refused
                     numbers.reach = reach
                     return status, entry
-                if status in NOT_NOW and is_worse(Reach.CHANNEL_SELF, reach):  # nor has this one
+                has_rung = reach is not Reach.CHANNEL_OWN or not self._infos[entry.ref.gpu].status
+                if status in NOT_NOW and has_rung and is_worse(Reach.CHANNEL_SELF, reach):  # nor has this one
                     return status, self._arm_untested(entry)
                 missing = status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
