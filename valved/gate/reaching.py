@@ -97,8 +97,7 @@ class NativeChannels(Enabling):
     def _climb(
         self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, start: Reach = Reach.CHANNEL_OWN
     ) -> tuple[int, ArmedChannel]:
-        """Arms the channel on the best rung that works, from the one that this RM client needed before, and books
-        it."""
+        """Arms the channel on the best rung that works, from what this RM client needed before, and books it."""
         status = 0
         for reach in LADDER[LADDER.index(numbers.reach or start) :]:
             missing = self._missing(holder, numbers, reach)
