@@ -113,13 +113,13 @@ class Latecomers:
     def _late(self) -> frozenset[GpuIndex]:
         """GPUs where memory is waited for that such an engine has."""
         new_ns = self._clock.now_ns() - NEW_NS
-        late = [
+        late = {
             book.gpu
             for entry in self._books.registry.with_role(Role.OFFLINE)
             if entry.joined_ns > new_ns and self._is_late(entry)
             for book in self._books.pool.of_client(entry.id)
             if (book.at >= 0).any()
-        ]
+        }
         return frozenset(gpu for gpu in late if waits_in_vain(self._books, self._supply, [gpu]))
 
     def _is_late(self, entry: ClientEntry) -> bool:
