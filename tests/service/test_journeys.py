@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from memory_scenes import in_a_step
 from memory_world import KvWorld
 
 from valved.config import Config, MemoryTable
@@ -20,11 +21,7 @@ def make(tmp_path, remap):
         handle_mib=2, remap=remap, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, step_s=5.0
     )
     world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
-    offline = world.engine("offline", columns=16)
-    offline.shim.has_stepped = False
-    world.run(500)
-    offline.shim.has_stepped = offline.shim.steps = True
-    offline.book["steps"] = 7
+    offline = in_a_step(world)
     online = world.engine("online", columns=16)
     world.gate.finish(online.shim.client)
     world.run(2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from memory_scenes import in_a_step
 from memory_world import BASE, Hook, KvWorld
 
 from valved.abi.kv_link import KvMode
@@ -17,11 +18,7 @@ def scene(tmp_path):
     """A request waits for memory. The offline engine that has it stands in its step, and its hook is not back."""
     memory = MemoryTable(handle_mib=2, headroom_min_mib=2, headroom_max_mib=8, let_ms=100.0)
     world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
-    offline = world.engine("offline", columns=16)
-    offline.shim.has_stepped = False
-    world.run(500)
-    offline.shim.has_stepped = offline.shim.steps = True
-    offline.book["steps"] = 7
+    offline = in_a_step(world)
     online = world.engine("online", columns=16)
     world.gate.finish(online.shim.client)
     world.run(1500)

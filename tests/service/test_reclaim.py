@@ -6,6 +6,7 @@ import errno
 
 import numpy as np
 import pytest
+from memory_scenes import in_a_step
 from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of, kv_world
 from node_world import Shares
 
@@ -436,11 +437,7 @@ def waiting_world(tmp_path, *, let_ms=500.0, step_s=30.0):
     """An offline engine in the middle of a step, stopped by a request, and an online service whose reserve is small."""
     memory = MemoryTable(handle_mib=2, headroom_min_mib=2, headroom_max_mib=8, let_ms=let_ms, step_s=step_s)
     world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
-    offline = world.engine("offline", columns=16)
-    offline.shim.has_stepped = False
-    world.run(500)
-    offline.shim.has_stepped = offline.shim.steps = True
-    offline.book["steps"] = 7
+    offline = in_a_step(world)
     online = world.engine("online", columns=16)
     world.gate.finish(online.shim.client)
     world.run(1500)  # what it does not need goes back to offline work
